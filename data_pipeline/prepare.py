@@ -43,12 +43,14 @@ from data_pipeline.remote import RemotePath, is_url, place
 from data_pipeline.report import (
     CLOSE,
     OPEN,
+    coloured_text,
     describe_row,
     describe_value,
     group_arrays,
     marked_text,
     row_arrays,
     summary,
+    token_lines,
 )
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import (
@@ -61,6 +63,7 @@ from data_pipeline.shards import (
     write_atomic,
 )
 from data_pipeline.sources import FORMATS
+from data_pipeline.sources.chat_map import NAMED, read_map, require_no_other_system
 from data_pipeline.sources.document import Options, Piece, PreferenceForm, held_out
 from data_pipeline.sources.preferences import NAMES
 from data_pipeline.strict_json import loads
@@ -177,7 +180,7 @@ def _option_words(name: str, value: Any) -> list[str]:
     if value is True:
         return [option]
     if not isinstance(value, list):
-        value = [str(value)]
+        return [option, str(value)]
     return [option, *filter(None, value)]
 
 
@@ -227,6 +230,20 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         metavar="YYYY-MM-DD",
         default="",
         help="the date that a chat template writes, if it writes one",
+    )
+    add(
+        "--map",
+        metavar="ROLE=TEMPLATE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="for --chat and --prompts: the messages that columns become, such as user='{question}' "
+        f"assistant='{{answer}}'; or a name ({', '.join(NAMED)}), or a .json file",
+    )
+    add(
+        "--system",
+        metavar="TEXT",
+        help="for --chat and --prompts: the system message of conversations that have none",
     )
     add(
         "--columns",
@@ -328,6 +345,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if (arguments.columns or arguments.margin) and not arguments.preferences:
         given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
         raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
+    makes_messages = arguments.map or arguments.system is not None
+    if makes_messages and not arguments.chat and not arguments.prompts:
+        option = "--map" if arguments.map else "--system"
+        raise UsageError(f"{option}: belongs to --chat and --prompts. Give one of them, too.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
@@ -356,7 +377,8 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         raise DataError(
             f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
         )
-    pieces, sources = _find_input(arguments, _reading_options(arguments, spec, tokenizer))
+    options = _reading_options(arguments, spec, tokenizer)
+    pieces, sources = _find_input(arguments, options)
     settings = {
         "key": arguments.key,
         "holdout": arguments.holdout,
@@ -379,6 +401,10 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     if arguments.prompts:
         _check_prompts(pieces, eod)
         settings["prompts"] = True
+    if options.chat_map:
+        settings["map"] = options.chat_map.text
+    if options.system:
+        settings["system"] = options.system
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
@@ -432,6 +458,13 @@ def _reading_options(
     arguments: argparse.Namespace, spec: str, tokenizer: Tokenizer | None
 ) -> Options:
     """What the formats are told about all input."""
+    chat_map = None
+    system = arguments.system
+    if arguments.map:
+        chat_map = read_map(arguments.map)
+        if system is None:
+            system = chat_map.system
+        require_no_other_system(chat_map, system)
     options = Options(
         key=arguments.key,
         tokenizer=spec,
@@ -439,6 +472,8 @@ def _reading_options(
         chat_date=arguments.chat_date,
         columns=arguments.columns,
         margin=arguments.margin,
+        chat_map=chat_map,
+        system=system or "",
     )
     # Ids and special tokens belong to a tokenizer that somebody named, not to the default.
     if tokenizer is None or not arguments.tokenizer:
@@ -907,6 +942,11 @@ def _show(argv: list[str]) -> None:
         help=f"show this row of an epoch instead; dim, or outside of {OPEN}{CLOSE}: no target",
     )
     parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="for --document: a line for each token, with its id and whether it is a target",
+    )
+    parser.add_argument(
         "--epoch",
         metavar="E",
         type=int,
@@ -931,11 +971,14 @@ def _show(argv: list[str]) -> None:
     if arguments.pair is not None and shards.group == 1:
         rule = f"{arguments.directory} holds single documents, not pairs"
         raise UsageError(f"--pair {arguments.pair}: {rule}. Give --document N.")
+    is_pair = arguments.document is None and shards.group > 1
+    if arguments.tokens and (arguments.row is not None or is_pair):
+        raise UsageError("--tokens: is of one document. Give --document N, too.")
+    if is_pair and arguments.row is None:
+        _show_group(shards, tokenizer, arguments.pair or 0)
+        return
     if arguments.row is None:
-        if arguments.document is None and shards.group > 1:
-            _show_group(shards, tokenizer, arguments.pair or 0)
-        else:
-            _show_document(shards, tokenizer, arguments.document or 0)
+        _show_document(shards, tokenizer, arguments.document or 0, arguments.tokens)
         return
     length = arguments.seq_length or 0
     if length < 1:
@@ -964,8 +1007,11 @@ def _print_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, group: int) 
         console.print(text, soft_wrap=True)
 
 
-def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
-    """Write the text of a document; where not all of it is a target, with marks around what is."""
+def _show_document(
+    shards: TokenShards, tokenizer: Tokenizer, number: int, by_token: bool = False
+) -> None:
+    """Write the text of a document; where not all of it is a target, in bright colours what is, or
+    with marks around it. `by_token`: a line for each token instead."""
     first, length = shards.document(number)
     size = f"{length:,} tokens from {first:,}"
     if shards.valued:
@@ -974,12 +1020,20 @@ def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> No
     print(f"document {number} of {shards.num_documents:,}: {size}", file=sys.stderr)
     (is_target,) = shards.mask(np.array([first]), length)
     ids = shards.read(first, length)
-    if is_target.all():
-        sys.stdout.write(tokenizer.decode(ids))
-        return
+    console = Console(highlight=False)
     count = np.count_nonzero(is_target)
-    print(f"{count:,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
-    sys.stdout.write(marked_text(tokenizer, ids, is_target))
+    if by_token:
+        print(f"{count:,} of them are targets", file=sys.stderr)
+        for line in token_lines(tokenizer, ids, is_target):
+            console.print(line, soft_wrap=True)
+    elif is_target.all():
+        sys.stdout.write(tokenizer.decode(ids))
+    elif _has_colours(console):
+        print(f"{count:,} of them are targets, the others dim", file=sys.stderr)
+        console.print(coloured_text(tokenizer, ids, is_target), soft_wrap=True, end="")
+    else:
+        print(f"{count:,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
+        sys.stdout.write(marked_text(tokenizer, ids, is_target))
 
 
 def _has_colours(console: Console) -> bool:

@@ -52,7 +52,8 @@ def summary(shards: TokenShards) -> Iterator[str]:
     if shards.valued:
         yield f"  {_values(shards)}"
     found = _TARGETS_BY.get(m.settings.get("chat_targets", ""))
-    if found:
+    # A prompt has no answer.
+    if found and not m.settings.get("prompts"):
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)
@@ -203,7 +204,7 @@ def describe_row(
     for segment in range(1, int(segments.max()) + 1):
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
-        count = np.count_nonzero(learnt[places])
+        count = int(np.count_nonzero(learnt[places]))
         name = f"segment {segment}"
         if group > 1:
             name += f", {_member(segment, group)}"
@@ -215,16 +216,7 @@ def describe_row(
         if marked:
             head += f", in {OPEN}{CLOSE}"
         yield Text(f"--- {head} ".ljust(_WIDTH, "-"), style=f"bold {colour}")
-        text = Text()
-        for ids, learnt_here in _runs(targets[places], learnt[places]):
-            words = spell(tokenizer, ids)
-            style = colour
-            if not learnt_here:
-                style = f"dim {colour} italic"
-            elif marked:
-                words = f"{OPEN}{words}{CLOSE}"
-            text.append(words, style=style)
-        yield text
+        yield coloured_text(tokenizer, targets[places], learnt[places], colour, marked)
     if padding := np.count_nonzero(segments == 0):
         yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
 
@@ -243,6 +235,41 @@ def _member(segment: int, group: int) -> str:
         return f"{place + 1} of group {number + 1}"
     which = "rejected" if place else "chosen"
     return f"{which} of pair {number + 1}"
+
+
+def coloured_text(
+    tokenizer: Tokenizer,
+    ids: np.ndarray,
+    learnt: np.ndarray,
+    colour: str = _COLOURS[0],
+    marks: bool = False,
+) -> Text:
+    """The text of ids [T] in a colour, dim where they are no targets, bool [T]; `marks`: with marks
+    around targets, too."""
+    text = Text()
+    for run, learnt_here in _runs(ids, learnt):
+        words = spell(tokenizer, run)
+        style = colour
+        if not learnt_here:
+            style = f"dim {colour} italic"
+        elif marks:
+            words = f"{OPEN}{words}{CLOSE}"
+        text.append(words, style=style)
+    return text
+
+
+def token_lines(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> Iterator[Text]:
+    """A line for each of ids [T]: its number in the document, what it is for the loss, bool [T], its
+    id and its text, with what can't be printed as Python writes it."""
+    yield Text(f"{'token':>7}  {'':6}  {'id':>7}  text", style="bold")
+    for number, (token, learnt_here) in enumerate(zip(ids, learnt, strict=True)):
+        word = one_line(spell(tokenizer, np.array([token])), _WIDTH)
+        role = ""
+        style = f"dim {_COLOURS[0]} italic"
+        if learnt_here:
+            role = "target"
+            style = _COLOURS[0]
+        yield Text(f"{number:>7,}  {role:6}  {int(token):>7}  {word}", style=style)
 
 
 def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> str:

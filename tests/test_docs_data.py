@@ -24,7 +24,9 @@ def folder(tmp_path_factory):
             (folder / name / f"{number}.txt").write_text(
                 f"{name} " + " ".join(rng.choices(words, k=100))
             )
-    (conversation,) = blocks(TEXT, "json")
+    conversation, chat_map = blocks(TEXT, "json")
+    (folder / "map.json").write_text(chat_map)
+    _write_questions(folder / "questions.jsonl")
     (folder / "chat" / "a.jsonl").write_text(conversation * 40)
     (template,) = blocks(TEXT, "jinja")
     (folder / "plain.jinja").write_text(template)
@@ -39,6 +41,13 @@ def folder(tmp_path_factory):
     (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     (folder / "small.py").write_text(program)
     return folder
+
+
+def _write_questions(path):
+    """Columns for --map: the line that the text shows, and one like it."""
+    (shown,) = re.findall(r"^`(\{\"question\".*\})`:$", TEXT, re.MULTILINE)
+    other = json.loads(shown) | {"question": "1 + 1?", "hint": "", "answer": "2"}
+    path.write_text(f"{shown}\n{json.dumps(other)}\n")
 
 
 def _write_preferences(folder, rng, words):
@@ -64,6 +73,8 @@ def test_every_command_works_in_order(folder):
     outputs = {}
     for command in commands(TEXT):
         outputs[command] = run(command, folder, columns=120).stdout
+    (mapped,) = (out for command, out in outputs.items() if "show data/mapped" in command)
+    assert mapped == "A: Answer with a number.\nA: 1 + 1? \nB: \u27e62\n\u27e7"
     plans = {
         command: out for command, out in outputs.items() if command.startswith("maxtrain plan")
     }

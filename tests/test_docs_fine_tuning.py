@@ -1,6 +1,7 @@
 """docs/fine_tuning.md, every command as it stands: a model learns to answer, and says the same in
 every form in which it is given away."""
 
+import itertools
 import json
 import re
 import shlex
@@ -18,7 +19,8 @@ from maxtrain.weights.peft import read_set
 from tests.commands import ROOT, blocks, commands, run
 from tests.llama_cpp import LlamaCpp
 
-TEXT = (ROOT / "docs" / "fine_tuning.md").read_text()
+# The tutorial of colours, and that of worked answers.
+TEXT, WORKED = (ROOT / "docs" / "fine_tuning.md").read_text().split("## Questions with worked")
 COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
 QUESTIONS = ("What colour is {}?", "Tell me the colour of {}.", "Which colour has {}?")
 NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo")
@@ -34,10 +36,13 @@ TEMPLATE = (
 )
 
 
-def write_pretrained(folder):
-    """A directory of Hugging Face, whose model has learned nothing yet."""
-    said = [f"What colour is {thing}? It is {colour}. user\n" for thing, colour in COLOURS.items()]
-    inner = tokenizers.Tokenizer.from_str(train_bpe(said * 3, 330).content.decode())
+def write_pretrained(folder, said=()):
+    """A directory of Hugging Face, whose model has learned nothing yet; its tokenizer has, from what
+    is said."""
+    if not said:
+        pairs = COLOURS.items()
+        said = [f"What colour is {thing}? It is {colour}. user\n" for thing, colour in pairs]
+    inner = tokenizers.Tokenizer.from_str(train_bpe([*said] * 3, 330).content.decode())
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     place = folder / "tokenizer"
     place.mkdir()
@@ -86,7 +91,7 @@ def require_served(folder):
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_commands_work_in_order(tmp_path):
+def test_the_commands_work_in_order(tmp_path, monkeypatch):
     write_pretrained(tmp_path)
     write_conversations(tmp_path / "chat.jsonl")
     (example,) = blocks(TEXT, "json")
@@ -104,8 +109,45 @@ def test_the_commands_work_in_order(tmp_path):
     assert len(losses) == 2 and losses[1] < losses[0] < 3
     assert "held_out" in evaluated
     assert "It is blue." in answered and "It is white." in exported_answer
+    monkeypatch.chdir(tmp_path)
     require_served(tmp_path)
     theirs = LlamaCpp(tmp_path / "colours.gguf")
     for thing, colour in COLOURS.items():
         asked = [{"role": "user", "content": f"I am Ada. What colour is {thing}?"}]
         assert theirs.answer(asked) == f"It is {colour}."
+
+
+def worked_answers():
+    """Lines as GSM8K has them."""
+    lines = []
+    for name in ("Ann", "Bo", "Cy", "Di"):
+        for thing in ("clips", "eggs", "pens"):
+            for a, b in itertools.product(range(2, 6), repeat=2):
+                record = {
+                    "question": f"{name} has {a} {thing} and buys {b} more. How many has she?",
+                    "answer": f"{name} has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} {thing}.\n#### {a + b}",
+                }
+                lines.append(json.dumps(record))
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_of_worked_answers_work_in_order(tmp_path):
+    lines = worked_answers()
+    (example,) = blocks(WORKED, "json")
+    assert example.strip() in lines
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    asked = "Give <reasoning> and <answer>.\n</reasoning>\n</answer> system user assistant"
+    write_pretrained(tmp_path, [asked, *lines[::5]])
+    outputs = [run(command, tmp_path).stdout for command in commands(WORKED)]
+    _, shown, planned, trained, evaluated, answered, _, of_rewards = outputs
+    (text,) = blocks(WORKED, "text")
+    assert shown.startswith(text)
+    assert "ends because" in planned and "ends because" in of_rewards
+    losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
+    assert losses[-1] < 0.2 * losses[0] and "held_out" in evaluated
+    assert re.search(
+        r"<reasoning>\nAnn has \d \+ \d = \d clips\.\n</reasoning>\n<answer>\n\d\n</answer>",
+        answered,
+    )

@@ -42,15 +42,23 @@ def test_it_is_refused_at_the_launch(tmp_path, tiny_run):
         open_data(load_config([f"config={config}", "observe.prompts=[ä]"]), None)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char"])
-def test_missing_data_of_a_shipped_config_name_the_command_of_the_readme(
-    name, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("name", "document"),
+    [
+        ("quickstart", "README.md"),
+        ("shakespeare_char", "README.md"),
+        ("sft_qwen2_5_0_5b", "docs/fine_tuning.md"),
+        ("grpo_qwen2_5_1_5b", "docs/fine_tuning.md"),
+    ],
+)
+def test_missing_data_of_a_shipped_config_name_the_command_of_the_documents(
+    name, document, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     config = load_config([f"config={name}"])
     (source,) = config.data.sources.values()
     command = PREPARED_BY[source.path]
-    assert command in (Path(__file__).parents[1] / "README.md").read_text()
+    assert command in (Path(__file__).parents[1] / document).read_text()
     with pytest.raises(DataError, match="is not a directory of token shards") as caught:
         open_data(config, None)
     assert str(caught.value).endswith(f"`{command}`.")

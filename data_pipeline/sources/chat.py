@@ -1,5 +1,5 @@
-"""Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written
-out by a chat template."""
+"""Conversations: records with `messages`, or with `conversations` as ShareGPT has them, or with
+columns that a map makes messages of; written out by a chat template."""
 
 import functools
 from collections.abc import Iterator
@@ -7,11 +7,18 @@ from typing import Any
 
 from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
-from data_pipeline.sources import jsonl
+from data_pipeline.sources import jsonl, records
+from data_pipeline.sources.chat_map import (
+    ROLES,
+    SYSTEM_ROLES,
+    ChatMap,
+    MissingColumn,
+    map_messages,
+    read_list,
+    require_answer,
+)
 from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, checked_document
-from data_pipeline.strict_json import loads
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
@@ -23,8 +30,10 @@ def find(pattern: str, options: Options) -> list[Piece]:
             "--chat: needs a tokenizer that has the tokens of its template, not one to be trained. "
             "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain text)."
         )
+    if options.chat_map:
+        require_answer(options.chat_map)
     options, beside = with_template(options, "--chat")
-    pieces = jsonl.find(pattern, options, "chat")
+    pieces = records.find(pattern, options, "chat")
     return [piece._replace(beside=beside) for piece in pieces]
 
 
@@ -40,14 +49,14 @@ def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ..
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Conversations of the lines of the piece that belong to its part."""
-    template = piece.options.template
-    assert template is not None, "find gives every piece one"
-    return jsonl.read_lines(piece, functools.partial(_parse, template=template))
+    """Conversations of the records of the piece that belong to its part."""
+    return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
-def _parse(lines: list[bytes], template: Template) -> list[Document]:
+def _parse(lines: list[bytes], options: Options) -> list[Document]:
     """The documents of lines."""
+    template = options.template
+    assert template is not None, "find gives every piece one"
     documents: list[Document] = []
     conversations: list[Conversation] = []
     rendered: list[int] = []  # which documents the conversations are
@@ -58,8 +67,8 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
             if isinstance(record, str):
                 raise ChatError(record)
             problems: list[str] = []
-            messages = clean(_messages(record), template, problems)
-            tools = clean(find_tools(record), template, problems)
+            messages = clean(_messages(record, options), template, problems)
+            tools = clean(find_tools(record, options.chat_map), template, problems)
             if not problems and not jsonl.is_utf8(raw):
                 problems.append("not UTF-8")
             if problems:
@@ -68,11 +77,7 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
             rendered.append(number)
         except ChatError as error:
             detail = ""
-            if (
-                isinstance(record, dict)
-                and "messages" not in record
-                and "conversations" not in record
-            ):
+            if isinstance(record, dict) and _lacks_columns(record, error, options.chat_map):
                 detail = jsonl.list_keys(record)
             document = document._replace(problem=str(error), detail=detail)
         documents.append(document)
@@ -84,16 +89,34 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
     return documents
 
 
-def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _lacks_columns(record: dict[str, Any], error: ChatError, chat_map: ChatMap | None) -> bool:
+    """Whether what is wrong with a record is that it has other columns."""
+    if chat_map:
+        return isinstance(error, MissingColumn)
+    return "messages" not in record and "conversations" not in record
+
+
+def _messages(record: dict[str, Any], options: Options) -> list[dict[str, Any]]:
     """The messages of a row, each with `role` and `content`. ChatError: there are none, or they
     can't be used."""
-    rows = record.get("messages", record.get("conversations"))
-    if not isinstance(rows, list) or not rows:
-        raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
-    messages = read_messages(rows)
+    if options.chat_map:
+        messages = map_messages(options.chat_map, record)
+    else:
+        rows = record.get("messages", record.get("conversations"))
+        if not isinstance(rows, list) or not rows:
+            raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
+        messages = read_messages(rows)
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("no assistant turn")
-    return messages
+    return with_system(messages, options.system)
+
+
+def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+    """Messages with a system message (empty: none) before them, if they have none of their own."""
+    has_own = any(message["role"] in SYSTEM_ROLES for message in messages)
+    if not system or has_own:
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
@@ -106,8 +129,8 @@ def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
         role = row.get("role", row.get("from"))
         if isinstance(role, str):
             role = _SHAREGPT.get(role, role)
-        if role not in _ROLES:
-            known = ", ".join((*_ROLES, *_SHAREGPT))
+        if role not in ROLES:
+            known = ", ".join((*ROLES, *_SHAREGPT))
             raise ChatError(f"unknown role {str(role)[:40]!r}, not one of {known}")
         content = row.get("content", row.get("value"))
         if content is None and not row.get("tool_calls"):
@@ -119,19 +142,17 @@ def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def find_tools(record: dict[str, Any]) -> list[Any] | None:
-    """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
-    tools = record.get("tools")
-    if not tools:
+def find_tools(record: dict[str, Any], chat_map: ChatMap | None = None) -> list[Any] | None:
+    """The tools of a row, in `tools` or the column that a map names; None: none. ChatError: they are
+    no list, nor one in JSON."""
+    column = "tools"
+    if chat_map:
+        column = chat_map.tools
+    if not column:
         return None
-    if isinstance(tools, str):
-        try:
-            tools = loads(tools)
-        except ValueError as error:
-            raise ChatError("tools is not JSON") from error
-    if not isinstance(tools, list | None):
-        raise ChatError("tools is not a list")
-    return tools or None
+    if chat_map and column not in record:
+        raise MissingColumn(f"no column {column!r}")
+    return read_list(record.get(column), column)
 
 
 def mended_text(text: str, problems: list[str]) -> str:
@@ -171,6 +192,6 @@ def clean(value: Any, template: Template, problems: list[str]) -> Any:
 
 
 FORMAT = Format(
-    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, each with messages; needs maxtrain[chat]",
-    "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, jsonl.cut,
+    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, or in .parquet, each with messages; needs maxtrain[chat]",
+    "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, records.cut,
 )  # fmt: skip

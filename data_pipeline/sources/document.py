@@ -15,6 +15,7 @@ from data_pipeline.chat import Template
 from data_pipeline.errors import DataError, UsageError, blame_storage
 from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
 from data_pipeline.remote import is_url
+from data_pipeline.sources.chat_map import ChatMap
 from data_pipeline.sources.reading import open_file
 
 BOM = b"\xef\xbb\xbf"
@@ -59,6 +60,8 @@ class Options(NamedTuple):
     chat_template: str = ""  # as given
     chat_date: str = ""
     template: Template | None = None  # what became of the last four
+    chat_map: ChatMap | None = None  # from columns to messages; None: records have messages
+    system: str = ""  # the system message of conversations that have none
     columns: str = ""  # as given
     margin: bool = False  # of preferences: how much better the chosen one is, too
     preferences: PreferenceForm | None = None  # the form of the first record

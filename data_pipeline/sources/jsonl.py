@@ -8,10 +8,10 @@ import itertools
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     BOM,
     EMPTY,
@@ -60,55 +60,78 @@ def cut(piece: Piece, at: int) -> int | None:
 
 
 def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
-    """The documents that `parse` makes of the lines of the piece that belong to its part; it need
-    not say where they are.
+    """See `parse_records`, for the lines of the piece."""
+    reader, damage = _reader(piece.path)
+    lines = _lines(piece, reader)
 
-    It gets some lines at a time, and gives a document for each. A DataError of it, which is about
-    one of them, ends all, whatever is to be done about bad documents.
+    def place(index: int, exactly: bool) -> str:
+        if exactly:
+            return f"{piece.path}:{_before(piece) + index + 1}"
+        return f"{piece.path}:line {index + 1} after byte {piece.start}"
+
+    yield from parse_records(piece, lines, parse, place, OSError, EOFError, damage)
+
+
+def parse_records(
+    piece: Piece,
+    records: Iterable[bytes],
+    parse: Callable[[list[bytes]], list[Document]],
+    place: Callable[[int, bool], str],
+    *damage: type[Exception],
+) -> Iterator[Document]:
+    """The documents that `parse` makes of the records of the piece that belong to its part.
+
+    Args:
+        records: those of the piece, in JSON, in their order.
+        parse: gets some of them at a time, and gives a document for each; it need not say where they
+            are. A DataError of it, which is about one of them, ends all, whatever is to be done about
+            bad documents.
+        place: where a record is, by its number in the piece; exactly, which may take long, only for
+            one that a message is about.
+        damage: what reading the next record raises when there is any: the rest of the piece is then
+            one bad document.
     """
     index = -1
-    lines: list[tuple[int, bytes]] = []
+    batch: list[tuple[int, bytes]] = []
     size = 0
-    reader, damage = _reader(piece.path)
     problem = None
     try:
-        for index, raw in enumerate(_lines(piece, reader)):
+        for index, raw in enumerate(records):
             if piece.holds(raw.rstrip(b"\r\n")):
-                lines.append((index, raw))
+                batch.append((index, raw))
                 size += len(raw)
-            if len(lines) == _AT_ONCE or size >= _BYTES_AT_ONCE:
-                yield from _parse_lines(piece, lines, parse)
-                lines = []
+            if len(batch) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield from _parse_batch(piece, batch, parse, place)
+                batch = []
                 size = 0
-    except (OSError, EOFError, damage) as error:
-        reason = getattr(error, "strerror", None) or error
-        where = f"{piece.path}:{_before(piece) + index + 2}"
-        problem = Document(None, where, f"can't be read ({reason})")
-    yield from _parse_lines(piece, lines, parse)
+    except damage as error:
+        blame_storage(piece.path, error)
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        problem = Document(None, place(index + 1, True), f"can't be read ({reason})")
+    yield from _parse_batch(piece, batch, parse, place)
     if problem:
         yield problem
 
 
-def _parse_lines(
-    piece: Piece, lines: list[tuple[int, bytes]], parse: Callable[[list[bytes]], list[Document]]
+def _parse_batch(
+    piece: Piece,
+    batch: list[tuple[int, bytes]],
+    parse: Callable[[list[bytes]], list[Document]],
+    place: Callable[[int, bool], str],
 ) -> Iterator[Document]:
-    """The documents of lines, each with its number in the piece; with the places that they are
+    """The documents of records, each with its number in the piece; with the places that they are
     from."""
     try:
-        documents = parse([raw for _, raw in lines])
+        documents = parse([raw for _, raw in batch])
     except DataError as error:
-        if len(lines) == 1:
-            raise DataError(f"{piece.path}:{_before(piece) + lines[0][0] + 1}: {error}") from error
+        if len(batch) == 1:
+            raise DataError(f"{place(batch[0][0], True)}: {error}") from error
         # Which of them is it about? One by one.
-        for line in lines:
-            yield from _parse_lines(piece, [line], parse)
+        for record in batch:
+            yield from _parse_batch(piece, [record], parse, place)
         return
-    for (index, _), document in zip(lines, documents, strict=True):
-        # The lines before the piece are counted only for a document that a message is about.
-        place = f"line {index + 1} after byte {piece.start}"
-        if document.problem:
-            place = str(_before(piece) + index + 1)
-        yield document._replace(where=f"{piece.path}:{place}")
+    for (index, _), document in zip(batch, documents, strict=True):
+        yield document._replace(where=place(index, bool(document.problem)))
 
 
 def first_records(piece: Piece) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,12 @@
-"""Parquet files: each row is a document, in the column --key."""
+"""Parquet files: each row is a document, in the column --key; or, where they are read for other
+formats, a record of all of its columns."""
 
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from data_pipeline.errors import DataError
 from data_pipeline.sources.columns import arrow, batch_rows, check_column, damaged, native, values
 from data_pipeline.sources.document import (
     Document,
@@ -25,21 +28,27 @@ def find(pattern: str, options: Options) -> list[Piece]:
     pyarrow, errors = arrow("parquet", f"--parquet {pattern}")
     pieces = []
     for piece in find_files(pattern, "parquet", options, ".parquet"):
-        try:
-            with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
-                schema = file.schema_arrow
-                metadata = file.metadata
-        except errors as error:
-            raise damaged(piece.path, error, "a Parquet file") from error
+        schema, metadata = _open(pyarrow, errors, piece)
         check_column(schema, piece)
-        paths = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
-        number = paths.index(options.key)
-        size = 0
-        for group in range(metadata.num_row_groups):
-            size += metadata.row_group(group).column(number).total_uncompressed_size
-        rows = metadata.num_rows
-        pieces.append(piece._replace(stop=rows, scale=size / max(rows, 1)))
+        pieces.append(_in_rows(piece, metadata, [options.key]))
     return pieces
+
+
+def find_records(piece: Piece, wanted_by: str) -> Piece:
+    """A file whose rows are records, in rows.
+
+    Raises:
+        DataError: it is not Parquet, or two columns have one name, or none has values that JSON has.
+        UsageError: pyarrow is missing.
+    """
+    pyarrow, errors = arrow("parquet", wanted_by)
+    schema, metadata = _open(pyarrow, errors, piece)
+    columns = _json_columns(pyarrow, schema)
+    if not columns or len(set(schema.names)) < len(schema.names):
+        names = ", ".join(schema.names) or "none"
+        rule = "has two columns with one name, or none with values that JSON has"
+        raise DataError(f"{piece.path}: {rule}; columns: {names}. Write it with others.")
+    return _in_rows(piece, metadata, columns)
 
 
 def documents(piece: Piece) -> Iterator[Document]:
@@ -48,27 +57,102 @@ def documents(piece: Piece) -> Iterator[Document]:
     return record_documents(piece, _rows(pyarrow, piece), *errors)
 
 
+def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
+    """What `records` raises when a file is damaged."""
+    _, errors = arrow("parquet", piece.path)
+    return errors
+
+
+def records(piece: Piece) -> Iterator[bytes]:
+    """The rows of the piece, in JSON: an object with a key for each column whose values JSON has."""
+    pyarrow, _ = arrow("parquet", piece.path)
+    with _file(pyarrow, piece) as file:
+        columns = _json_columns(pyarrow, file.schema_arrow)
+        for first, batch in _batches(piece, file, columns):
+            low = max(piece.start - first, 0)
+            high = min(piece.stop - first, batch.num_rows)
+            part = batch.slice(low, max(high - low, 0))
+            # pyarrow does not look where values lie when it makes objects of them.
+            part.validate(full=True)
+            for row in part.to_pylist():
+                yield json.dumps(row).encode()
+
+
+def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tuple[Any, Any]:
+    """The schema and the metadata of a file. DataError: it is not Parquet."""
+    try:
+        with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
+            return file.schema_arrow, file.metadata
+    except errors as error:
+        raise damaged(piece.path, error, "a Parquet file") from error
+
+
+def _in_rows(piece: Piece, metadata: Any, columns: Sequence[str]) -> Piece:
+    """A piece of a whole file, in rows, each as large as these columns are on average."""
+    size = 0
+    for number in range(metadata.num_columns):
+        # Of a list or an object, the path goes on behind the column's name.
+        name, _, _ = metadata.schema.column(number).path.partition(".")
+        if name in columns or metadata.schema.column(number).path in columns:
+            for group in range(metadata.num_row_groups):
+                size += metadata.row_group(group).column(number).total_uncompressed_size
+    rows = metadata.num_rows
+    return piece._replace(stop=rows, scale=size / max(rows, 1))
+
+
+def _json_columns(pyarrow: Any, schema: Any) -> list[str]:
+    """The columns whose values JSON has: text, numbers, true and false, lists and objects of them."""
+    return [field.name for field in schema if _is_json(pyarrow.types, field.type)]
+
+
+def _is_json(types: Any, kind: Any) -> bool:
+    """Whether JSON has the values of a type; `types` is pyarrow.types."""
+    if types.is_dictionary(kind):
+        return _is_json(types, kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_json(types, field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_json(types, kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_number = types.is_integer(kind) or types.is_floating(kind)
+    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
+
+
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:
-    """The column's values in the piece; whole row groups before it are passed over, and nothing is
-    held longer than a batch."""
+    """The values of the column --key in the piece."""
+    with _file(pyarrow, piece) as file:
+        for first, batch in _batches(piece, file, [piece.options.key]):
+            yield from values(piece, first, [batch.column(0)])
+
+
+def _file(pyarrow: Any, piece: Piece) -> Any:
+    """The file of a piece, open for reading."""
     settings = {
         "buffer_size": _BUFFER_BYTES,
         "pre_buffer": False,
         "page_checksum_verification": True,
     }
-    with pyarrow.parquet.ParquetFile(native(pyarrow, piece), **settings) as file:
-        counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        starts = list(itertools.accumulate(counts, initial=0))
-        groups = [
-            group
-            for group, first in enumerate(starts[:-1])
-            if piece.start < first + counts[group] and first < piece.stop
-        ]
-        if groups:
-            batches = file.iter_batches(
-                batch_rows(piece), groups, [piece.options.key], use_threads=False
-            )
-            yield from values(piece, starts[groups[0]], (batch.column(0) for batch in batches))
+    return pyarrow.parquet.ParquetFile(native(pyarrow, piece), **settings)
+
+
+def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Some rows at a time of the row groups that the piece has rows of, each with the number of its
+    first row; nothing is held longer than a batch."""
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    starts = list(itertools.accumulate(counts, initial=0))
+    groups = [
+        group
+        for group, first in enumerate(starts[:-1])
+        if piece.start < first + counts[group] and first < piece.stop
+    ]
+    if not groups:
+        return
+    first = starts[groups[0]]
+    for batch in file.iter_batches(batch_rows(piece), groups, list(columns), use_threads=False):
+        yield first, batch
+        first += batch.num_rows
+        if first >= piece.stop:
+            return
 
 
 FORMAT = Format(

@@ -1,5 +1,6 @@
-"""Prompts: JSON lines with `prompt`, text or messages, or with `messages`. What else a line has is
-kept beside its tokens, for those who judge what is made of the prompt."""
+"""Prompts: records with `prompt`, text or messages, or with `messages`, or with columns that a map
+makes messages of. What else a record has is kept beside its tokens, for those who judge what is made
+of the prompt."""
 
 import functools
 import json
@@ -8,8 +9,15 @@ from typing import Any
 
 from data_pipeline.chat import ChatError, render
 from data_pipeline.errors import UsageError
-from data_pipeline.sources import jsonl
-from data_pipeline.sources.chat import clean, find_tools, read_messages, with_template
+from data_pipeline.sources import jsonl, records
+from data_pipeline.sources.chat import (
+    clean,
+    find_tools,
+    read_messages,
+    with_system,
+    with_template,
+)
+from data_pipeline.sources.chat_map import MissingColumn, map_prompt
 from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
 
 # In the columns of a document: the prompt as it came, text or messages.
@@ -21,8 +29,9 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
     UsageError: no tokenizer is given for a template. DataError: no template is usable.
     """
-    pieces = jsonl.find(pattern, options, "prompts")
-    if not options.chat_template and not _has_messages(pieces):
+    pieces = records.find(pattern, options, "prompts")
+    makes_messages = options.chat_template or options.chat_map or options.system
+    if not makes_messages and not _has_messages(pieces):
         return pieces
     if options.vocab_size is None:
         raise UsageError(
@@ -37,14 +46,14 @@ def find(pattern: str, options: Options) -> list[Piece]:
 def _has_messages(pieces: list[Piece]) -> bool:
     """Whether the first record is a conversation."""
     for piece in pieces:
-        for record in jsonl.first_records(piece):
+        for record in records.first_records(piece):
             return not isinstance(record.get(PROMPT), str)
     return False
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Prompts of the lines of the piece that belong to its part."""
-    return jsonl.read_lines(piece, functools.partial(_parse, options=piece.options))
+    """Prompts of the records of the piece that belong to its part."""
+    return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
 def _parse(lines: list[bytes], options: Options) -> list[Document]:
@@ -59,7 +68,11 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
             found.append(_document(record, raw, options))
         except ChatError as error:
             detail = ""
-            if PROMPT not in record and "messages" not in record:
+            if options.chat_map:
+                lacks_columns = isinstance(error, MissingColumn)
+            else:
+                lacks_columns = PROMPT not in record and "messages" not in record
+            if lacks_columns:
                 detail = jsonl.list_keys(record)
             found.append(Document(None, "", str(error), detail=detail))
     return found
@@ -67,7 +80,11 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
 
 def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
     """The prompt of a record. ChatError: it has none."""
-    prompt = record.get(PROMPT, record.get("messages"))
+    chat_map = options.chat_map
+    if chat_map:
+        prompt = map_prompt(chat_map, record)
+    else:
+        prompt = record.get(PROMPT, record.get("messages"))
     if prompt is None:
         raise ChatError("no prompt: neither `prompt` nor `messages`")
     template = options.template
@@ -80,9 +97,9 @@ def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
         if document.problem:
             problems.append(document.problem)
     else:
-        messages = _messages(prompt)
+        messages = with_system(_messages(prompt), options.system)
         prompt = clean(messages, template, problems)
-        tools = clean(find_tools(record), template, problems)
+        tools = clean(find_tools(record, chat_map), template, problems)
         text = render(template, prompt, tools, prompt=True)
         document = Document(None, "", spans=[(text, True)])
     if not problems and not jsonl.is_utf8(raw):
@@ -108,8 +125,8 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 FORMAT = Format(
     "prompts", "GLOB",
-    "prompts to be completed, in JSON lines, plain, .gz or .zst, each with prompt or messages; "
-    "other columns are kept for rewards",
+    "prompts to be completed, in JSON lines, plain, .gz or .zst, or in .parquet, each with prompt or "
+    "messages; other columns are kept for rewards",
     "--prompts 'questions/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
-    find, documents, jsonl.cut,
+    find, documents, records.cut,
 )  # fmt: skip

@@ -8,7 +8,8 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.files import SUFFIXES
 from maxtrain.config.words import show
 
-# How README.md makes the data of the configs that come with the package, by the path that they name.
+# How README.md and docs/ make the data of the configs that come with the package, by the path that they
+# name.
 PREPARED_BY = {
     "data/stdlib/train": (
         "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05"
@@ -16,6 +17,14 @@ PREPARED_BY = {
     "data/shakespeare_char/train": (
         "python -m data_pipeline.prepare data/shakespeare_char --text input.txt --tokenizer chars "
         "--holdout 0.1 --holdout-by tail"
+    ),
+    "data/gsm8k/train": (
+        "maxtrain prepare data/gsm8k --chat train.jsonl --map gsm8k "
+        "--system 'Give <reasoning> and <answer>.' --tokenizer pretrained --holdout 0.1"
+    ),
+    "data/gsm8k-prompts/train": (
+        "maxtrain prepare data/gsm8k-prompts --prompts train.jsonl --map gsm8k "
+        "--system 'Give <reasoning> and <answer>.' --tokenizer pretrained --holdout 0.1"
     ),
 }
 

@@ -4,9 +4,14 @@ import ast
 import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
 
-from maxtrain.config import RunConfig, load_config, to_yaml
+from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
+from maxtrain.job import make_parts
+from maxtrain.models.families.directory import MODELS, free_keys
+from maxtrain.probe import StepMemory
+from tests.shared import in_time
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 
@@ -26,14 +31,23 @@ def parameters(config: RunConfig, vocab_size: int) -> int:
     )
 
 
-def test_five_are_shipped():
-    assert [f.stem for f in FILES] == [
-        "llama3_1b",
-        "llama3_8b",
-        "quickstart",
-        "qwen3_0_6b",
-        "shakespeare_char",
-    ]
+# Those that go on from released weights: the name of these, and how many parameters train.
+OF_WEIGHTS = {
+    "sft_qwen2_5_0_5b": ("qwen2.5_0.5b", 494_032_768),
+    "sft_lora_qwen2_5_1_5b": ("qwen2.5_1.5b", 18_464_768),
+    "grpo_qwen2_5_1_5b": ("qwen2.5_1.5b", 1_543_714_304),
+}
+# Of parameters, moments and what does not train, as their docstrings say.
+STATE_BYTES = {
+    "sft_qwen2_5_0_5b": 12 * 494_032_768,
+    "sft_lora_qwen2_5_1_5b": 4 * 1_543_714_304 + 12 * 18_464_768,
+    "grpo_qwen2_5_1_5b": 12 * 1_543_714_304,
+}
+
+
+def test_they_are_shipped():
+    others = {"llama3_1b", "llama3_8b", "quickstart", "qwen3_0_6b", "shakespeare_char"}
+    assert {f.stem for f in FILES} == others | set(OF_WEIGHTS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -68,6 +82,34 @@ def test_it_has_the_number_of_parameters_it_should(name, vocab_size, count):
     else:
         assert parameters(config, vocab_size) == count
         assert config.model.vocab_size in (vocab_size, None)
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_its_shapes_are_those_of_the_weights_that_it_goes_on_from(name):
+    config = load_config([f"config={name}"])
+    released, trained = OF_WEIGHTS[name]
+    theirs = MODELS.named(released).keys
+    ours = dataclasses.asdict(config.model)
+    free = free_keys(config.model.family)
+    assert {key: ours[key] for key in theirs if key not in free} == {
+        key: theirs[key] for key in theirs if key not in free
+    }
+    assert config.checkpoint.init_from is not None
+    state = make_parts(fit_to_devices(config, 1), jax.devices()[:1], 100, 1).abstract
+    assert sum(x.size for x in jax.tree.leaves(state.trainable)) == trained
+
+
+@pytest.mark.usefixtures("this_process")
+@pytest.mark.parametrize("name", in_time(OF_WEIGHTS, ["grpo_qwen2_5_1_5b"]))
+def test_a_step_fits_onto_the_device_that_it_is_for(name):
+    """Compiled by its shapes, for micro-batches of one row."""
+    config = load_config([f"config={name}"])
+    memory = StepMemory(config, jax.devices()[:1])
+    needed = memory.bytes(memory.unit, config.data.seq_length)
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(memory.parts.abstract))
+    assert needed is not None
+    assert state < needed < 80e9
+    assert state == pytest.approx(STATE_BYTES[name], rel=0.05)
 
 
 def test_shakespeare_has_the_numbers_of_the_recipe():

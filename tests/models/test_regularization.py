@@ -11,7 +11,14 @@ import pytest
 from flax import nnx
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RegularizationConfig
+from maxtrain.config.schema import (
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RegularizationConfig,
+)
+from maxtrain.models.adapt import split_adapters
 from maxtrain.models.context import Noise
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
@@ -50,12 +57,18 @@ EACH = [
     for field in dataclasses.fields(ALL)
     if not field.name.startswith("router_noise")
 ]
+NO_LORA = LoraConfig()
 B, T = 8, 12
 
 
 @functools.cache
-def weights():
-    return nnx.state(build_model(MODEL, EXACT, 0))
+def weights(lora=NO_LORA):
+    """Of the model; what adapters begin with is not 0."""
+    state = nnx.state(build_model(dataclasses.replace(MODEL, lora=lora), EXACT, 0))
+    rng = np.random.default_rng(1)
+    others, adapters = split_adapters(state)
+    drawn = jax.tree.map(lambda x: jnp.float32(0.3 * rng.standard_normal(x.shape)), adapters)
+    return nnx.merge_state(others, drawn)
 
 
 def batch():
@@ -103,7 +116,8 @@ def run(regularization=ALL, accumulation=1, step=4, mesh=(1, 1, 1), **model):
     forward = compiled(regularization, accumulation, **model)
     devices = make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
     rows = named_sharding(devices, ("activation_batch", "activation_length"))
-    arrays, params = jax.device_put(batch(), rows), jax.tree.map(np.asarray, weights())
+    params = jax.tree.map(np.asarray, weights(model.get("lora", NO_LORA)))
+    arrays = jax.device_put(batch(), rows)
     with jax.set_mesh(devices):
         return jax.tree.map(np.asarray, forward(params, arrays, np.int32(step)))
 
@@ -143,12 +157,56 @@ def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches
 
 
 @pytest.mark.long
+def test_dropout_of_adapters_follows_the_keys_of_rows_too():
+    """However it runs; and in evaluation there is none."""
+    lora = LoraConfig(rank=2, alpha=2.0, dropout=0.3)
+    none = RegularizationConfig()
+    expected = run(none, lora=lora)
+    without = run(none, lora=dataclasses.replace(lora, dropout=0.0))
+    assert abs(expected[0] - without[0]) > 1e-4
+    assert abs(expected[0] - run(none, lora=lora, step=5)[0]) > 1e-4
+    split = {"accumulation": 2, "mesh": (2, 1, 4)}
+    assert_same(run(none, **split, lora=lora, scan_layers=False, remat="full"), expected)
+    model = dataclasses.replace(MODEL, lora=lora)
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(model, EXACT)))[0]
+    nll = make_eval_step({POLICY: graphdef}, next_token())
+    evaluated = nll({POLICY: weights(lora)}, batch() | keys())["nll"]
+    assert float(evaluated.mean()) == pytest.approx(float(without[0]), rel=1e-6)
+
+
+@pytest.mark.long
 def test_evaluation_draws_nothing_even_where_there_are_keys():
     graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
     step = make_eval_step({POLICY: graphdef}, next_token(regularization=ALL))
     for given in ({}, keys()):
         nll = step({POLICY: weights()}, batch() | given)["nll"]
         assert float(nll.mean()) == pytest.approx(float(plain(RegularizationConfig())[0]), rel=1e-6)
+
+
+@pytest.mark.long
+def test_noise_of_embeddings_in_fine_tuning_is_what_is_added_to_them():
+    """Rows of several conversations with padding, of which answers alone are targets: loss and gradients
+    are those without noise, of embeddings that it was added to by hand."""
+    noisy = RegularizationConfig(embedding_noise=5.0)
+    arrays = batch()
+    arrays["segment_ids"] = np.repeat([[1, 2, 3, 0]], 3, axis=1).repeat(B, axis=0).astype(np.int32)
+    answers = np.tile(np.arange(T) % 4 > 1, (B, 1))
+    arrays["loss_mask"] = np.float32(answers & (arrays["segment_ids"] > 0))
+    added = Noise(noisy, keys()["keys"]).embedded(jnp.zeros((B, T, MODEL.embed_dim)))
+    bound = 5.0 / (T * MODEL.embed_dim) ** 0.5
+    assert 0.9 * bound < np.abs(added).max() <= bound * 1.0001
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
+
+    def loss(params, regularization, arrays):
+        objective = next_token(regularization=regularization)
+        scales = objective.scales(arrays)
+        return objective.forward({POLICY: nnx.merge(graphdef, params)}, arrays, scales).loss
+
+    value = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    off = RegularizationConfig()
+    by_hand = value(weights(), off, arrays | {"embedding_offset": added})
+    assert_same(value(weights(), noisy, arrays | keys()), by_hand)
+    assert abs(by_hand[0] - value(weights(), off, arrays)[0]) > 1e-4
 
 
 def test_nothing_random_is_compiled_where_all_rates_are_zero():

@@ -160,6 +160,37 @@ def test_shown_documents_and_rows_have_marks_around_targets(tmp_path, tokenizer,
         == 0
     )
     assert text in capsys.readouterr().out
+    assert prepare.main(["show", str(tmp_path / "out"), "--tokens"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["token", "id", "text"]
+    inner = load_tokenizer(tmp_path / "out").inner
+    shards = TokenShards.open(tmp_path / "out", "full")
+    ids = shards.read(*shards.document(0)).tolist()
+    assert [int(line[17:24]) for line in lines] == ids
+    targets = [line for line in lines if line[9:15] == "target"]
+    assert "".join(line[26:] for line in targets) == f"sat{END}" and len(targets) < len(ids)
+    assert lines[0][26:] == inner.id_to_token(ids[0]) == "<|im_start|>"
+    place = ["--row", "0", "--seq-length", "8"]
+    assert prepare.main(["show", str(tmp_path / "out"), "--tokens", *place]) == 64
+    assert "Give --document N, too" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_targets_in_bright_colours(tmp_path, tokenizer, capsys, monkeypatch):
+    write(tmp_path / "a.jsonl", [GOOD])
+    assert prepare.main(command(tmp_path, tokenizer)) == 0
+    capsys.readouterr()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert prepare.main(["show", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr()
+    bright, dim = "\x1b[36m", "\x1b[2;3;36m"
+    assert f"{bright}sat{END}\x1b[0m" in shown.out and f"{dim}<|im_start|>user" in shown.out
+    assert "\u27e6" not in shown.out and "the others dim" in shown.err
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert prepare.main(["show", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert f"\u27e6sat{END}\u27e7" in shown and "\x1b" not in shown
 
 
 @pytest.mark.processes

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.sources.chat_map import map_messages, read_map
 from maxtrain.rl.rewards.gsm8k import correctness, gold_of
 from maxtrain.rl.rewards.registry import RewardSet
 
@@ -158,3 +159,14 @@ def test_a_row_without_a_number_as_gold_does_not_apply():
 def test_the_column_is_asked_for():
     with pytest.raises(ConfigError, match=r"needs the column 'answer'.*Add it to the dataset"):
         RewardSet(["gsm8k.correctness"])([""], [PLAIN], [[1]], {"gold": ["72"]})
+
+
+def test_answers_that_the_map_of_the_dataset_makes_have_all_rewards():
+    record = {
+        "question": "How many?",
+        "answer": "He has 48/2 = <<48/2=24>>24.\nThey cost 1,000.\n#### 1,000",
+    }
+    *_, answer = map_messages(read_map(["gsm8k"]), record)
+    columns = {"answer": [record["answer"]]}
+    scores = RewardSet(["gsm8k"])(["How many?"], [answer["content"]], [[1]], columns)
+    assert scores.values[:, 0].tolist() == [2.0, 0.5, 0.5, 0.5, 0.5]

@@ -1,0 +1,98 @@
+"""Conversations and prompts in Parquet are those of the same rows in JSON lines; what JSON has no form
+for is left out, and what is damaged is named."""
+
+import json
+
+import pytest
+
+from data_pipeline.shards import TokenShards
+
+pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+MAP = ["--map", "user={q} {n}", "assistant={turns.0.a}"]
+
+
+@pytest.fixture
+def options(tmp_path):
+    template = tmp_path / "plain.jinja"
+    template.write_text(PLAIN)
+    return ["--tokenizer", "bytes", "--chat-template", template]
+
+
+def rows(count):
+    return [
+        {"q": f"q é {n} " * (n % 5 + 1), "n": n, "turns": [{"a": f"a{n}"}], "ok": n % 2 == 0}
+        for n in range(count)
+    ]
+
+
+def write(folder, records, **others):
+    """The records in both formats; `others` are columns that are in Parquet alone."""
+    lines = folder / "a.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = pyarrow.Table.from_pylist(records)
+    for name, column in others.items():
+        table = table.append_column(name, column)
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=40, compression="none")
+    return lines, folder / "a.parquet"
+
+
+def test_rows_are_what_lines_are(tmp_path, prepared, options):
+    records = rows(300)
+    lines, table = write(
+        tmp_path,
+        records,
+        picture=pyarrow.array([b"\xff"] * 300),
+        day=pyarrow.array([0] * 300, pyarrow.date32()),
+    )
+    for option, more in (("--chat", MAP), ("--prompts", MAP)):
+        of_lines = prepared.out(option, lines, *options, *more)
+        of_rows = prepared.out(option, table, *options, *more)
+        assert prepared.read(of_rows) == prepared.read(of_lines)
+        assert len(prepared.read(of_rows)) == 300
+    found = TokenShards.open(of_rows, "full").columns(range(300))
+    assert [record | {"prompt": None} for record in found] == [
+        record | {"prompt": None} for record in records
+    ]
+
+
+def test_rows_are_held_out(tmp_path, prepared, options):
+    _, table = write(tmp_path, rows(300))
+    command = ["--chat", table, *options, *MAP]
+    tail = prepared.out(*command, "--holdout", "0.1", "--holdout-by", "tail")
+    whole = prepared.read(tail / "train") + prepared.read(tail / "eval")
+    assert whole == prepared.texts(*command) and len(prepared.read(tail / "eval")) == 30
+    apart = prepared.out(*command, "--holdout", "0.2")
+    sizes = [len(prepared.read(apart / part)) for part in ("train", "eval")]
+    assert sum(sizes) == 300 and 30 < sizes[1] < 90
+
+
+def test_bad_rows_are_named_by_their_number(tmp_path, prepared, options):
+    records = rows(50)
+    records[47]["q"] = None
+    _, table = write(tmp_path, records)
+    error = prepared.error(65, "--chat", table, *options, *MAP)
+    assert "a.parquet, row 47: column 'q' holds null, not text or a number" in error
+
+
+def test_files_that_can_not_be_used_are_named(tmp_path, prepared, options):
+    broken = tmp_path / "b.parquet"
+    broken.write_bytes(b"PAR1 broken")
+    error = prepared.error(65, "--chat", broken, *options, *MAP)
+    assert "b.parquet: is not a Parquet file" in error
+    binary = pyarrow.table({"x": pyarrow.array([b"a"])})
+    pyarrow.parquet.write_table(binary, broken)
+    error = prepared.error(65, "--chat", broken, *options, *MAP)
+    assert "or none with values that JSON has; columns: x. Write it with others." in error
+    _, table = write(tmp_path, rows(100))
+    data = bytearray(table.read_bytes())
+    at = data.index(b"q \xc3\xa9 60 ")
+    data[at : at + 4] = b"\xff" * 4
+    table.write_bytes(data)
+    error = prepared.error(65, "--chat", table, *options, *MAP)
+    assert "a.parquet, row " in error and "can't be read" in error
