@@ -2,7 +2,8 @@
 Face directory.
 
 Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
-reads them. With `--text FILE`, bits per byte of files of text, each token of which counts once. With
+reads them. Sets of prompts are completed and rewarded, where there are rewards. With `--text FILE`,
+bits per byte of files of text, each token of which counts once. With
 `--tasks NAME`, tasks of the lm-evaluation-harness.
 """
 
@@ -12,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,10 @@ from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_com
 from data_pipeline.loader import EvaluationData, open_evaluation
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain import harness
-from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
+from maxtrain.evaluate_prompts import Answered, evaluate_prompts, settings, show_samples
+from maxtrain.evaluate_prompts import add_arguments as add_prompt_arguments
+from maxtrain.evaluate_prompts import table_of as table_of_prompts
 from maxtrain.evaluate_text import (
     check_window,
     evaluate_files,
@@ -77,25 +81,23 @@ class Reading(NamedTuple):
     rows: int
     batches: int  # of each set; negative: all
 
+    def batches_of(self, name: str) -> int:
+        """Of one set; negative: all."""
+        asked = self.sets[name].steps
+        if asked is None:
+            return self.batches
+        return asked
+
 
 def evaluate_sets(
     model: Decoder,
     mesh: Mesh,
-    tokenizer: Tokenizer,
+    opened: Mapping[str, EvaluationData],
     reading: Reading,
     comparison: Comparison | None = None,
 ) -> dict[str, dict[str, Any]]:
     """For each set what `training.evaluate.evaluate` gives, and the seconds it took; with the
-    divergence from a teacher if it is compared with one.
-
-    Raises:
-        ConfigError: a set of another tokenizer, or more entries than the model has.
-        DataError: a set that is not whole.
-    """
-    opened = {
-        name: _open(name, config, reading, tokenizer, model)
-        for name, config in reading.sets.items()
-    }
+    divergence from a teacher if it is compared with one. DataError: a set that is not whole."""
     graphdef, of_model = nnx.split(model)
     objective = next_token()
     graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
@@ -109,8 +111,7 @@ def evaluate_sets(
     with jax.set_mesh(mesh):
         for name, data in opened.items():
             layout = BatchLayout(mesh, data.batch_size, data.config.seq_length)
-            asked = reading.sets[name].steps
-            count = reading.batches if asked is None else asked
+            count = reading.batches_of(name)
             whole = count < 0
             batches = data.iterate(layout.part, None if whole else count)
             begin = time.perf_counter()
@@ -124,6 +125,14 @@ def evaluate_sets(
             )
             results[name] = result | {"seconds": time.perf_counter() - begin}
     return results
+
+
+def _open_all(reading: Reading, tokenizer: Tokenizer, model: Decoder) -> dict[str, EvaluationData]:
+    """The sets by name. ConfigError: one of another tokenizer, or more entries than the model has."""
+    return {
+        name: _open(name, config, reading, tokenizer, model)
+        for name, config in reading.sets.items()
+    }
 
 
 def _open(
@@ -173,8 +182,7 @@ def _mesh(rows: Sequence[int]) -> Mesh:
     return make_mesh(MeshConfig(fsdp=count), devices[:count])
 
 
-def _reading_of_run(run: Path, asked: argparse.Namespace) -> Reading:
-    config = read_run_config(run)
+def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> Reading:
     data = dataclasses.replace(
         config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length
     )
@@ -307,12 +315,14 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         help="of --text: new tokens of a window, where a text is longer than the model reads "
         "(default: half of a window, which --seq-length sets)",
     )
+    add_prompt_arguments(parser)
     harness.add_arguments(parser)
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
     check_model_arguments(parser, asked, "is evaluated")
     _check_kind(asked)
-    for option in ("batches", "batch_size", "seq_length", "stride", "limit"):
+    numbers = ("batches", "batch_size", "seq_length", "stride", "limit", "show")
+    for option in (*numbers, "max_completion_length"):
         if (value := getattr(asked, option)) is not None and value < 1:
             raise UsageError(
                 f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default."
@@ -340,12 +350,95 @@ def _check_kind(asked: argparse.Namespace) -> None:
         other = "--tasks"
     elif not asked.text:
         return
-    for option in ("set", "batches", "teacher"):
+    of_sets = ("set", "batches", "teacher", "reward", "max_completion_length", "show")
+    for option in of_sets:
         value = getattr(asked, option)
         if value:
             raise UsageError(
-                f"--{option}: is of evaluation sets. Leave it out, or leave out {other}."
+                f"--{option.replace('_', '-')}: is of evaluation sets. Leave it out, or leave out {other}."
             )
+
+
+def _evaluate_sets(asked: argparse.Namespace) -> None:
+    """The job of --set. DivergedError: a number is not finite."""
+    of_run = None
+    if asked.hf is None:
+        of_run = read_run_config(Path(asked.run).expanduser())
+        reading = _reading_of_run(Path(asked.run).expanduser(), of_run, asked)
+    else:
+        reading = _reading_of_weights(asked.hf, asked)
+    completing = settings(asked, of_run)
+    start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+    mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
+    model, tokenizer = load_model(asked, mesh)
+    what = _name_of_model(asked)
+    comparison = None
+    if asked.teacher is not None:
+        length = reading.data.seq_length
+        comparison = _open_teacher(asked, model, tokenizer, length, mesh)
+    texts = _open_all(reading, tokenizer, model)
+    prompts = {}
+    if completing is not None:
+        prompts = {name: data for name, data in texts.items() if data.shards.has_columns}
+        texts = {name: data for name, data in texts.items() if name not in prompts}
+    if asked.reward and not prompts:
+        raise UsageError(
+            f"--reward {asked.reward[0]}: there is no set of prompts. Make one with "
+            "`prepare --prompts`, and name it with --set NAME=DIR."
+        )
+    results = {}
+    if texts:
+        results = evaluate_sets(model, mesh, texts, reading, comparison)
+    answered = {}
+    if prompts and completing is not None:
+        counts = {name: _num_prompts(name, data, reading) for name, data in prompts.items()}
+        with jax.set_mesh(mesh):
+            answered = evaluate_prompts(
+                model, tokenizer, prompts, counts, completing, asked.show or 0
+            )
+    if asked.json:
+        print(json.dumps({"model": what, "sets": _as_json(results, answered)}, allow_nan=False))
+    else:
+        _print(what, results, answered)
+    records = results | {name: each.record for name, each in answered.items()}
+    for name, record in records.items():
+        bad = not_finite(record)
+        if bad is not None:
+            raise DivergedError(
+                f"{what}: {bad.name} on {name} is {bad.value}. Take another checkpoint with --step."
+            )
+
+
+def _as_json(
+    results: Mapping[str, Mapping[str, Any]], answered: Mapping[str, Answered]
+) -> dict[str, dict[str, Any]]:
+    """The numbers of all sets, with the completions that are wanted."""
+    sets = {name: as_json(result) for name, result in results.items()}
+    for name, each in answered.items():
+        sets[name] = as_json(each.record)
+        if each.samples:
+            sets[name]["samples"] = [sample.record() for sample in each.samples]
+    return sets
+
+
+def _print(what: str, results: dict[str, dict[str, Any]], answered: Mapping[str, Answered]) -> None:
+    """The same for people."""
+    console = Console(highlight=False)
+    console.print(what, markup=False)
+    if results:
+        console.print(_table(results))
+    if answered:
+        show_samples(console, answered)
+        console.print(table_of_prompts(answered))
+
+
+def _num_prompts(name: str, data: EvaluationData, reading: Reading) -> int:
+    """How many prompts of a set are completed."""
+    batches = reading.batches_of(name)
+    count = data.shards.num_documents
+    if batches >= 0:
+        count = min(count, batches * data.batch_size)
+    return count
 
 
 def _name_of_model(asked: argparse.Namespace) -> str:
@@ -423,33 +516,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if asked.tasks is not None:
             _evaluate_tasks(asked)
             return
-        if asked.hf is None:
-            reading = _reading_of_run(Path(asked.run).expanduser(), asked)
-        else:
-            reading = _reading_of_weights(asked.hf, asked)
-        start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
-        model, tokenizer = load_model(asked, mesh)
-        what = _name_of_model(asked)
-        comparison = None
-        if asked.teacher is not None:
-            length = reading.data.seq_length
-            comparison = _open_teacher(asked, model, tokenizer, length, mesh)
-        results = evaluate_sets(model, mesh, tokenizer, reading, comparison)
-        if asked.json:
-            sets = {name: as_json(result) for name, result in results.items()}
-            print(json.dumps({"model": what, "sets": sets}, allow_nan=False))
-        else:
-            console = Console(highlight=False)
-            console.print(what, markup=False)
-            console.print(_table(results))
-        for name, result in results.items():
-            bad = not_finite(result)
-            if bad is not None:
-                raise DivergedError(
-                    f"{what}: {bad.name} on {name} is {bad.value}. "
-                    "Take another checkpoint with --step."
-                )
+        _evaluate_sets(asked)
 
     return run_command(job, resumes=False)
 

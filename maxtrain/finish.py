@@ -22,6 +22,8 @@ from maxtrain.observe.goodput import goodput, read_clock
 from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
+from maxtrain.observe.samples import FILE_NAME as SAMPLES
+from maxtrain.observe.samples import first_and_last, read_samples
 from maxtrain.ops.quantity import NLL, Quantity
 
 # Larger texts are not compared with gzip; these take it a second or two.
@@ -45,7 +47,9 @@ def _compare_with_gzip(sets: Mapping[str, EvaluationData], tokenizer: Tokenizer)
     out."""
     lines = []
     for name, eval_set in sets.items():
-        if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES:
+        # Prompts are completed, not predicted.
+        is_text = not eval_set.shards.has_columns
+        if is_text and 0 < eval_set.text_bytes <= MAX_GZIP_BYTES:
             bits = gzip_bits_per_byte(eval_set, tokenizer)
             lines.append(f"gzip -9 reaches {bits:.4f} bits per byte on the text of {name}.")
     return "\n".join(lines)
@@ -99,6 +103,9 @@ def finish(
         "launches": folder / "launches.jsonl",
         "checkpoints": folder / "checkpoints",
     }
+    taken = read_samples(folder)
+    if taken:
+        files["samples"] = folder / SAMPLES
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
         resumes = [launch["step"] for launch in launches if 0 < launch["step"] < step]
@@ -133,6 +140,7 @@ def finish(
         made_by=made_by,
         files=files,
         units=units,
+        samples=first_and_last(taken),
     )
     console.print(text)
     if not problem:

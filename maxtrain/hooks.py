@@ -46,14 +46,16 @@ def after_each_step(run: Run) -> list[Hook]:
     """The hooks of a run, in their order."""
     evaluate = Evaluate(run)
     sample = Sample(run)
+    sample_prompts = SamplePrompts(run)
     save = Save(run)
-    looked_at_before = [evaluate, sample, save]
+    looked_at_before = [evaluate, sample, sample_prompts, save]
     return [
         CheckSteps(run, looked_at_before),
         CheckCopies(run),
         evaluate,
         WriteEnding(run),
         sample,
+        sample_prompts,
         save,
         Profile(run),
         Stop(run),
@@ -115,22 +117,16 @@ class WriteEnding(Hook):
 
 
 class Sample(Hook):
-    """Shows how the model completes observe.prompts by now, and a completion of the newest
-    rollout."""
+    """Shows how the model completes observe.prompts by now."""
 
     def due(self, after: AfterStep) -> bool:
-        interval = self._run.sample_interval
-        return bool(interval) and not after.is_last and after.step % interval == 0
+        run = self._run
+        is_wanted = bool(run.config.observe.prompts) and not after.is_last
+        return is_wanted and _is_time_for_samples(run, after)
 
     def __call__(self, after: AfterStep) -> None:
         run = self._run
         if after.stop:
-            return
-        if run.rollouts is not None:
-            sampled = run.rollouts.sample()
-            if sampled is not None:
-                run.progress.sample(after.step, *sampled)
-        if not run.config.observe.prompts:
             return
         run.progress.phase("completing the prompts")
         with run.clock.during("eval"):
@@ -139,6 +135,24 @@ class Sample(Hook):
         for prompt, text in zip(run.config.observe.prompts, texts):
             run.progress.sample(after.step, prompt, text)
         run.progress.phase("")
+
+
+class SamplePrompts(Hook):
+    """Keeps how a model that learns from rewards completes the same prompts by now. When somebody
+    has asked to stop, the next launch does it."""
+
+    def due(self, after: AfterStep) -> bool:
+        run = self._run
+        return run.rollouts is not None and _is_time_for_samples(run, after)
+
+    def __call__(self, after: AfterStep) -> None:
+        if not after.stop:
+            self._run.sample_prompts()
+
+
+def _is_time_for_samples(run: Run, after: AfterStep) -> bool:
+    interval = run.sample_interval
+    return bool(interval) and (after.is_last or after.step % interval == 0)
 
 
 class Save(Hook):

@@ -42,7 +42,7 @@ from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.rl.prompts import require_prompts
+from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
@@ -281,7 +281,12 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     data, sets = open_data(config, saved)
     require_pairs(config.objective, data)
     if config.objective == "grpo":
-        require_prompts(data, config.grpo.max_completion_length)
+        longest = config.grpo.max_completion_length
+        require_prompts(data, longest)
+        for name, eval_set in sets.items():
+            if eval_set.shards.has_columns:
+                length = eval_set.config.seq_length
+                require_room(f"eval.sets.{name}", eval_set.shards, length, longest)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
@@ -308,11 +313,6 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if fitted.objective == "grpo" and count > 1:
-        raise ConfigError(
-            f"objective=grpo is for one process so far, and this run has {count}. Start one; it may "
-            "use all devices of its machine."
-        )
     if parts.frozen_model is not None:
         parts.frozen_model.require_same_tokenizer(tokenizer)
         parts.frozen_model.require_length(max(row_lengths(fitted).values()))

@@ -67,6 +67,9 @@ def model_card(run: str | Path, model: Model) -> str:
     evaluated = _evaluation_rows(records)
     if evaluated:
         parts.append(_section("Evaluation", evaluated, "set"))
+    answered = _answered_rows(records)
+    if answered:
+        parts.append(_section("Evaluation of completions", answered, "set"))
     parts.append(_section("Versions", _version_rows()))
     parts.append(
         "## License and use\n\nThe run does not know them: add the license of the weights and of the "
@@ -176,13 +179,11 @@ def _source(place: str) -> str:
 
 
 def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
-    """The newest evaluation of each set."""
-    newest = {}
-    for record in records:
-        if record.get("kind") == "eval":
-            newest[record["set"]] = record
+    """The newest evaluation of each set of text."""
     rows: _Rows = []
-    for name, record in newest.items():
+    for name, record in _newest_evaluations(records).items():
+        if "nll" not in record:
+            continue
         nats = record["nll"]
         perplexity = "more than 1e9"
         if nats < math.log(1e9):
@@ -196,6 +197,29 @@ def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
         heads = ("set", "step", "nats per target", "perplexity", "bits per byte")
         rows.insert(0, heads)
     return rows
+
+
+def _answered_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
+    """The newest evaluation of each set of prompts, which were completed by the likeliest tokens."""
+    forms = {"accuracy": "{:.1%}", "reward": "{:.4f}", "completion_length": "{:.1f}"}
+    rows: _Rows = []
+    for name, record in _newest_evaluations(records).items():
+        if "prompts" not in record:
+            continue
+        cells = [form.format(record[key]) if key in record else "-" for key, form in forms.items()]
+        rows.append((_cell(name), f"{record['step']:,}", *cells, f"{record['prompts']:,}"))
+    if rows:
+        rows.insert(0, ("set", "step", "accuracy", "reward", "tokens", "prompts"))
+    return rows
+
+
+def _newest_evaluations(records: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The last record of each set."""
+    newest = {}
+    for record in records:
+        if record.get("kind") == "eval":
+            newest[record["set"]] = record
+    return newest
 
 
 def _version_rows() -> _Rows:

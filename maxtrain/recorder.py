@@ -21,6 +21,8 @@ from maxtrain.checkpoint.rollback import Rollback
 from maxtrain.config.schema import ANOMALIES
 from maxtrain.observe.metrics import MetricsLog, read_metrics
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.samples import FILE_NAME as SAMPLES
+from maxtrain.observe.samples import KIND, Sample, read_samples
 from maxtrain.observe.speed import SpeedMeter
 from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import hash_text
@@ -46,6 +48,7 @@ class Recorder:
         log_interval: steps between records of training.
         norms_interval: steps between records of the norms of each layer; 0: there are none.
         norm_names: what these are of, in the order that a step's metrics have them.
+        keeps_samples: completions of prompts are written to samples.jsonl.
 
     Attributes:
         made_before: the last step of the records that were dropped, known to process 0.
@@ -63,6 +66,7 @@ class Recorder:
         log_interval: int,
         norms_interval: int,
         norm_names: Sequence[str],
+        keeps_samples: bool = False,
     ):
         self.made_before = 0
         self.end_at: int | None = None
@@ -75,6 +79,10 @@ class Recorder:
         self._log_interval = log_interval
         self._norms_interval = norms_interval
         self._norm_names = norm_names
+        self._keeps_samples = keeps_samples
+        self._samples: MetricsLog | None = None
+        # The step of the last samples of each set.
+        self._sampled_at: dict[str, int] = {}
         # The last epoch of each source whose beginning was told.
         self._epoch_told: dict[str, int] = {}
         # Which checkpoints remember, on process 0; open between `open_logs` and `close_logs`.
@@ -137,7 +145,14 @@ class Recorder:
         if jax.process_index() == 0:
             # This makes the folder.
             self._metrics = MetricsLog(self._folder, step, again, run, self._mark)
-            for problem in self._metrics.problems:
+            problems = self._metrics.problems
+            if self._keeps_samples:
+                self._samples = MetricsLog(self._folder, step, again, run, file_name=SAMPLES)
+                problems = [*problems, *self._samples.problems]
+                self._sampled_at = {
+                    taken.sample.set: taken.step for taken in read_samples(self._folder)
+                }
+            for problem in problems:
                 self._progress.message(problem, style="bold red")
             self.end_at = self._metrics.end_at
             self.made_before = self._metrics.dropped_to
@@ -146,10 +161,12 @@ class Recorder:
         self._progress.update(step)
 
     def close_logs(self) -> None:
-        """Closes metrics.jsonl, whose records are on the disk already."""
+        """Closes metrics.jsonl and samples.jsonl, whose records are on the disk already."""
         if self._metrics and self._is_open:
             self._is_open = False
             self._metrics.close()
+            if self._samples:
+                self._samples.close()
 
     def write(
         self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end", "norms"]
@@ -158,6 +175,21 @@ class Recorder:
         if self._metrics and self._is_open:
             self._metrics.append(step, values, kind=kind)
             self._trackers.log(step, values, kind)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Completions of prompts after this step, all of one set: in samples.jsonl, in the trackers,
+        and shown."""
+        if not samples or not self._samples or not self._is_open:
+            return
+        for sample in samples:
+            self._samples.append(step, sample.record(), kind=KIND)
+            self._progress.sample(step, sample.prompt, sample.words())
+        self._trackers.show_samples(step, samples)
+        self._sampled_at[samples[0].set] = step
+
+    def has_samples(self, step: int, name: str) -> bool:
+        """Whether there are samples of this set after this step, which is the last one."""
+        return self._sampled_at.get(name) == step
 
     # Steps
 

@@ -6,36 +6,54 @@ for bit.
 It starts at the newest checkpoint of step A or before, or at the initial state, and goes to step B.
 It compares every number that the run's records have for these steps, with the hashes of batch and
 parameters, and every array of the checkpoints on the way. It writes nothing into the run's folder.
+
+Steps of a run with objective=grpo read the rollouts that are stored with it; with --rollouts again
+these are made again as well, from the weights that had made them, and compared.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
+from data_pipeline.loader import HostBatch
 from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import to_yaml
 from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.job import Job, open_job
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.launches import (
     launch_differences,
     launch_of,
     launch_record,
     read_launches,
 )
-from maxtrain.observe.metrics import read_metrics, same
+from maxtrain.observe.metrics import Stopwatch, read_metrics, same
+from maxtrain.observe.progress import Progress
 from maxtrain.ops.digest import digests, hash_text, tree_digests
+from maxtrain.rl.replayed import ReplayedRollouts
+from maxtrain.rl.rollouts import RolloutParts
+from maxtrain.rl.store import RolloutStore
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
 from maxtrain.training.state import TrainState, policy_variables, saved_part
+
+# What gives the batches of some steps: from and up to a step, by the state before each, and without
+# the data of those that are left out.
+type Batches = Callable[
+    [int, int, Callable[[], TrainState], frozenset[int]], Iterator[tuple[Batch, HostBatch]]
+]
+# Arrays of a rollout that rewards decide about.
+OF_REWARDS = {"rewards", "advantages"}
 
 
 @dataclasses.dataclass
@@ -51,6 +69,12 @@ class Findings:
     fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
     # Arrays that are not as they were when that step was saved.
     leaves: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    # Whether batches are made of stored rollouts.
+    reads_rollouts: bool = False
+    # Arrays of a rollout that are not what is stored, by the first step that reads it.
+    rollouts: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    # First steps of rollouts that could not be made again.
+    not_made: list[int] = dataclasses.field(default_factory=list)
     # Arrays that are not what the checkpoint says it holds.
     damaged: dict[int, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -67,11 +91,19 @@ class Findings:
 
     def first(self) -> int:
         """The first step at which anything differs; 0: none does."""
-        return min((*self.fields, *self.leaves), default=0)
+        return min((*self.fields, *self.leaves, *self.rollouts), default=0)
 
 
-def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) -> str:
+def replay(
+    folder: Path,
+    first: int,
+    end: int,
+    overrides: Sequence[str] = (),
+    makes_rollouts: bool = False,
+) -> str:
     """Replays the steps after `first` up to `end`; a line about what is the same.
+
+    `makes_rollouts`: with objective=grpo, rollouts are made again and compared.
 
     Raises:
         DifferentError: something differs; says what, where first, and what the likely cause is.
@@ -95,10 +127,10 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = launched_config(folder, launch, overrides)
-    if config.objective == "grpo":
+    if makes_rollouts and config.objective != "grpo":
         raise UsageError(
-            f"{folder}: objective=grpo samples its batches as it goes, and they are not replayed so "
-            "far. Train it again under another run_name, and use `maxtrain compare`."
+            f"--rollouts again: {folder} has objective={config.objective}, whose batches are no "
+            "rollouts. Leave it out."
         )
     # Other data is replayed as well, so that the first batch that differs can be named.
     accepting = dataclasses.replace(
@@ -119,7 +151,8 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
-        _go(job, state, begin, end, without, records, saved, findings)
+        with _batches(job, folder, makes_rollouts, findings) as batches:
+            _go(job, state, batches, begin, end, without, records, saved, findings)
     differences = {}
     if launch:
         differences = launch_differences(launch, now)
@@ -130,6 +163,9 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         rule = f"has no record of a step after {begin:,} up to {end:,}"
         raise DataError(f"--steps={first}:{end}: {folder} {rule}. {mend}.")
     lines = [f"although {line}" for line in _lines(differences)]
+    if findings.not_made:
+        steps = ", ".join(f"{step:,}" for step in findings.not_made)
+        lines.insert(0, f"not made again: rollouts from step {steps} on, of weights before")
     if findings.last < end:
         lines.insert(0, f"nothing was recorded after step {findings.last:,} up to {end:,}")
     what = f"{findings.numbers:,} numbers"
@@ -183,9 +219,35 @@ def _start(
     return job.initial_state()
 
 
+@contextlib.contextmanager
+def _batches(job: Job, folder: Path, makes_rollouts: bool, findings: Findings) -> Iterator[Batches]:
+    """What gives the batches of steps, as of `ReplayedRollouts.batches`."""
+    if job.config.objective != "grpo":
+
+        def of_data(
+            start: int, stop: int, state: Callable[[], TrainState], left_out: frozenset[int]
+        ) -> Iterator[tuple[Batch, HostBatch]]:
+            del state
+            return job.batches(start, stop, left_out=left_out)
+
+        yield of_data
+        return
+    progress = Progress("off", job.num_steps)
+    clock = Stopwatch()
+    parts = RolloutParts(job.config, job.data, job.mesh, job.graphdefs, clock, progress)
+    rollouts = ReplayedRollouts(parts, RolloutStore(folder), makes_rollouts)
+    findings.reads_rollouts = True
+    with contextlib.closing(rollouts):
+        yield rollouts.batches
+    findings.rollouts = rollouts.different
+    findings.not_made = rollouts.not_made
+    findings.arrays += rollouts.num_compared
+
+
 def _go(
     job: Job,
     state: TrainState,
+    batches: Batches,
     begin: int,
     end: int,
     without: frozenset[int],
@@ -199,7 +261,11 @@ def _go(
             begin, records[begin], {"params_hash": hash_text(digests(policy_variables(state)))}
         )
     step = job.make_step()
-    for batch, origin in job.batches(begin, end, left_out=without):
+
+    def newest() -> TrainState:
+        return state
+
+    for batch, origin in batches(begin, end, newest, without):
         state, metrics = step(state, batch)
         done = origin.step + 1
         if done in records:
@@ -239,6 +305,10 @@ def _verdict(
         lines.append(f"step {first:,} is the first that differs, of {len(findings.fields):,}")
         for name, (then, now) in findings.fields.get(first, {}).items():
             lines.append(f"  {name}: {_exact(then)} then, {_exact(now)} now")
+    for step, names in sorted(findings.rollouts.items())[:1]:
+        lines.append(
+            f"the rollout that step {step:,} reads first is not as stored: {_names(names)}"
+        )
     for step, names in sorted(findings.leaves.items())[:1]:
         lines.append(f"arrays that are not those saved at step {step:,}: {_names(names)}")
     lines += [f"the launch had {line}" for line in _lines(differences)]
@@ -260,11 +330,18 @@ def _likely_cause(
     if first == begin and begin:
         cause = "the checkpoint is not of this run, or its record is"
         return cause, "Replay from another checkpoint"
+    if "batch" in different and findings.reads_rollouts:
+        cause = "the stored rollout is not the one that the run has read"
+        return cause, "Replay from a step behind those that read it"
     if "batch" in different or "data" in differences:
         cause = "other data: another manifest, or other settings of it"
         return cause, "Bring back the data that the run has read"
     if "batch_hash" in different:
         return "the same rows hold other tokens", "Run `prepare verify` on the sources"
+    rollout = findings.rollouts.get(first, [])
+    if rollout and OF_REWARDS.issuperset(rollout):
+        cause = "a reward that does not repeat, such as one with a limit of time"
+        return cause, "Look at reward_outcomes in metrics.jsonl"
     if differences:
         return "what is listed here is not as it was", "Replay with what the run had"
     cause = (
@@ -311,6 +388,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     which.add_argument("--steps", metavar="A:B", help="repeat the steps after A, up to step B")
     which.add_argument("--step", metavar="N", help="repeat step N alone, like --steps N-1:N")
     parser.add_argument(
+        "--rollouts",
+        choices=("stored", "again"),
+        default="stored",
+        help="with objective=grpo: read the stored ones, or also make them again and compare",
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
@@ -321,13 +404,15 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         arguments = parser.parse_intermixed_args(argv)
         if arguments.step is not None:
             last = _step_number(arguments.step)
-            print(replay(arguments.run, last - 1, last, arguments.overrides))
-            return
-        steps = arguments.steps
-        window = re.fullmatch(r"(\d+):(\d+)", steps)
-        if not window:
-            mend = "Use for example --steps 100:200"
-            raise UsageError(f"--steps={steps} must be two whole numbers. {mend}.")
-        print(replay(arguments.run, int(window[1]), int(window[2]), arguments.overrides))
+            first = last - 1
+        else:
+            window = re.fullmatch(r"(\d+):(\d+)", arguments.steps)
+            if not window:
+                rule = f"--steps={arguments.steps} must be two whole numbers"
+                raise UsageError(f"{rule}. Use for example --steps 100:200.")
+            first = int(window[1])
+            last = int(window[2])
+        again = arguments.rollouts == "again"
+        print(replay(arguments.run, first, last, arguments.overrides, again))
 
     return run_command(job, resumes=False)

@@ -14,6 +14,7 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
 from data_pipeline.loader import HostBatch
+from data_pipeline.shards import TokenShards
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
@@ -37,6 +38,7 @@ from maxtrain.parallel.agreement import gather
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
+from maxtrain.rl.evaluation import Asking
 from maxtrain.rl.rollouts import Rollouts
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import RunState
@@ -48,6 +50,7 @@ from maxtrain.training.state import (
     TrainState,
     changing_part,
     constant_part,
+    eval_params,
     params_of_models,
     policy_params,
     saved_part,
@@ -121,12 +124,12 @@ class Run:
             config.log_interval,
             config.observe.layer_norms_interval,
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
+            keeps_samples=config.objective == "grpo",
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
         leaves = [*leaf_names(job.abstract.trainable), *moments, *buffers]
         self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
-        self.validation = Validation(job, clock, progress, stop)
         self.step = 0
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
@@ -137,6 +140,7 @@ class Run:
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
+        self._asking: Asking | None = None
         if config.objective == "grpo":
             self.rollouts = Rollouts(
                 config,
@@ -148,6 +152,11 @@ class Run:
                 progress,
                 checkpoints.steps,
             )
+            # As many slots as rollouts have, for which programs are compiled anyway.
+            slots = config.data.batch_size * config.grpo.num_iterations
+            slots = min(slots * config.grpo.num_generations, config.grpo.slots)
+            self._asking = Asking(config.grpo, job.data.tokenizer, slots)
+        self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs: Programs | None = None
@@ -334,6 +343,8 @@ class Run:
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
+            if self._asking is not None:
+                self._asking.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:
@@ -456,8 +467,9 @@ class Run:
             result = self.validation.evaluate(name, self.step, params_of_models(self.state))
             if result is None:
                 raise StopRequested
-            self.recorder.write(self.step, result, "eval")
-            bad = not_finite(result)
+            self.recorder.write(self.step, result.record, "eval")
+            self.recorder.write_samples(self.step, result.samples)
+            bad = not_finite(result.record)
             if bad is not None:
                 self._require_finite()
                 raise DivergedError(
@@ -468,6 +480,29 @@ class Run:
             self.unevaluated = self.unevaluated[1:]
         if was_asked and not self.health.ending and self.step < self.num_steps:
             self.health.ending = self.validation.why_stop()
+
+    def sample_prompts(self) -> None:
+        """Completes the first prompts of an evaluation set, or of those that are trained on, by the
+        likeliest tokens, unless that was done after this step."""
+        count = self.config.observe.num_samples
+        if self._asking is None or not count:
+            return
+        name, shards = self._prompts_to_sample()
+        if self.recorder.has_samples(self.step, name):
+            return
+        self.progress.phase("completing the prompts")
+        with self.clock.during("eval"):
+            model = nnx.merge(self.job.policy_graphdef, eval_params(self.state))
+            answers = self._asking(model, shards, min(count, shards.num_documents))
+        self.recorder.write_samples(self.step, answers.samples(name, count))
+        self.progress.phase("")
+
+    def _prompts_to_sample(self) -> tuple[str, TokenShards]:
+        """The prompts that are completed over and over, by what they are called."""
+        for name, eval_set in self.job.sets.items():
+            if eval_set.shards.has_columns:
+                return name, eval_set.shards
+        return f"data.sources.{self.data.plan.names[0]}", self.data.shards[0]
 
     def write_ending(self) -> None:
         """Records why the run ends before its plan does, if it does; once only."""

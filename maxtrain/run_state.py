@@ -29,8 +29,9 @@ class Best(NamedTuple):
     """The best evaluation of a set."""
 
     step: int
+    # What the set is judged by: a loss, or the reward of a set of prompts.
     loss: float
-    # Of the loss, as of the objective; the record has it by this name.
+    # Its name; the record has it by this one.
     name: str
 
 

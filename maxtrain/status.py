@@ -22,6 +22,7 @@ from maxtrain.observe.metrics import read_metrics
 _ABOUT = {
     "step": "steps that count",
     "data_wait": "their waits for data",
+    "rollout": "completions, rewards and their log-probabilities",
     "lost": "steps that were made again after a restart",
     "down": "between launches",
     "start": "opening data, starting devices",

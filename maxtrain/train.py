@@ -231,6 +231,9 @@ def train(run: Run) -> None:
     run.write_ending()
     if run.done():
         return
+    # Before the first step; or a launch that was stopped has left it to this one.
+    if run.sample_interval and run.step % run.sample_interval == 0:
+        run.sample_prompts()
     hooks = after_each_step(run)
     with contextlib.closing(read_batches(run)) as batches, tracing(run):
         for batch, origin in batches:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -10,23 +10,45 @@ from flax import nnx
 from data_pipeline.loader import carry_errors
 from maxtrain import failpoints
 from maxtrain.job import Job
-from maxtrain.objectives.objective import Batch
+from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
-from maxtrain.parallel.agreement import raise_together
+from maxtrain.observe.samples import Sample
+from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
+from maxtrain.rl.evaluation import REWARD, Asking
 from maxtrain.run_state import Best, ValidationState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
 
+# Bytes of the numbers of an evaluation of prompts, as JSON.
+_MOST_NUMBERS = 1 << 16
 STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
+
+
+class Evaluated(NamedTuple):
+    """The record of an evaluation, and of a set of prompts the first completions."""
+
+    record: dict[str, Any]
+    samples: list[Sample]
 
 
 class Validation:
     """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with
-    the run."""
+    the run.
 
-    def __init__(self, job: Job, clock: Stopwatch, progress: Progress, stop: StopRequest):
+    `asking`: completes and rewards the prompts of sets that hold some; None: the run has no
+    rewards, and all sets are evaluated as text.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        clock: Stopwatch,
+        progress: Progress,
+        stop: StopRequest,
+        asking: Asking | None = None,
+    ):
         self._config, self._sets, self._clock, self._progress, self._stop = (
             job.config,
             job.sets,
@@ -38,6 +60,8 @@ class Validation:
         self._layouts = {
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
+        self._asking = asking
+        self._policy = job.policy_graphdef
         self._step = make_eval_step(job.graphdefs, job.objective)
         self._loss = job.objective.loss.name
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
@@ -76,6 +100,15 @@ class Validation:
     def _describe(self, name: str) -> str:
         """Losses of a set can be compared where this is the same."""
         held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
+        if self._asks(name):
+            grpo = self._config.grpo
+            count = self._num_prompts(name)
+            longest = grpo.max_completion_length
+            rewards = [list(grpo.rewards), list(grpo.reward_weights)]
+            return (
+                f"{held_out.manifest.uid}, {count} prompts, the likeliest {longest} tokens, "
+                f"rewards {rewards}"
+            )
         part = "whole" if steps < 0 else f"{steps} batches of {layout.shape[0]} rows"
         return f"{held_out.manifest.uid}, {part}, in rows of {held_out.config.seq_length}"
 
@@ -90,7 +123,10 @@ class Validation:
             return ""
         best = self.best[name]
         count = f"{self.stale[name]:,} evaluations" if self.stale[name] > 1 else "evaluation"
-        since = f"the last {count} of eval.sets.{name} brought no lower loss"
+        judged = "lower loss"
+        if self._asks(name):
+            judged = "higher reward"
+        since = f"the last {count} of eval.sets.{name} brought no {judged}"
         mend = "Set eval.stop_patience higher, or to null, to go on"
         return f"{since} than {best.loss:.4f} after step {best.step:,} ({STOP_PATIENCE}={patience}). {mend}."
 
@@ -112,9 +148,19 @@ class Validation:
         steps = self._config.eval.sets[name].steps
         return self._config.eval_steps if steps is None else steps
 
-    def evaluate(
-        self, name: str, step: int, params: Mapping[str, nnx.State]
-    ) -> dict[str, Any] | None:
+    def _asks(self, name: str) -> bool:
+        """Whether a set holds prompts that are completed and rewarded."""
+        return self._asking is not None and self._sets[name].shards.has_columns
+
+    def _num_prompts(self, name: str) -> int:
+        """How many prompts of a set are completed."""
+        eval_set = self._sets[name]
+        count = eval_set.shards.num_documents
+        if self._steps(name) >= 0:
+            count = min(count, self._steps(name) * eval_set.batch_size)
+        return count
+
+    def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
         """The record of one evaluation set after this step: read whole, unless its steps say
         otherwise; `params` are those of each model by its name.
 
@@ -124,8 +170,31 @@ class Validation:
             DataError: what was read is not what the set's manifest says.
             UserError: a process could not read its part.
         """
-        eval_set, layout, asked = self._sets[name], self._layouts[name], self._steps(name)
         self._progress.phase(f"evaluating {name}")
+        samples: list[Sample] = []
+        try:
+            with self._clock.during("eval"), self._stop.interrupting():
+                failpoints.hit("eval", step)
+                if self._asks(name):
+                    result, samples = self._answered(name, params)
+                else:
+                    result = self._read(name, params)
+        except KeyboardInterrupt:
+            return None
+        best = self._judged(name, step, result)
+        self._progress.evaluated(step, name, result)
+        self._progress.phase("")
+        record = {
+            "set": name,
+            **result,
+            "best_step": best.step if best else None,
+            "data": self.read[name],
+        }
+        return Evaluated(record, samples)
+
+    def _read(self, name: str, params: Mapping[str, nnx.State]) -> dict[str, Any]:
+        """The numbers of a set of text. KeyboardInterrupt: somebody asks to stop."""
+        eval_set, layout, asked = self._sets[name], self._layouts[name], self._steps(name)
         num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
         host = eval_set.iterate(layout.part, num_batches)
         if jax.process_count() > 1:
@@ -141,31 +210,44 @@ class Validation:
                 yield layout.to_global(batch.arrays)
             raise_together(errors[0] if errors else None)
 
-        try:
-            with self._clock.during("eval"), self._stop.interrupting():
-                failpoints.hit("eval", step)
-                result = evaluate(
-                    self._step, params, placed(), num_tokens, eval_set.text_bytes, self._summed
-                )
-        except KeyboardInterrupt:
-            return None
-        loss = result[self._loss]
+        return evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes, self._summed)
+
+    def _answered(
+        self, name: str, params: Mapping[str, nnx.State]
+    ) -> tuple[dict[str, Any], list[Sample]]:
+        """The numbers of a set of prompts, and its first completions. KeyboardInterrupt: as above."""
+        assert self._asking is not None
+        model = nnx.merge(self._policy, params[POLICY])
+
+        def look_up() -> None:
+            if self._stop.agreed("eval")[0]:
+                raise StopRequested
+            # A sign of life for the watchdog.
+            with self._clock.during("eval"):
+                pass
+
+        answers = self._asking(model, self._sets[name].shards, self._num_prompts(name), look_up)
+        # A reward that takes too long may do so on one host alone: what the first one found counts.
+        record = gather({"record": answers.record()}, _MOST_NUMBERS)[0]["record"]
+        return record, answers.samples(name, self._config.observe.num_samples)
+
+    def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> Best | None:
+        """The best evaluation of a set, with this one."""
+        of = self._loss
+        if self._asks(name):
+            of = REWARD
+        value = result.get(of, math.nan)
         best = self.best.get(name)
+        is_better = math.isfinite(value)
         # A run that has had another objective has losses that can't be compared.
-        lowest = math.inf
-        if best is not None and best.name == self._loss:
-            lowest = best.loss
-        if math.isfinite(loss) and loss < lowest:
-            best = Best(step, loss, self._loss)
+        if is_better and best is not None and best.name == of:
+            is_better = value < best.loss
+            if of == REWARD:
+                is_better = value > best.loss
+        if is_better:
+            best = Best(step, value, of)
             self.best[name] = best
             self.stale[name] = 0
         else:
             self.stale[name] = self.stale.get(name, 0) + 1
-        self._progress.evaluated(step, name, result)
-        self._progress.phase("")
-        return {
-            "set": name,
-            **result,
-            "best_step": best.step if best else None,
-            "data": self.read[name],
-        }
+        return best

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
+from maxtrain import evaluate, replay
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.observe.metrics import read_metrics
@@ -87,14 +88,14 @@ def test_the_commands_of_preferences_work_in_order(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
-def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
+def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     """In a folder with prompts and a model that knows the form."""
     additions.write_prompts(tmp_path / "prompts.jsonl")
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
     section = TEXT[TEXT.index("## GRPO") :]
-    prepares, trains = blocks(section, "bash")
+    prepares, trains, evaluates, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
     assert prepare.main(words[3:]) == 0
@@ -105,6 +106,15 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
     del values["data"]
     config.write_text(yaml.safe_dump(values))
     assert main(load_config([f"config={config}", *words[2:]])) == 0
-    (program,) = OF_A_RUN
     assert list(Path("runs/grpo/rollouts").glob("*.npz"))
-    exec(compile(program, "docs/posttraining.md", "exec"), {})
+    for program in OF_A_RUN:
+        exec(compile(program, "docs/posttraining.md", "exec"), {})
+    monkeypatch.setattr(evaluate, "start", lambda mesh, cache: None)
+    words = shlex.split(evaluates)
+    assert words[:2] == ["maxtrain", "evaluate"]
+    capsys.readouterr()
+    assert evaluate.main(words[2:]) == 0
+    assert "held_out, reward/exact" in capsys.readouterr().out
+    words = shlex.split(replays)
+    assert words[:2] == ["maxtrain", "replay"]
+    assert replay.main(words[2:]) == 0

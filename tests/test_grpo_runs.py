@@ -9,6 +9,7 @@ import pytest
 
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
+from maxtrain import replay
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -164,9 +165,78 @@ def test_adapters_are_compared_with_the_model_without_them(config, straight):
     assert final(config, "adapters") == whole
 
 
+AHEAD = ["steps=6", "grpo.staleness=1", "grpo.importance_sampling_cap=2", "checkpoint.keep=6"]
+
+
+@pytest.fixture(scope="module")
+def ahead(config) -> Path:
+    """A run whose rollouts are sampled one ahead of those that are learnt from."""
+    assert train(config, "ahead", *AHEAD) == 0
+    return config.parent / "runs" / "ahead"
+
+
+@pytest.mark.long
+def test_rollouts_are_sampled_by_the_weights_before_the_steps_that_read_the_last_one(config, ahead):
+    made = [load(ahead / "rollouts" / f"{step:08d}.npz").about for step in (1, 3, 5)]
+    assert [about["sampled_after"] for about in made] == [0, 0, 2]
+    assert made[0]["weights"] == made[1]["weights"] == made[0]["scored_by"]
+    assert made[2]["weights"] == made[1]["scored_by"] != made[0]["scored_by"]
+    lines = records(config, "ahead")
+    assert [line["steps_behind"] for line in lines] == [0, 0, 2, 2, 2, 2]
+    # Nothing has changed when the first is read; afterwards both policies are apart.
+    np.testing.assert_allclose(lines[0]["importance_weight"], 1.0, atol=1e-5)
+    assert max(line["sampler_gap"] for line in lines[2:]) > 1e-3
+    assert all(abs(line["importance_weight"] - 1) > 1e-6 for line in lines[2:])
+    assert [line["ratio"] == 1.0 for line in lines] == [True, False] * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped_at", [3, 4])
+def test_what_was_sampled_ahead_is_read_by_a_run_that_goes_on(config, ahead, capfd, stopped_at):
+    """Within the steps that read a rollout, and behind them, where the weights that have sampled
+    the next one are gone."""
+    name = f"ahead{stopped_at}"
+    run = config.parent / "runs" / name
+    shutil.copytree(ahead, run)
+    for step in range(stopped_at + 1, 7):
+        shutil.rmtree(run / "checkpoints" / f"{step:08d}")
+    (run / "rollouts" / "00000005.npz").unlink()
+    made = rollouts(config, "ahead")
+    whole = saved_digests(ahead / "checkpoints")[6]
+    capfd.readouterr()
+    assert train(config, name, *AHEAD) == 0
+    assert "made again" not in "".join(capfd.readouterr())
+    assert saved_digests(run / "checkpoints")[6] == whole
+    assert records(config, name) == records(config, "ahead")
+    again = rollouts(config, name)
+    assert "00000005.npz" in again
+    assert again.items() <= made.items()
+
+
+@pytest.mark.long
+def test_a_replay_reads_what_is_stored_or_makes_it_again(config, ahead, capfd):
+    capfd.readouterr()
+    assert replay.main([str(ahead), "--steps", "0:6", "--rollouts", "again"]) == 0
+    told = capfd.readouterr().out
+    assert "steps 1 to 6 again" in told
+    assert "all the same bit for bit" in told
+    assert "not made again" not in told
+    run = config.parent / "runs" / "altered"
+    shutil.copytree(ahead, run)
+    path = run / "rollouts" / "00000005.npz"
+    stored = load(path)
+    stored._replace(advantages=stored.advantages + 1).save(path)
+    assert replay.main([str(run), "--steps", "3:6"]) == 70
+    told = capfd.readouterr().err
+    assert "step 5 is the first that differs" in told
+    assert "the stored rollout is not the one that the run has read" in told
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (["grpo.staleness=1"], "Set grpo.importance_sampling_cap=2"),
+        ([*AHEAD, "grpo.dynamic_sampling=1"], "Set one of them to 0"),
         (["grpo.rewards=[]"], "objective=grpo needs a reward"),
         (["data.packing=bins"], "Set data.packing=pad"),
         (["data.seq_length=9"], "prompt 0 has 5 tokens"),

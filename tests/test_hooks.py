@@ -14,11 +14,14 @@ ORDER = [
     "Evaluate",
     "WriteEnding",
     "Sample",
+    "SamplePrompts",
     "Save",
     "Profile",
     "Stop",
 ]
 SETS = ["held"]
+# From rewards of its own completions.
+LEARNS = {"rollouts": "some", "prompts": []}
 
 
 def run_with(**changes):
@@ -30,6 +33,8 @@ def run_with(**changes):
     run.data = Mock()
     run.data.plan.falls_on.return_value = changes.get("falls_on", False)
     run.config = Mock(checkpoint_interval=10)
+    run.config.observe.prompts = changes.get("prompts", ["once"])
+    run.rollouts = changes.get("rollouts")
     run.trace = Mock()
     run.trace.due.return_value = changes.get("traced", False)
     run.sample_interval = changes.get("sample_interval", 0)
@@ -65,6 +70,13 @@ def test_steps_are_checked_before_anything_is_kept_of_them_and_a_stop_comes_last
         ({"sample_interval": 2}, {}, ["CheckSteps", "Sample"]),
         ({"sample_interval": 3}, {}, []),
         ({"sample_interval": 2}, {"is_last": True}, ["CheckSteps", "Save"]),
+        ({"sample_interval": 2, "prompts": []}, {}, []),
+        (LEARNS | {"sample_interval": 2}, {}, ["CheckSteps", "SamplePrompts"]),
+        (
+            LEARNS | {"sample_interval": 3},
+            {"is_last": True},
+            ["CheckSteps", "SamplePrompts", "Save"],
+        ),
         ({"ending": "no better"}, {}, ["CheckSteps", "WriteEnding", "Save"]),
         ({"traced": True}, {}, ["Profile"]),
     ],

@@ -42,8 +42,9 @@ def distill(
     normalize: str = "tokens",
     num_sources: int = 0,
     regularization: RegularizationConfig = NO_NOISE,
+    beta: float = 0.5,
 ) -> Objective:
-    """weight * temperature^2 * KL + (1 - weight) * cross-entropy of the next token.
+    """weight * temperature^2 * divergence + (1 - weight) * cross-entropy of the next token.
 
     The divergence is that of the policy's distribution of each target from the teacher's, both at
     the temperature. The teacher reads the same tokens, and nothing is random for it.
@@ -51,14 +52,16 @@ def distill(
     Args:
         temperature: above 0; divides the logits of both models.
         weight: from 0 to 1; of the divergence.
-        kind: `forward`: KL(teacher || policy); `reverse`: KL(policy || teacher).
+        kind: `forward`: KL(teacher || policy); `reverse`: KL(policy || teacher); `jsd`: as of
+            `divergence`, with its `beta`.
         loss, normalize, num_sources, regularization: as of `next_token`; the divergence is
             normalized as the cross-entropy is.
+        beta: between 0 and 1, of `jsd`.
 
     Raises:
         ValueError: a number or a name that is none of these.
     """
-    _require(temperature, weight, kind)
+    _require(temperature, weight, kind, beta)
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - weight, "distill": weight}
     unit = "nats per target"
@@ -88,6 +91,7 @@ def distill(
             teacher_numbers=_numbers(teacher),
             temperature=temperature,
             kind=kind,
+            beta=beta,
         )
         targets = learnt.sums["nll"].weight
         sums = {
@@ -111,7 +115,7 @@ def _numbers(model: Decoder) -> Numbers:
     return Numbers(model.precision.compute, model.precision.output, model.spec.logit_softcap)
 
 
-def _require(temperature: float, weight: float, kind: str) -> None:
+def _require(temperature: float, weight: float, kind: str, beta: float) -> None:
     if not temperature > 0:
         raise ValueError(
             f"temperature={temperature} must be above 0: it divides the logits. "
@@ -124,3 +128,8 @@ def _require(temperature: float, weight: float, kind: str) -> None:
         )
     if kind not in KINDS:
         raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}. Set it to forward.")
+    if not 0 < beta < 1:
+        raise ValueError(
+            f"beta={beta} must be between 0 and 1: it is the teacher's share of the mixture. Set it "
+            "to 0.5, or kind to forward or reverse for what is at its ends."
+        )

@@ -34,7 +34,12 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.policy_loss import Clip, policy_loss, reference_divergence
+from maxtrain.ops.policy_loss import (
+    Clip,
+    importance_weights,
+    policy_loss,
+    reference_divergence,
+)
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
@@ -64,6 +69,9 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         ratio: of the policy now and when the completions were taken up.
         clipped_low, clipped_high: the share of tokens whose gradient is cut off.
         sampler_gap: how far the sampler's log-probabilities are from those of training.
+        importance_weight, importance_capped: of the policy that took completions up over the one
+            that sampled them, and the share of tokens where it is bounded; only with
+            importance_sampling_cap.
 
     Args:
         config: which loss, and its numbers.
@@ -82,6 +90,10 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         Quantity("clipped_high", "share of targets"),
         Quantity("sampler_gap", "nats per target"),
     ]
+    cap = config.importance_sampling_cap
+    if cap is not None:
+        recorded.append(Quantity("importance_weight", "per target"))
+        recorded.append(Quantity("importance_capped", "share of targets"))
     if config.beta:
         recorded.insert(1, Quantity("kl", "nats per target"))
 
@@ -110,23 +122,31 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
             found.log_probs, old, batch[ADVANTAGES], mask, batch["segment_ids"], clip
         )
         weights = target_weights(batch, normalize)
-        each = tokens.loss
+        of_policy = tokens.loss
         sums = {}
-        if config.beta:
-            apart = reference_divergence(found.log_probs, batch[REFERENCE_LOG_PROBS])
-            sums["kl"] = Sum((apart * mask).sum(), mask.sum())
-            if config.correct_kl:
-                apart = apart * tokens.ratio
-            each = each + config.beta * apart
-        loss = scales["policy"] * (each * weights).sum()
 
         def mean_of(values: Array) -> Sum:
             return Sum((values.astype(jnp.float32) * mask).sum(), mask.sum())
 
+        if cap is not None:
+            trust = importance_weights(
+                old, batch[SAMPLED], mask, batch["segment_ids"], clip.level, cap
+            )
+            of_policy = of_policy * trust
+            sums["importance_weight"] = mean_of(trust)
+            sums["importance_capped"] = mean_of(trust >= cap)
+        each = of_policy
+        if config.beta:
+            apart = reference_divergence(found.log_probs, batch[REFERENCE_LOG_PROBS])
+            sums["kl"] = mean_of(apart)
+            if config.correct_kl:
+                apart = apart * tokens.ratio
+            each = each + config.beta * apart
+        loss = scales["policy"] * (each * weights).sum()
         gap = jnp.abs(batch[SAMPLED] - old)
         sums |= {
             "nll": mean_of(-found.log_probs),
-            "policy_loss": Sum((tokens.loss * weights).sum(), divisor(batch)),
+            "policy_loss": Sum((of_policy * weights).sum(), divisor(batch)),
             "entropy": mean_of(found.entropy),
             "ratio": mean_of(tokens.ratio),
             "clipped_low": mean_of(tokens.clipped_low),

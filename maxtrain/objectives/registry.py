@@ -46,6 +46,7 @@ def _distill(settings: Settings) -> Objective:
         settings.normalize,
         settings.num_sources,
         settings.regularization,
+        settings.distill.beta,
     )
 
 

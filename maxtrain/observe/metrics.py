@@ -20,6 +20,14 @@ floats. Names that others rely on:
     end     ending (why the run ends early), planned_steps
     norms   gradient/NAME, weight/NAME, update/NAME: Euclidean norms of the parameters of each layer
             (of the gradient before clipping, of the weights before the update)
+
+Of rollouts, `train` has reward, accuracy, reward/NAME, reward_outcomes/NAME/OUTCOME (completions),
+completion_length and longest_completion (tokens), truncated and groups_without_signal (shares),
+rollout_seconds (of each step, beside its step_seconds), sampling_seconds, reward_seconds and
+scoring_seconds of the rollout, and sampled_tokens_per_second. Of a set of prompts, `eval` has the
+same of its completions, and how many `prompts` they are of, instead of nll and what follows it.
+
+RUN/samples.jsonl is a log of the same form, of records of kind "sample" (samples.py).
 """
 
 import contextlib
@@ -55,12 +63,12 @@ TAKEN = frozenset(
         *("set", "nll", "perplexity", "tokens", "bits_per_byte", "best_step", "data", "seconds"),
     )
 )
-KINDS = ("train", "eval", "end", "norms")
+KINDS = ("train", "eval", "end", "norms", "sample")
 _HEADER = "run"  # the kind of the first line
 
 
 class MetricsLog:
-    """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as
+    """Appends records to RUN/metrics.jsonl, or to another log; a record survives a kill of the process as soon as
     `append` returns.
 
     The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do:
@@ -73,6 +81,7 @@ class MetricsLog:
         again: evaluation sets that are to be evaluated again after that step.
         run: id of the run.
         kept: what the checkpoint of that step remembers of the records; None: nothing.
+        file_name: of the log.
 
     `problems` has a text for everything that was found to be wrong with the file; it is put aside
     as it was. `end_at` is the step of the last record of why the run ended early; None: there is
@@ -86,8 +95,9 @@ class MetricsLog:
         again: Sequence[str] = (),
         run: str = "",
         kept: LogMark | None = None,
+        file_name: str = FILE_NAME,
     ):
-        path = Path(run_dir) / FILE_NAME
+        path = Path(run_dir) / file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         records, self.problems = _read(path)
         if self.problems:
@@ -114,7 +124,7 @@ class MetricsLog:
         self,
         step: int,
         values: Mapping[str, Any],
-        kind: Literal["train", "eval", "end", "norms"] = "train",
+        kind: Literal["train", "eval", "end", "norms", "sample"] = "train",
     ) -> None:
         """Write one record, of names to numbers (of Python, numpy or a jax array of one element),
         strings or None."""
@@ -133,14 +143,14 @@ class MetricsLog:
         self._file.close()
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | Path, file_name: str = FILE_NAME) -> list[dict[str, Any]]:
     """All records of a run in the order they were written; a torn last line is left out. None
-    without a metrics file.
+    without a metrics file, or the other log that is named.
 
     Raises:
         DataError: a line before the last one is not a record.
     """
-    records, problems = _read(Path(run_dir) / FILE_NAME)
+    records, problems = _read(Path(run_dir) / file_name)
     if problems:
         raise DataError(
             f"{problems[0]} Delete that line, or let the run go on: it puts the file aside and leaves the line out."

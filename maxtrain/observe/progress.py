@@ -5,9 +5,10 @@ Only prints. The numbers are those of a record of metrics (see `metrics.py`); on
 record is left out.
 """
 
+import collections
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions
@@ -18,6 +19,47 @@ from maxtrain.observe import human
 
 _LEFT_STANDING = 100  # records of a run, at most, above the live line
 _LONGEST_BAR, _SHORTEST_BAR = 30, 8
+# What is no number in the live line.
+_WORDS = ("step", "loss", "tok/s", "MFU", "left", "reward", "accuracy", "length", "KL")
+# Where the time that is left stands in the line of a record.
+_LEFT = "left"
+_Forms = Mapping[str, Callable[[float], str]]
+
+
+def _tokens_per_second(value: float) -> str:
+    return f"({human.count(value)} tok/s)"
+
+
+# Numbers of a record of training and how they are written, in the order of the line.
+_OF_TEXT: _Forms = {
+    "loss": "loss {:7.4f}".format,
+    "tokens_per_second": lambda value: f"{human.count(value):>5} tok/s",
+    "mfu": "MFU {:5.1%}".format,
+    "device_peak_bytes": lambda value: f"{human.count(value):>5}B peak",
+    _LEFT: lambda seconds: f"{human.duration(seconds):>5} left",
+}
+# Of steps that learn from rollouts. What is last is cut where the terminal is narrow.
+_OF_ROLLOUTS: _Forms = {
+    "reward": "reward {:7.4f}".format,
+    "accuracy": "accuracy {:6.1%}".format,
+    "completion_length": "length {:6.1f}".format,
+    "kl": "KL {:7.4f}".format,
+    _LEFT: _OF_TEXT[_LEFT],
+    "sampling_seconds": "sampling {:5.1f} s".format,
+    "sampled_tokens_per_second": _tokens_per_second,
+    "reward_seconds": "rewards {:5.1f} s".format,
+    "scoring_seconds": "scoring {:5.1f} s".format,
+    "step_seconds": "training {:5.1f} s".format,
+    "tokens_per_second": _tokens_per_second,
+}
+# Of an evaluation of prompts.
+_OF_ANSWERS: _Forms = {
+    "accuracy": "accuracy {:.1%}".format,
+    "reward": "reward {:.4f}".format,
+    "completion_length": "length {:.1f}".format,
+    "truncated": "truncated {:.1%}".format,
+    "prompts": "({:,} prompts)".format,
+}
 
 
 class Progress:
@@ -44,6 +86,8 @@ class Progress:
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._total, self._step = total_steps, 0
         self._record: Mapping[str, Any] = {}
+        # Seconds of a step's rollout by the last records: not each step begins with one.
+        self._rollouts = collections.deque[float](maxlen=16)
         self._left = -math.inf  # the step of the last record that was left standing
         self._phase: tuple[str, float] | None = None
         self._live = (
@@ -68,6 +112,8 @@ class Progress:
         self._step, self._phase = step, None
         if record is not None:
             self._record = record
+            if "rollout_seconds" in record:
+                self._rollouts.append(record["rollout_seconds"])
             if self._mode == "plain" or step - self._left >= self._total / _LEFT_STANDING:
                 self._left = step
                 self.message(self._words())
@@ -88,7 +134,10 @@ class Progress:
 
     def evaluated(self, step: int, name: str, values: Mapping[str, Any]) -> None:
         """Leave a line with the result of an evaluation: nll, and if known perplexity,
-        bits_per_byte and tokens."""
+        bits_per_byte and tokens; of prompts accuracy, reward and length."""
+        if "prompts" in values:
+            self._answered(step, name, values)
+            return
         words = [f"{self._steps(step)}  eval {name}: nll {values['nll']:.4f}"]
         words += [f"perplexity {values['perplexity']:.4g}"] if "perplexity" in values else []
         words += (
@@ -101,6 +150,11 @@ class Progress:
                 words.append(f"{quantity} {values[quantity]:.4f} {unit}")
         words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
         self.message("  ".join(words), style="green")
+
+    def _answered(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        """The result of an evaluation of prompts."""
+        words = "  ".join(_written(values, _OF_ANSWERS))
+        self.message(f"{self._steps(step)}  eval {name}: {words}", style="green")
 
     def sample(self, step: int, prompt: str, completion: str) -> None:
         """Leave what the model makes of a prompt at this step."""
@@ -116,20 +170,17 @@ class Progress:
 
     def _words(self) -> str:
         """The last record in columns of fixed width."""
+        forms = _OF_TEXT
+        if "completion_length" in self._record:
+            forms = _OF_ROLLOUTS
+        values = dict(self._record)
         left = self._total - self._step
-        columns = {
-            "loss": lambda v: f"loss {v:7.4f}",
-            "tokens_per_second": lambda v: f"{human.count(v):>5} tok/s",
-            "mfu": lambda v: f"MFU {v:5.1%}",
-            "device_peak_bytes": lambda v: f"{human.count(v):>5}B peak",
-            "step_seconds": lambda v: f"{human.duration(left * v):>5} left" if left > 0 else "",
-        }
-        words = [
-            form(self._record[name])
-            for name, form in columns.items()
-            if self._record.get(name) is not None
-        ]
-        return "  ".join([self._steps(self._step), *filter(None, words)])
+        seconds = values.get("step_seconds")
+        if seconds is not None and left > 0:
+            if self._rollouts:
+                seconds += sum(self._rollouts) / len(self._rollouts)
+            values[_LEFT] = left * seconds
+        return "  ".join([self._steps(self._step), *_written(values, forms)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The live line: a bar if the terminal is wide enough, then the numbers or what takes its
@@ -143,6 +194,11 @@ class Progress:
             yield Text.assemble(("━" * done, "cyan"), ("─" * (bar - done), "dim"), "  ", end="")
             width -= bar + 2
         text = Text(words, no_wrap=True, end="")
-        text.highlight_words(("step", "loss", "tok/s", "MFU", "left"), "dim")
+        text.highlight_words(_WORDS, "dim")
         text.truncate(width, overflow="ellipsis")
         yield text
+
+
+def _written(values: Mapping[str, Any], forms: _Forms) -> list[str]:
+    """Those of the values that are there, in the order of their forms."""
+    return [form(values[name]) for name, form in forms.items() if values.get(name) is not None]

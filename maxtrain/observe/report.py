@@ -15,12 +15,14 @@ from rich.text import Text
 
 from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
+from maxtrain.observe.panels import REWARD, Curves, has_rewards, panels_of
 from maxtrain.ops.quantity import NLL, Quantity
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LONG = 1e6  # a perplexity that would make the table too wide
 _SMOOTHING = 50  # a point is the mean of at most one part in so many of the curve, to each side
 _LEAST_SMOOTHED = 2 * _SMOOTHING
+_PANEL_INCHES = 1.2
 
 
 def plot_curves(
@@ -34,7 +36,8 @@ def plot_curves(
     loss: Quantity = NLL,
 ) -> None:
     """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which
-    appears in one piece.
+    appears in one piece. Of a run that learns from rewards, draw these instead of the loss, and the
+    panels of panels.py.
 
     Steps with anomalies are marked.
 
@@ -52,8 +55,18 @@ def plot_curves(
 
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
-    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
-    top, norm, speed, rate = figure.subplots(4, 1, sharex=True, height_ratios=(4, 1, 1, 1))
+    panels = panels_of(train, evals)
+    first = "loss"
+    of_sets = loss.name
+    first_label = f"loss, {loss.unit}"
+    if has_rewards(train):
+        first = of_sets = first_label = REWARD
+    heights = (4, *[1] * (len(panels) + 3))
+    size = (9, 8 + _PANEL_INCHES * len(panels))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    top, *drawn, norm, speed, rate = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     top.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
     top.annotate(
         subtitle,
@@ -63,14 +76,17 @@ def plot_curves(
         textcoords="offset points",
         size=9,
     )
-    steps, losses = _columns(train, "loss")
+    steps, losses = _columns(train, first)
     if is_smoothed := len(losses) >= _LEAST_SMOOTHED:
         top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
     top.plot(
         steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train"
     )
     for i, (name, series) in enumerate(evaluation_series(evals).items()):
-        steps, values = _columns(series, loss.name)
+        steps, values = _columns(series, of_sets)
+        # A set of text beside rewards.
+        if of_sets == REWARD and not len(values):
+            continue
         last = f", {values[-1]:.4f} at step {steps[-1]:,.0f}" if len(values) else ""
         top.plot(
             steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}"
@@ -101,12 +117,23 @@ def plot_curves(
             top.axvline(
                 step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label
             )
-    top.legend(loc="upper right", frameon=False)
+    # Losses fall, and rewards rise.
+    corner = "upper right"
+    if first == REWARD:
+        corner = "lower right"
+    top.legend(loc=corner, frameon=False)
     norm.plot(*_columns(train, "grad_norm"), color="C5")
-    speed.plot(*_columns(train, "tokens_per_second"), color="C2")
+    speed.plot(*_columns(train, "tokens_per_second"), color="C2", label="training")
+    sampled = _columns(train, "sampled_tokens_per_second")
+    if sampled.size:
+        speed.plot(*sampled, color="C1", label="sampling")
+        _put_legend_beside(speed)
     rate.plot(*_columns(train, "learning_rate"), color="C4")
+    for axes, panel in zip(drawn, panels, strict=True):
+        _draw_panel(axes, panel, train, evals)
     labels = (
-        (top, f"loss, {loss.unit}"),
+        (top, first_label),
+        *[(axes, panel.label) for axes, panel in zip(drawn, panels, strict=True)],
         (norm, "gradient norm"),
         (speed, "tokens/s"),
         (rate, "learning rate"),
@@ -121,6 +148,36 @@ def plot_curves(
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write_atomic(Path(path), picture.getvalue())
+
+
+def _draw_panel(
+    axes: Any,
+    panel: Curves,
+    train: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+) -> None:
+    """The lines of a panel; of what is evaluated, too, as points of the set's colour."""
+    for name, words in panel.lines.items():
+        columns = _columns(train, name)
+        # Some are only evaluated.
+        if columns.size:
+            axes.plot(*columns, label=words or "train")
+    has_evaluations = False
+    for i, (name, series) in enumerate(evaluation_series(evals).items()):
+        for number, words in panel.lines.items():
+            steps, values = _columns(series, number)
+            if words or not len(values):
+                continue
+            has_evaluations = True
+            color = f"C{1 + i % 9}"
+            axes.plot(steps, values, ":o", color=color, markersize=4, label=f"eval {name}")
+    if has_evaluations or any(panel.lines.values()):
+        _put_legend_beside(axes)
+
+
+def _put_legend_beside(axes: Any) -> None:
+    """A small chart has no room for it."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7)
 
 
 def evaluation_series(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -199,6 +256,7 @@ def summary(
     made_by: str = "",
     files: Mapping[str, str | Path] | None = None,
     units: Mapping[str, str] | None = None,
+    samples: RenderableType | None = None,
 ) -> RenderableType:
     """What to print at the end of a run: rich text that also reads well without a terminal.
 
@@ -213,9 +271,12 @@ def summary(
         made_by: a line about the machine and the versions.
         files: what is where.
         units: of numbers of evaluations that are shown beside the loss, by their names.
+        samples: completions of prompts; None: there are none.
     """
     train = [r for r in records if r["kind"] == "train"]
-    last = {r["set"]: r for r in records if r["kind"] == "eval"}
+    evals = [r for r in records if r["kind"] == "eval"]
+    asked = [r for r in evals if "prompts" in r]
+    last = {r["set"]: r for r in evals if "prompts" not in r}
     evaluations = {
         name if r["step"] == steps else f"{name}, step {r['step']:,}": r for name, r in last.items()
     }
@@ -224,13 +285,24 @@ def summary(
     if train:
         head += [
             f"{human.count(train[-1]['tokens_seen'])} targets (tokens with a loss)",
-            *_last_loss(train),
         ]
+        if has_rewards(train):
+            head += _last_reward(train)
+        else:
+            head += _last_loss(train)
     parts: list[RenderableType] = [", ".join([*head, f"{human.duration(wall)} of wall time"])]
     if ending:
         parts.append(Text(ending, "yellow"))
-    if curve := terminal_curve([r["step"] for r in train], [r["loss"] for r in train]):
+    drawn = "loss"
+    if has_rewards(train):
+        drawn = REWARD
+    steps_drawn, values = _columns(train, drawn)
+    if curve := terminal_curve(steps_drawn, values):
+        if drawn == REWARD:
+            parts += ["", Text("reward", "bold")]
         parts += ["", Text(curve, "cyan", no_wrap=True)]
+    if asked:
+        parts += ["", _table(_HEADS_OF_PROMPTS, _answered(asked))]
     if evaluations:
         columns = ("evaluation", "nats/token", "perplexity", "bits/byte", "targets")
         cells = {name: _evaluation(record) for name, record in evaluations.items()}
@@ -238,6 +310,8 @@ def summary(
         others = _beside_the_loss(evaluations, units or {})
         if others:
             parts += ["", _table(("also evaluated", "", "unit"), others)]
+    if samples is not None:
+        parts += ["", samples]
     if comparison:
         parts.append(Text(comparison, "dim"))
     if made_by:
@@ -259,6 +333,36 @@ def summary(
         border_style="dim",
         padding=(0, 2),
     )
+
+
+_HEADS_OF_PROMPTS = ("evaluation", "accuracy", "reward", "tokens", "truncated", "prompts")
+
+
+def _answered(asked: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The first and the last evaluation of each set of prompts, as rows: before and after."""
+    forms = {
+        "accuracy": "{:.1%}",
+        REWARD: "{:.4f}",
+        "completion_length": "{:.1f}",
+        "truncated": "{:.1%}",
+        "prompts": "{:,}",
+    }
+    rows = {}
+    for name, series in evaluation_series(asked).items():
+        for record in (series[0], series[-1]):
+            cells = []
+            for number, form in forms.items():
+                cells.append(form.format(record[number]) if number in record else "-")
+            rows[f"{name}, step {record['step']:,}"] = cells
+    return rows
+
+
+def _last_reward(train: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The reward of the first rollout and of the last one."""
+    _, rewards = _columns(train, REWARD)
+    if not len(rewards):
+        return []
+    return [f"reward {rewards[0]:.4f} at first and {rewards[-1]:.4f} in the end"]
 
 
 def _beside_the_loss(

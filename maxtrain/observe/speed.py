@@ -10,6 +10,9 @@ from maxtrain.models.cost import TokenFlops
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.parallel.hardware import Peak
 
+# What the time of sampling, rewards and scoring is booked as.
+ROLLOUT = "rollout"
+
 
 class StepSize(NamedTuple):
     """How much a step has read."""
@@ -42,8 +45,9 @@ class SpeedMeter:
         self._flops = flops
         self._num_devices = num_devices
         self._steps: list[StepSize] = []
-        # Seconds that steps had waited for their batches at the last record.
+        # Seconds that steps had waited for their batches at the last record, and that rollouts took.
         self._waited = 0.0
+        self._sampled = 0.0
 
     def restart(self) -> None:
         """Forgets the steps since the last record, which are made again."""
@@ -65,7 +69,7 @@ class SpeedMeter:
         positions = sum(step.positions for step in steps)
         full = sum(step.positions * self._flops[step.length].full for step in steps)
         causal = sum(step.positions * self._flops[step.length].causal for step in steps)
-        return {
+        speed: dict[str, float | None] = {
             "fill": steps[-1].targets / steps[-1].positions,
             "tokens_per_second": targets / seconds,
             "positions_per_second": positions / seconds,
@@ -74,6 +78,12 @@ class SpeedMeter:
             "mfu": self._utilization(full, seconds),
             "mfu_causal": self._utilization(causal, seconds),
         }
+        sampled = self._clock.seconds().get(ROLLOUT)
+        if sampled is not None:
+            # No part of step_seconds.
+            speed["rollout_seconds"] = (sampled - self._sampled) / len(steps)
+            self._sampled = sampled
+        return speed
 
     def _utilization(self, flops: float, seconds: float) -> float | None:
         """The share of the devices' peak that so many operations in so many seconds are; None if

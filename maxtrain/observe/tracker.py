@@ -6,9 +6,11 @@ TensorBoard, Weights & Biases or MLflow.
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from maxtrain.observe.samples import Sample
 
 Kind = Literal["train", "eval", "end", "norms"]
 Status = Literal["finished", "stopped", "failed"]
@@ -68,7 +70,11 @@ class Tracker(abc.ABC):
             kind: of training, of an evaluation set, of why the run ended early, or of norms.
         """
 
-    # Not abstract: for many there is nothing to do.
+    # Not abstract: many show numbers alone.
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:  # noqa: B027
+        """Completions of prompts after a step, all of one set, as text."""
+
+    # Likewise: for many there is nothing to do.
     def rewind(self, step: int) -> None:  # noqa: B027
         """Records of later steps do not count any more; they are made again, with other values.
 

@@ -11,7 +11,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers
 from maxtrain.observe.books import RUN, put_aside
+from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value
 from maxtrain.observe.trackers.mlflow import Mlflow
 from maxtrain.observe.trackers.tensorboard import TensorBoard
@@ -81,10 +82,18 @@ class TrackerThread:
 
     def log(self, step: int, values: Mapping[str, Value], kind: Kind) -> None:
         """Hands over a record; never waits."""
+        self._hand_over(self._tracker.log, step, values, kind)
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Hands over completions of prompts; never waits."""
+        self._hand_over(self._tracker.show_samples, step, tuple(samples))
+
+    def _hand_over(self, method: Callable[..., object], *arguments: Any) -> None:
+        """A record that the tracker is to take, unless too many wait for it."""
         with self._changed:
             self._given += 1
             if len(self._waiting) < self._most_waiting:
-                self._waiting.append(functools.partial(self._deliver, step, values, kind))
+                self._waiting.append(functools.partial(self._deliver, method, *arguments))
                 self._changed.notify()
 
     def rewind(self, step: int) -> None:
@@ -146,8 +155,8 @@ class TrackerThread:
         if known_as:
             self._note_id(known_as)
 
-    def _deliver(self, step: int, values: Mapping[str, Value], kind: Kind) -> None:
-        if self._call(self._tracker.log, step, values, kind):
+    def _deliver(self, method: Callable[..., object], *arguments: Any) -> None:
+        if self._call(method, *arguments):
             self._taken += 1
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> bool:
@@ -234,6 +243,12 @@ class Trackers:
         plain = {name: _plain(value) for name, value in values.items() if value is not None}
         for thread in self._threads:
             thread.log(step, plain, kind)
+            self._tell_complaint(thread)
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Completions of prompts after a step, for every tracker that shows text."""
+        for thread in self._threads:
+            thread.show_samples(step, samples)
             self._tell_complaint(thread)
 
     def rewind(self, step: int) -> None:

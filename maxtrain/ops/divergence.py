@@ -5,6 +5,7 @@ divergence and at once its gradients, and are gone. No gradient flows to the tea
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
 
-KINDS = ("forward", "reverse")
+KINDS = ("forward", "reverse", "jsd")
 
 
 class Predictor(NamedTuple):
@@ -59,6 +60,7 @@ class Form(NamedTuple):
     teacher: Numbers
     temperature: float
     kind: str
+    beta: float = 0.5
 
 
 def divergence(
@@ -72,8 +74,10 @@ def divergence(
     teacher_numbers: Numbers,
     temperature: float = 1.0,
     kind: str = "forward",
+    beta: float = 0.5,
 ) -> TokenDivergence:
-    """Weighted sum over tokens of the Kullback-Leibler divergence between two models.
+    """Weighted sum over tokens of a divergence between two models: that of Kullback and Leibler, or
+    the generalised one of Jensen and Shannon.
 
     Args:
         student: the model that learns.
@@ -84,13 +88,18 @@ def divergence(
         student_numbers, teacher_numbers: number formats of each model's logits.
         temperature: divides the logits of both. The loss is multiplied with its square, so that
             the gradient is of the same size at any temperature.
-        kind: `forward`: KL(teacher || student); `reverse`: KL(student || teacher).
+        kind: `forward`: KL(teacher || student); `reverse`: KL(student || teacher); `jsd`:
+            beta KL(teacher || m) + (1 - beta) KL(student || m), where the mixture m is
+            beta teacher + (1 - beta) student.
+        beta: between 0 and 1, of `jsd`. Divided by beta (1 - beta), it goes to `forward` where beta
+            goes to 0, and to `reverse` where beta goes to 1.
 
     Source: Hinton et al., https://arxiv.org/abs/1503.02531, section 2; for `reverse` Gu et al.,
-        https://arxiv.org/abs/2306.08543.
+        https://arxiv.org/abs/2306.08543; for `jsd` Agarwal et al.,
+        https://arxiv.org/abs/2306.13649, section 2.
     """
     assert kind in KINDS, kind
-    form = Form(chunks, student_numbers, teacher_numbers, temperature, kind)
+    form = Form(chunks, student_numbers, teacher_numbers, temperature, kind, beta)
     return _chunked(student, teacher, weights, mask, form)
 
 
@@ -105,15 +114,30 @@ def plain_divergence(
     log_s = jax.nn.log_softmax(of_student / form.temperature)
     log_t = jax.nn.log_softmax(of_teacher / form.temperature)
     if form.kind == "forward":
-        each = (jnp.exp(log_t) * (log_t - log_s)).sum(-1)
+        each = _kl(log_t, log_s)
+    elif form.kind == "reverse":
+        each = _kl(log_s, log_t)
     else:
-        each = (jnp.exp(log_s) * (log_s - log_t)).sum(-1)
+        log_m = _mixture(log_s, log_t, form.beta)
+        each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * _kl(log_s, log_m)
     same = of_student.argmax(-1) == of_teacher.argmax(-1)
     loss = form.temperature**2 * (each * weights).sum()
     rows = (each * mask).sum(-1)
     return TokenDivergence(
         loss, jax.lax.stop_gradient(rows), (same.astype(jnp.float32) * mask).sum(-1)
     )
+
+
+def _kl(log_p: Float[Array, "B T V"], log_q: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """KL(p || q) of each token, nats."""
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def _mixture(
+    log_s: Float[Array, "B T V"], log_t: Float[Array, "B T V"], beta: float
+) -> Float[Array, "B T V"]:
+    """log(beta t + (1 - beta) s)."""
+    return jnp.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -169,13 +193,18 @@ def _forward(
         log_t = jax.nn.log_softmax(of_teacher / temperature)
         probability = jnp.exp(log_s)
         if form.kind == "forward":
-            wanted = jnp.exp(log_t)
-            each = (wanted * (log_t - log_s)).sum(-1)
-            dlogits = probability - wanted
+            each = _kl(log_t, log_s)
+            dlogits = probability - jnp.exp(log_t)
+        elif form.kind == "reverse":
+            each = _kl(log_s, log_t)
+            dlogits = probability * (log_s - log_t - each[..., None])
         else:
-            difference = log_s - log_t
-            each = (probability * difference).sum(-1)
-            dlogits = probability * (difference - each[..., None])
+            log_m = _mixture(log_s, log_t, form.beta)
+            from_mixture = _kl(log_s, log_m)
+            each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * from_mixture
+            # The student's share of the mixture gives nothing: its terms add up to 0.
+            dlogits = probability * (log_s - log_m - from_mixture[..., None])
+            dlogits = (1 - form.beta) * dlogits
         # temperature^2, divided by the temperature that divides the logits.
         dlogits = temperature * weight[..., None] * dlogits
         softcap = form.student.softcap

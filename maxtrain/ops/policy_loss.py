@@ -95,6 +95,35 @@ def policy_loss(
     )
 
 
+def importance_weights(
+    old: Float[Array, "B T"],
+    sampled: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    completions: Int[Array, "B T"],
+    level: Literal["token", "sequence"],
+    cap: float,
+) -> Float[Array, "B T"]:
+    """min(policy / sampler, cap) of each token, for completions that another policy has sampled
+    than the one that took them up for training.
+
+    Without the bound, the mean of a weighted loss is that over the policy's own samples; a few
+    large weights would rule it. No gradient flows through them.
+
+    Args:
+        old: by the policy when the completion was taken up, nats.
+        sampled: by the one that sampled it, nats.
+        mask, completions, level: as of `policy_loss`, whose ratios continue from here.
+        cap: the largest weight.
+
+    Source: truncation: Ionides 2008, https://doi.org/10.1198/106186008X320456; a policy for
+        sampling apart from that for ratios: Hilton et al., https://arxiv.org/abs/2110.00641.
+    """
+    log_weight = jax.lax.stop_gradient(old - sampled)
+    if level == "sequence":
+        log_weight = mean_of_each(log_weight, mask, completions)
+    return jnp.minimum(jnp.exp(jnp.clip(log_weight, -_MOST_APART, _MOST_APART)), cap)
+
+
 def reference_divergence(
     log_probs: Float[Array, "B T"], reference: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:

@@ -11,8 +11,8 @@ import json
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,27 +192,55 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return mine[None]
+    return _between_all(mine, _between_processes().everywhere)
+
+
+def from_first(mine: np.ndarray) -> np.ndarray:
+    """uint8 [n] of process 0, in all processes; what others give counts for its length alone.
+
+    It waits as `gather_bytes` does. LostProcessError: a process does not come.
+    """
+    if jax.process_count() == 1:
+        return mine
+    if jax.process_index() != 0:
+        mine = np.zeros_like(mine)
+    return _between_all(mine, _between_processes().summed)
+
+
+def _between_all(mine: np.ndarray, program: Callable[[jax.Array], jax.Array]) -> np.ndarray:
+    """What a program makes of the rows of all processes, uint8 [processes, n]."""
     if jax.default_backend() == "cpu":
         for array in jax.live_arrays():
             # Another thread may just have deleted it.
             with contextlib.suppress(RuntimeError):
                 array.block_until_ready()
-    mesh, apart, replicate = _between_processes()
+    between = _between_processes()
     shape = (jax.process_count(), *mine.shape)
-    rows = jax.make_array_from_callback(shape, apart, lambda _: mine[None])
-    with jax.set_mesh(mesh), losing_others():
-        return np.asarray(replicate(rows))
+    rows = jax.make_array_from_callback(shape, between.apart, lambda _: mine[None])
+    with jax.set_mesh(between.mesh), losing_others():
+        return np.asarray(program(rows))
+
+
+class _Between(NamedTuple):
+    """A mesh of one device of each process, and programs on a row of each."""
+
+    mesh: Mesh
+    # How the rows lie there.
+    apart: NamedSharding
+    # They give to all processes: all rows, and their sum modulo 256.
+    everywhere: jax.stages.Wrapped
+    summed: jax.stages.Wrapped
 
 
 @functools.cache
-def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
-    """A mesh of one device of each process, how a row of each lies there, and what gives all rows
-    to all."""
+def _between_processes() -> _Between:
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
     apart = NamedSharding(mesh, PartitionSpec("process"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return mesh, apart, jax.jit(lambda rows: rows, out_shardings=everywhere)
+    to_all = NamedSharding(mesh, PartitionSpec())
+    everywhere = jax.jit(lambda rows: rows, out_shardings=to_all)
+    summed = jax.jit(lambda rows: rows.sum(0, dtype=jnp.uint8), out_shardings=to_all)
+    return _Between(mesh, apart, everywhere, summed)
 
 
 def connect_peers(mesh: Mesh) -> None:

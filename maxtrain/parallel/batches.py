@@ -44,6 +44,17 @@ class BatchLayout:
         self.part = Part(rows, slice(first, end))
         self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
+    def own_part(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This host's part of whole arrays [batch_size, length] or [batch_size]."""
+        rows, columns = self.part
+        found = {}
+        for name, array in arrays.items():
+            of_rows = array[rows]
+            if array.ndim == 2:
+                of_rows = np.ascontiguousarray(of_rows[:, columns])
+            found[name] = of_rows
+        return found
+
     def to_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Global arrays [batch_size, length], or [batch_size], from this host's part of them."""
         rows, columns = self.part

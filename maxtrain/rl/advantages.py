@@ -81,6 +81,17 @@ def centred(rewards: Float[np.ndarray, "P G"], baseline: str) -> Float[np.ndarra
     return np.where(_equal(rewards)[:, None] & ~np.isnan(rewards), 0.0, result)
 
 
+def has_signal(
+    rewards: Float[np.ndarray, "R N"], num_generations: int, weights: Sequence[float]
+) -> Bool[np.ndarray, "P"]:
+    """Of each group, whether its weighted sums of rewards differ: else its advantages are all 0.
+
+    Args: as of `advantages`, which then adds rewards before it compares them.
+    """
+    total = weighted_sum(rewards, np.array(weights, np.float64)).reshape(-1, num_generations)
+    return ~_equal(total)
+
+
 def advantages(
     rewards: Float[np.ndarray, "R N"],
     num_generations: int,

@@ -1,6 +1,7 @@
 """Prompts of a run: which a step reads, and whether all of them have room for a completion."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,28 +28,44 @@ class Prompt(NamedTuple):
 
 def require_prompts(data: TrainingData, max_completion_length: int) -> None:
     """ConfigError: a source does not hold prompts, or one leaves no room for a completion."""
-    room = min(span.seq_length for span in data.plan.spans) - max_completion_length
+    length = min(span.seq_length for span in data.plan.spans)
     for name, shards in zip(data.plan.names, data.shards):
-        where = f"data.sources.{name}.path={shards.path}"
+        key = f"data.sources.{name}"
         if not shards.has_columns:
             raise ConfigError(
-                f"{where} holds documents, and objective=grpo completes prompts. Prepare them with "
-                "`python -m data_pipeline.prepare OUT --prompts 'FILES.jsonl'`."
+                f"{key}.path={shards.path} holds documents, and objective=grpo completes prompts. "
+                "Prepare them with `python -m data_pipeline.prepare OUT --prompts 'FILES.jsonl'`."
             )
-        _, lengths = shards.documents(np.arange(shards.num_documents))
-        # With an end mark: before plain text one is read, behind a prompt there is none.
-        lengths = lengths - int(shards.is_rendered)
-        too_long = np.flatnonzero(lengths > room)
-        if too_long.size:
-            first = int(too_long[0])
-            longest = int(lengths.max())
-            raise ConfigError(
-                f"{where}: prompt {first} has {lengths[first]:,} tokens, and "
-                f"grpo.max_completion_length={max_completion_length:,} leaves room for {room:,} in "
-                f"rows of data.seq_length; {too_long.size:,} prompts have too many. Set "
-                f"data.seq_length to at least {longest + max_completion_length:,}, "
-                "grpo.max_completion_length lower, or leave such prompts out."
-            )
+        require_room(key, shards, length, max_completion_length)
+
+
+def require_room(key: str, shards: TokenShards, length: int, max_completion_length: int) -> None:
+    """ConfigError: a prompt leaves no room for a completion.
+
+    Args:
+        key: of the config, that names the prompts, without `.path`.
+        shards: the prompts.
+        length: tokens of a prompt with its completion, at most.
+        max_completion_length: tokens of a completion, at most.
+    """
+    _, lengths = shards.documents(np.arange(shards.num_documents))
+    # With an end mark: before plain text one is read, behind a prompt there is none.
+    lengths = lengths - int(shards.is_rendered)
+    room = length - max_completion_length
+    too_long = np.flatnonzero(lengths > room)
+    if not too_long.size:
+        return
+    first = int(too_long[0])
+    section = "data"
+    if key.startswith("eval."):
+        section = "eval"
+    raise ConfigError(
+        f"{key}.path={shards.path}: prompt {first} has {lengths[first]:,} tokens, and "
+        f"grpo.max_completion_length={max_completion_length:,} leaves room for {room:,} in "
+        f"rows of {section}.seq_length; {too_long.size:,} prompts have too many. Set "
+        f"{section}.seq_length to at least {int(lengths.max()) + max_completion_length:,}, "
+        "grpo.max_completion_length lower, or leave such prompts out."
+    )
 
 
 def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
@@ -61,11 +78,25 @@ def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
             bins = data.bins_of(step, source)
             assert bins is not None, "with data.packing=pad there are rows of documents"
             _, (number,) = bins.documents(np.array([row]))
-            found.append(_read(shards, int(number)))
+            found.append(read_prompt(shards, int(number)))
     return found
 
 
-def _read(shards: TokenShards, number: int) -> Prompt:
+def later_prompts(data: TrainingData, steps: range) -> Iterator[Prompt]:
+    """The prompts that the plan reads behind these steps, in its order; after its last step those
+    of its first, without end.
+
+    Each of them is read again in its own turn. So which prompts a step reads, and in which epoch a
+    run is, does not depend on what was sampled.
+    """
+    first = data.plan.spans[0].step
+    count = data.plan.num_steps - first
+    for ahead in itertools.count():
+        step = first + (steps.stop - first + ahead) % count
+        yield from prompts_of(data, [step])
+
+
+def read_prompt(shards: TokenShards, number: int) -> Prompt:
     """A prompt by its number."""
     ids = shards.read(*shards.document(number)).tolist()
     end = ids.pop()

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class DamagedRolloutError(Exception):
 class Rollout(NamedTuple):
     """P prompts, N completions (those of a prompt follow each other), S tokens of completions.
 
+    As the sampler leaves it, there are no rewards yet (R = 0), and advantages and `old` are 0.
+
     Attributes:
         prompts, prompt_lengths: tokens of all prompts, back to back.
         tokens, lengths: tokens of all completions, back to back, with those that ended them.
@@ -37,9 +40,10 @@ class Rollout(NamedTuple):
         truncated: whether a completion was cut at its longest.
         rewards: by R rewards; NaN: one does not apply.
         advantages: of each completion.
-        about: JSON: `identity` of what was asked for, digest of the `weights` that it was made
-            with, `names`, `outcomes` and `details` of the rewards, `weights_of_rewards`, `texts` of
-            the first prompt, and `numbers` to record.
+        about: JSON: `identity` of what was asked for, digests of the weights that sampled it
+            (`weights`) and that scored it (`scored_by`), after how many steps the former were
+            (`sampled_after`), `names`, `outcomes` and `details` of the rewards,
+            `weights_of_rewards`, `texts` of the first prompt, and `numbers` to record.
     """
 
     prompts: Int[np.ndarray, " T"]
@@ -77,32 +81,83 @@ class Rollout(NamedTuple):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest
 
-    def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all. StorageError: there is no room."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def to_bytes(self) -> bytes:
+        """What a file of it holds."""
         about = json.dumps({_DIGEST: self.digest(), _ABOUT: self.about})
         content = io.BytesIO()
         said = np.frombuffer(about.encode(), np.uint8)
         np.savez(content, allow_pickle=False, **self.arrays(), about=said)
-        write_atomic(path, content.getvalue())
+        return content.getvalue()
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole or not at all. StorageError: there is no room."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, self.to_bytes())
+
+    def joined(self, other: "Rollout") -> "Rollout":
+        """The prompts of both with their completions, these first; with what is known of these."""
+        arrays = {}
+        theirs = other.arrays()
+        for name, array in self.arrays().items():
+            # The last axis is that of tokens, prompts or completions.
+            arrays[name] = np.concatenate([array, theirs[name]], axis=-1)
+        return self._replace(**arrays)
+
+    def taken(self, prompts: Sequence[int]) -> "Rollout":
+        """These prompts, by their numbers, with their completions."""
+        group = len(self.lengths) // len(self.prompt_lengths)
+        numbers = np.array(prompts, np.int64)
+        completions = (numbers[:, None] * group + np.arange(group)).reshape(-1)
+        of_prompts = _places(self.prompt_lengths, numbers)
+        of_tokens = _places(self.lengths, completions)
+        places = dict.fromkeys(("sampled", "old", "reference", "tokens"), of_tokens)
+        places |= dict.fromkeys(("lengths", "truncated", "rewards", "advantages"), completions)
+        places |= {"prompts": of_prompts, "prompt_lengths": numbers}
+        arrays = {}
+        for name, array in self.arrays().items():
+            # One that is empty is not known yet.
+            if array.size:
+                array = array[..., places[name]]
+            arrays[name] = array
+        return self._replace(**arrays)
+
+
+def _places(lengths: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Of pieces that lie back to back, where the tokens of these pieces are."""
+    ends = np.cumsum(lengths, dtype=np.int64)[numbers].tolist()
+    sizes = lengths[numbers].tolist()
+    return np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes)])
 
 
 def load(path: Path) -> Rollout:
-    """What `save` has written.
+    """What `Rollout.save` has written.
 
     Raises:
         DamagedRolloutError: the file is missing, can't be read, or is not what was written.
     """
+    return from_bytes(read_file(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file. DamagedRolloutError: it is missing, or can't be read."""
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedRolloutError("it is not there") from error
+    except OSError as error:
+        raise DamagedRolloutError(f"it can't be read ({error})") from error
+
+
+def from_bytes(content: bytes) -> Rollout:
+    """What `Rollout.to_bytes` gave. DamagedRolloutError: it is something else."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
             found = dict(file)
         said = json.loads(found.pop(_ABOUT).tobytes())
         rollout = Rollout(**found, about=said[_ABOUT])
         expected = said[_DIGEST]
         digest = rollout.digest()
-    except FileNotFoundError as error:
-        raise DamagedRolloutError("it is not there") from error
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, LookupError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DamagedRolloutError(f"it can't be read ({error})") from error
     if digest != expected:
         raise DamagedRolloutError(f"expected digest {expected}, found {digest}")

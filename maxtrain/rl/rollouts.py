@@ -1,88 +1,101 @@
-"""The batches of reinforcement learning: prompts -> completions from today's weights -> rewards ->
-advantages -> rows.
+"""The batches of reinforcement learning: rollouts of a run are made, stored, and read again when it
+goes on.
 
-A rollout is made before the first step that reads it, from the arrays that are about to be trained,
-and stored before that step: see rollout.py. With grpo.num_iterations=n, steps k n + 1 to k n + n
-read their prompts together, and each of them trains on all completions. So prompts are read as the
-plan says, whatever n is.
+A rollout is scored before the first step that reads it, from the arrays that are about to be
+trained, and stored before that step. With grpo.staleness=0 it is sampled from them as well. With 1
+it was sampled one rollout before, and stored before the first step of that one: so whatever
+checkpoint a run goes on from, what was sampled by weights that are gone is there. Its rewards are
+computed while those steps are made.
 
-The random numbers of a completion depend on the run's seed, the step and its place in the batch.
-Old log-probabilities are those of the training forward, not the sampler's.
+Sampling itself waits for its turn: programs of two threads on the same devices, with messages among
+them, would meet in another order on each host.
 """
 
-import dataclasses
-import hashlib
-import json
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from data_pipeline.errors import DivergedError
-from data_pipeline.guard import checksum
-from data_pipeline.loader import HostBatch, Made, TrainingData
-from data_pipeline.plan import Shape as BatchShape
-from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
+from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain.config import RunConfig
-from maxtrain.models.cost import relative_quadratic
-from maxtrain.models.decoder import Decoder
-from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
-from maxtrain.objectives.objective import POLICY, Batch
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.ops.digest import digests, hash_text
-from maxtrain.parallel.batches import BatchLayout
-from maxtrain.parallel.sharding import batch_shards
-from maxtrain.rl.advantages import Advantages, advantages, weighted_sum
-from maxtrain.rl.prompts import Prompt, prompts_of
-from maxtrain.rl.reward_calls import parse_reward
-from maxtrain.rl.rewards.registry import RewardSet, Scores
-from maxtrain.rl.rewards.verify import WARM_UP
-from maxtrain.rl.rewards.workers import RewardWorkers
-from maxtrain.rl.rollout import DamagedRolloutError, Rollout, load
-from maxtrain.rl.rows import Shape, batch_arrays
-from maxtrain.serve.chat import Chat
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.generation import Generation
-from maxtrain.serve.sampling import Sampling
-from maxtrain.serve.text import decode_new
-from maxtrain.training.partition import models_from
+from maxtrain.rl.batches import RolloutBatches
+from maxtrain.rl.maker import Begun, RolloutMaker
+from maxtrain.rl.rewarder import Rewarder
+from maxtrain.rl.rollout import DamagedRolloutError, Rollout
+from maxtrain.rl.sampler import CAUSE, Sampler, stop_ids
+from maxtrain.rl.store import RolloutStore
 from maxtrain.training.state import TrainState, policy_variables
 
-FOLDER = "rollouts"
-# Completions whose rewards are computed by so many processes at once.
-_MOST_WORKERS = 8
-# What the sampler's time is booked as.
-_CAUSE = "rollout"
+
+class RolloutParts:
+    """What makes rollouts of a run, and batches of them. To be used inside `jax.set_mesh(mesh)`.
+
+    Args:
+        config: of the run, with objective=grpo.
+        data: the prompts.
+        mesh: that the models lie on.
+        graphdefs: the structure of each model, as of `models_from`.
+        clock: gets signs of life.
+        progress: what is told of them.
+
+    Raises:
+        ConfigError: rewards that there are not, or that can't be imported.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TrainingData,
+        mesh: Mesh,
+        graphdefs: Mapping[str, nnx.GraphDef | None],
+        clock: Stopwatch,
+        progress: Progress,
+    ):
+        self.batches = RolloutBatches(config, data, mesh)
+        self._rewarder = Rewarder(config.grpo, data.tokenizer)
+        ends = stop_ids(data.tokenizer, data.shards[0])
+        sampler = Sampler(config.grpo, config.seed, ends, self.batches, mesh, graphdefs, clock)
+        self._maker = RolloutMaker(config.grpo, data, sampler, self._rewarder, progress)
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._rewarder.close()
+
+    def begin(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
+        """Samples what these steps read, by the weights after `step` steps, whose digest is
+        `weights`."""
+        about = {
+            "identity": self.batches.identity(steps),
+            "weights": weights,
+            "sampled_after": step,
+        }
+        return self._maker.begin(steps, state, about)
+
+    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+        """Likewise, where it was sampled before."""
+        return self._maker.begun_before(steps, sampled)
+
+    def finish(self, begun: Begun, step: int, state: TrainState, weights: str) -> Rollout:
+        """The whole rollout, with scores by the weights after `step` steps."""
+        rollout = self._maker.finish(begun, state, {"scored_by": weights})
+        numbers = rollout.about["numbers"]
+        behind = step - rollout.about["sampled_after"]
+        about = {"numbers": numbers | {"steps_behind": float(behind)}}
+        return rollout._replace(about=rollout.about | about)
 
 
-class _Sampled(NamedTuple):
-    """What the sampler has made of prompts."""
-
-    prompts: list[Prompt]
-    generations: list[Generation]
-    texts: list[str]
-    seconds: float
-
-    def tokens(self) -> list[list[int]]:
-        """Those of each completion, with the one that ended it."""
-        found = []
-        for generation in self.generations:
-            ids = list(generation.ids)
-            if generation.ended_by is not None:
-                ids.append(generation.ended_by)
-            found.append(ids)
-        return found
+def weights_of(state: TrainState) -> str:
+    """A digest of the weights that sample and train."""
+    return hash_text(digests(policy_variables(state)))
 
 
 class Rollouts:
-    """The rollouts of a run. To be used inside `jax.set_mesh(mesh)`.
+    """The rollouts of a run that trains.
 
     Args:
         config: of the run, with objective=grpo.
@@ -109,47 +122,22 @@ class Rollouts:
         progress: Progress,
         saved_steps: Callable[[], Sequence[int]],
     ):
-        self._run = config
         self._config = config.grpo
-        self._data = data
-        self._mesh = mesh
-        self._graphdefs = graphdefs
-        self._folder = run / FOLDER
+        self._num_steps = data.plan.num_steps
+        self._parts = RolloutParts(config, data, mesh, graphdefs, clock, progress)
+        self._batches = self._parts.batches
+        self._store = RolloutStore(run)
         self._clock = clock
         self._progress = progress
         self._saved_steps = saved_steps
-        self._length = max(length for _, length in data.shapes())
-        self._quadratic = relative_quadratic(config.model)
-        self._stop_ids = stop_ids(data.tokenizer, data.shards[0])
-        self._layouts: dict[int, BatchLayout] = {}
-        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-        calls = [parse_reward(text) for text in self._config.rewards]
-        preload = []
-        if any(call.name == "math" for call in calls):
-            # Else the first answer of each process would pay for it, out of its own seconds.
-            preload = [WARM_UP]
-        self._pool = RewardWorkers(workers, seconds=self._config.reward_seconds, preload=preload)
-        self._rewards = RewardSet(
-            [call.name for call in calls],
-            options={call.name: call.options for call in calls if call.options},
-            weights=self._config.reward_weights or None,
-            pool=self._pool,
-            num_generations=self._config.num_generations,
-        )
-        self._rewards.check()
-        self._score = jax.jit(self._scores)
         # The last one that was read, and the steps that it is for.
         self._newest: tuple[range, Rollout] | None = None
+        # The next one, with grpo.staleness.
+        self._ahead: Begun | None = None
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        self._pool.close()
-
-    def steps_of(self, step: int) -> range:
-        """The steps, numbered from 0, that read the same rollout as this one."""
-        count = self._config.num_iterations
-        first = step // count * count
-        return range(first, min(first + count, self._data.plan.num_steps))
+        self._parts.close()
 
     def batches(
         self,
@@ -166,270 +154,120 @@ class Rollouts:
             left_out: steps whose batches have no target, so that they change nothing.
         """
         self._newest = None
-        for step in range(start, self._data.plan.num_steps):
-            steps = self.steps_of(step)
+        self._ahead = None
+        for step in range(start, self._num_steps):
+            steps = self._batches.steps_of(step)
             if self._newest is None or self._newest[0] != steps:
-                with self._clock.during(_CAUSE):
+                with self._clock.during(CAUSE):
                     self._newest = (steps, self._rollout(steps, step, state()))
-            yield self._batch(step, steps, self._newest[1], step in left_out)
-
-    def sample(self) -> tuple[str, str] | None:
-        """A prompt of the newest rollout and one of its completions with its reward, as text; None:
-        there is none yet."""
-        if self._newest is None:
-            return None
-        rollout = self._newest[1]
-        prompt, completion = rollout.about["texts"]
-        reward = weighted_sum(rollout.rewards[:, :1], np.array(rollout.about["weights_of_rewards"]))
-        return prompt, f"{completion}  [reward {reward[0]:.4g}]"
-
-    # Steps
-
-    def _batch(
-        self, step: int, steps: range, rollout: Rollout, is_left_out: bool
-    ) -> tuple[Batch, HostBatch]:
-        """The batch of a step, on the devices, and where it comes from."""
-        arrays, _ = batch_arrays(rollout, self._shape(), step == steps.start)
-        if is_left_out:
-            arrays["loss_mask"] = np.zeros_like(arrays["loss_mask"])
-        rows, length = arrays["targets"].shape
-        origin = HostBatch(
-            step=step,
-            arrays={},
-            num_targets=int(np.count_nonzero(arrays["loss_mask"])),
-            digest=rollout.content()[:16],
-            content=checksum(arrays["targets"], np.arange(rows), 0),
-            # The same completions may be written again: that is no fault of the data.
-            place=FOLDER,
-            made=Made(
-                shape=BatchShape(rows, length),
-                unused_rows=int((arrays["loss_mask"] <= 0).all(axis=1).sum()),
-                numbers=rollout.about["numbers"],
-            ),
-        )
-        return self._layout(rows).to_global(arrays), origin
-
-    def _layout(self, rows: int) -> BatchLayout:
-        if rows not in self._layouts:
-            self._layouts[rows] = BatchLayout(self._mesh, rows, self._length)
-        return self._layouts[rows]
-
-    def _shape(self) -> Shape:
-        unit = self._run.optimizer.accumulation * batch_shards()
-        masks = self._config.mask_truncated_completions
-        return Shape(self._length, unit, self._quadratic, masks)
-
-    # Rollouts
-
-    def _path(self, steps: range) -> Path:
-        return self._folder / f"{steps.start + 1:08d}.npz"
-
-    def _identity(self, steps: range) -> str:
-        """Of what is asked for: prompts, settings and seed."""
-        config = self._run
-        asked = {
-            "prompts": [self._data.digest_at(step) for step in steps],
-            "shards": [shards.uid for shards in self._data.shards],
-            "grpo": dataclasses.asdict(config.grpo),
-            "seed": config.seed,
-        }
-        text = json.dumps(asked, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            yield self._batches.batch(step, self._newest[1], step in left_out)
 
     def _rollout(self, steps: range, step: int, state: TrainState) -> Rollout:
-        """The rollout of these steps: the stored one, if it is what would be made now."""
-        path = self._path(steps)
-        identity = self._identity(steps)
-        weights = hash_text(digests(policy_variables(state)))
-        problem = ""
-        try:
-            stored = load(path)
-            if stored.about["identity"] != identity:
-                problem = "it is of other prompts or settings"
-            elif step == steps.start and stored.about["weights"] != weights:
-                problem = "other weights have made it"
-            else:
-                return stored
-        except DamagedRolloutError as damage:
-            problem = str(damage)
-        # None is expected where a rollout is made for the first time.
-        if path.exists() or step != steps.start:
-            again = "It is made again"
-            if step != steps.start:
-                again += f", by the weights of step {step:,} and not those of {steps.start:,}"
-            self._progress.message(f"{path}: {problem}. {again}.", style="yellow")
-        rollout = self._make(steps, state, {"identity": identity, "weights": weights})
-        rollout.save(path)
-        self._remove_old(steps)
+        """The rollout of these steps, before `step`, and with grpo.staleness what is sampled for
+        the next ones."""
+        weights = weights_of(state)
+        rollout = self._stored(steps, step, weights)
+        if rollout is None:
+            begun = self._begun(steps, step, state, weights)
+            rollout = self._parts.finish(begun, step, state, weights)
+            self._store.save(self._store.path(steps.start), rollout)
+            self._remove_old(steps)
+        if self._config.staleness and steps.stop < self._num_steps:
+            ahead = self._batches.steps_of(steps.stop)
+            self._ahead = self._sampled_ahead(ahead, step, rollout, state, weights)
         return rollout
+
+    def _stored(self, steps: range, step: int, weights: str) -> Rollout | None:
+        """The stored rollout, if it is what would be made now."""
+        path = self._store.path(steps.start)
+        try:
+            stored = self._load(path, steps)
+        except DamagedRolloutError as damage:
+            # None is expected where a rollout is made for the first time.
+            if path.exists() or step != steps.start:
+                self._tell_made_again(path, damage, step, steps.start)
+            return None
+        if step == steps.start and stored.about["scored_by"] != weights:
+            damage = DamagedRolloutError("other weights have made it")
+            self._tell_made_again(path, damage, step, steps.start)
+            return None
+        return stored
+
+    def _load(self, path: Path, steps: range) -> Rollout:
+        """DamagedRolloutError: there is none that is whole and of these prompts and settings."""
+        stored = self._store.load(path)
+        if stored.about["identity"] != self._batches.identity(steps):
+            raise DamagedRolloutError("it is of other prompts or settings")
+        return stored
+
+    def _begun(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
+        """What is sampled for these steps: ahead, or now."""
+        if self._ahead is not None and self._ahead.steps == steps:
+            return self._ahead
+        # Nothing was sampled ahead for the first steps of a plan.
+        if self._config.staleness and steps.start > self._batches.first_step:
+            before = self._batches.steps_of(steps.start - 1)
+            path = self._store.path_as_sampled(steps.start)
+            try:
+                sampled = self._ahead_of(path, steps, self._scored_by(before))
+                return self._parts.begun_before(steps, sampled)
+            except DamagedRolloutError as damage:
+                self._tell_made_again(path, damage, step, before.start)
+        return self._parts.begin(steps, step, state, weights)
+
+    def _scored_by(self, steps: range) -> str:
+        """The digest of the weights that scored the rollout of these steps. DamagedRolloutError: it
+        is not known."""
+        path = self._store.path(steps.start)
+        try:
+            return self._load(path, steps).about["scored_by"]
+        except DamagedRolloutError as damage:
+            rule = f"which weights had to make it is not known ({path.name}: {damage})"
+            raise DamagedRolloutError(rule) from damage
+
+    def _sampled_ahead(
+        self, ahead: range, step: int, rollout: Rollout, state: TrainState, weights: str
+    ) -> Begun:
+        """What is sampled for the steps behind those of a rollout, by the weights that it was
+        scored by; stored."""
+        path = self._store.path_as_sampled(ahead.start)
+        before = self._batches.steps_of(step)
+        try:
+            sampled = self._ahead_of(path, ahead, rollout.about["scored_by"])
+            return self._parts.begun_before(ahead, sampled)
+        except DamagedRolloutError as damage:
+            if path.exists() or step != before.start:
+                self._tell_made_again(path, damage, step, before.start)
+        begun = self._parts.begin(ahead, step, state, weights)
+        self._store.save(path, begun.rollout)
+        return begun
+
+    def _ahead_of(self, path: Path, steps: range, weights: str) -> Rollout:
+        """What was sampled ahead for these steps, by weights with this digest.
+        DamagedRolloutError: there is no such file."""
+        sampled = self._load(path, steps)
+        if sampled.about["weights"] != weights:
+            raise DamagedRolloutError("other weights have made it")
+        return sampled
+
+    def _tell_made_again(
+        self, path: Path, damage: DamagedRolloutError, step: int, expected: int
+    ) -> None:
+        """What is wrong with a file, and by which weights it is made again."""
+        again = "It is made again"
+        if step != expected:
+            again += f", by the weights of step {step:,} and not those of {expected:,}"
+        self._progress.message(f"{path}: {damage}. {again}.", style="yellow")
 
     def _remove_old(self, steps: range) -> None:
         """Removes rollouts that no checkpoint needs, from which a launch could go on."""
+        if self._config.keep_rollouts:
+            return
         saved = self._saved_steps()
         if not saved:
             return
-        needed_from = self.steps_of(min(saved)).start
-        for path in self._folder.glob("*.npz"):
-            if path.stem.isdecimal() and int(path.stem) - 1 < min(needed_from, steps.start):
-                path.unlink(missing_ok=True)
-
-    def _make(self, steps: range, state: TrainState, about: dict[str, Any]) -> Rollout:
-        """A rollout by the weights of this state."""
-        self._progress.phase("sampling")
-        made = self._sampled(steps, state)
-        self._progress.phase("computing rewards")
-        began = time.perf_counter()
-        scores = self._rewarded(made)
-        reward_seconds = time.perf_counter() - began
-        found = advantages(
-            scores.values,
-            self._config.num_generations,
-            weights=scores.weights,
-            scale_rewards=self._config.scale_rewards,
-        )
-        about = about | {
-            "names": list(scores.names),
-            "weights_of_rewards": list(scores.weights),
-            "outcomes": scores.outcomes,
-            "details": scores.details,
-            "texts": [_shown(made.prompts[0].original), made.texts[0]],
-        }
-        rollout = _rollout_of(made, scores, found, about)
-        self._progress.phase("scoring")
-        began = time.perf_counter()
-        rollout = self._with_scores(rollout, state)
-        numbers = {
-            **_numbers(rollout, scores, found),
-            "sampling_seconds": made.seconds,
-            "sampled_tokens_per_second": float(rollout.lengths.sum()) / made.seconds,
-            "reward_seconds": reward_seconds,
-            "scoring_seconds": time.perf_counter() - began,
-        }
-        self._progress.phase("")
-        return rollout._replace(about=about | {"numbers": numbers})
-
-    def _sampled(self, steps: range, state: TrainState) -> _Sampled:
-        """Completions of the prompts of these steps."""
-        began = time.perf_counter()
-        config = self._config
-        prompts = prompts_of(self._data, steps)
-        structure = self._graphdefs[POLICY]
-        assert structure is not None
-        model: Decoder = nnx.merge(structure, policy_variables(state))
-        count = len(prompts) * config.num_generations
-        engine = Engine(model, slots=min(count, config.slots), eager=True)
-        seed = _seed(self._run, steps.start)
-        generations = []
-        for number, prompt in enumerate(prompts):
-            for sample in range(config.num_generations):
-                generation = engine.submit(
-                    prompt.ids,
-                    config.max_completion_length,
-                    Sampling(temperature=config.temperature),
-                    seed=seed,
-                    row=number * config.num_generations + sample,
-                    stop_ids=self._stop_ids,
-                )
-                generations.append(generation)
-        # Each chunk is a sign of life.
-        while engine.step():
-            with self._clock.during(_CAUSE):
-                pass
-        if any(generation.reason == "failed" for generation in generations):
-            raise DivergedError(
-                f"step {steps.start + 1:,}: the log-probabilities of a completion are not finite. "
-                "Lower optimizer.learning_rate, or go on from an earlier step with other settings."
-            )
-        tokenizer = self._data.tokenizer
-        texts = [decode_new(tokenizer, each.prompt, each.ids) for each in generations]
-        return _Sampled(prompts, generations, texts, time.perf_counter() - began)
-
-    def _rewarded(self, made: _Sampled) -> Scores:
-        """The rewards of completions."""
-        count = self._config.num_generations
-        of_rows = [prompt for prompt in made.prompts for _ in range(count)]
-        names = dict.fromkeys(name for prompt in made.prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in of_rows] for name in names}
-        originals = [prompt.original for prompt in of_rows]
-        return self._rewards(originals, made.texts, made.tokens(), columns)
-
-    def _with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
-        """With log-probabilities by the training forward, under the shapes of the training step."""
-        arrays, places = batch_arrays(rollout, self._shape(), is_first=True)
-        wanted = {name: arrays[name] for name in ("inputs", "targets", "segment_ids", "positions")}
-        batch = self._layout(places.num_rows).to_global(wanted)
-        found = jax.device_get(self._score(state.trainable, state.frozen, state.buffers, batch))
-        flat = {name: values.reshape(-1)[places.tokens] for name, values in found.items()}
-        nothing = np.zeros(0, np.float32)
-        return rollout._replace(old=flat[OLD], reference=flat.get(REFERENCE_LOG_PROBS, nothing))
-
-    def _scores(
-        self, trainable: nnx.State, frozen: Any, buffers: nnx.State, batch: Batch
-    ) -> dict[str, jax.Array]:
-        models = models_from(self._graphdefs, frozen, buffers)(trainable)
-        return scored(models, batch, self._config.temperature)
-
-
-def stop_ids(tokenizer: Tokenizer, shards: Any) -> tuple[int, ...]:
-    """Tokens that end a completion: the end mark, and with a chat template what ends a turn."""
-    found = {tokenizer.eod_id}
-    if shards.is_rendered and isinstance(tokenizer, JsonTokenizer):
-        found.update(Chat(tokenizer, shards.path).stop_ids)
-    return tuple(sorted(i for i in found if i is not None))
-
-
-def _seed(config: RunConfig, step: int) -> int:
-    """32 bits for the completions of a step."""
-    digest = hashlib.blake2b(f"{config.seed} {step}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _shown(prompt: Any) -> str:
-    """A prompt, text or messages, in words."""
-    if isinstance(prompt, str):
-        return prompt
-    return json.dumps(prompt, ensure_ascii=False)
-
-
-def _rollout_of(
-    made: _Sampled, scores: Scores, found: Advantages, about: dict[str, Any]
-) -> Rollout:
-    """A rollout that is not scored yet."""
-    tokens = made.tokens()
-    sampled = [logprob for each in made.generations for logprob in each.logprobs]
-    count = sum(map(len, tokens))
-    return Rollout(
-        prompts=np.concatenate([np.array(prompt.ids, np.int32) for prompt in made.prompts]),
-        prompt_lengths=np.array([len(prompt.ids) for prompt in made.prompts], np.int32),
-        tokens=np.concatenate([np.array(ids, np.int32) for ids in tokens]),
-        lengths=np.array([len(ids) for ids in tokens], np.int32),
-        sampled=np.array(sampled, np.float32),
-        old=np.zeros(count, np.float32),
-        reference=np.zeros(0, np.float32),
-        truncated=np.array([each.ended_by is None for each in made.generations]),
-        rewards=scores.values,
-        advantages=found.values,
-        about=about,
-    )
-
-
-def _numbers(rollout: Rollout, scores: Scores, found: Advantages) -> dict[str, float]:
-    """What is recorded of a rollout, but for its times."""
-    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
-    for name, values in zip(scores.names, scores.values):
-        rewards[f"reward/{name}"] = values
-    numbers = {}
-    for name, values in rewards.items():
-        applies = values[~np.isnan(values)]
-        # A reward that applies to no completion has no mean.
-        if applies.size:
-            numbers[name] = float(applies.mean())
-    for name, outcomes in scores.outcomes.items():
-        for outcome, count in outcomes.items():
-            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
-    numbers["completion_length"] = float(rollout.lengths.mean())
-    numbers["longest_completion"] = float(rollout.lengths.max())
-    numbers["truncated"] = float(rollout.truncated.mean())
-    without = found.equal_groups + found.empty_groups
-    numbers["groups_without_signal"] = without / found.num_groups
-    return numbers
+        first = self._batches.round_down(min(*saved, steps.start))
+        if self._config.staleness and first > 0:
+            # It says which weights have sampled the one behind it.
+            first = self._batches.round_down(first - 1)
+        self._store.remove_before(first)

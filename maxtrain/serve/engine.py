@@ -17,7 +17,8 @@ numbers of a row depend, to rounding, on nothing in other rows; its random numbe
 seed, its number and how many tokens it has made.
 
 On several devices, the rows are split like those of a training batch, and heads like in training.
-The engine is for one process.
+On several processes, each has an engine, and all of them call it alike: what it does next depends
+on what was submitted, and on tokens, which all of them get.
 """
 
 from collections import deque

@@ -225,4 +225,9 @@ def decode(
         ),
     )
     last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
-    return last.made._replace(caches=placed(last.made.caches, room.paged))
+    return Made(
+        placed(last.made.caches, room.paged),
+        # Whole in each process.
+        constrain(last.made.tokens, None, None),
+        constrain(last.made.logprobs, None, None),
+    )

@@ -76,6 +76,16 @@ from tests.config.checking import check_accepted, check_problem, pieces
             "distill.weight=1.5",
             "at most 1",
         ),
+        (
+            ["objective=distill", "distill.teacher=runs/wide", "distill.beta=0.3"],
+            "distill.beta=0.3",
+            "distill.kind=jsd",
+        ),
+        (
+            ["objective=distill", "distill.teacher=a", "distill.kind=jsd", "distill.beta=1"],
+            "distill.beta=1.0 leaves nothing of the student",
+            "Set distill.beta=0.5",
+        ),
         # regularization
         (
             ["regularization.residual_dropout=1"],

@@ -76,6 +76,9 @@ def by_hand(models, batch, kind):
     each = (np.exp(t) * (t - s)).sum(-1)
     if kind == "reverse":
         each = (np.exp(s) * (s - t)).sum(-1)
+    if kind == "jsd":
+        m = np.log(0.5 * np.exp(s) + 0.5 * np.exp(t))
+        each = 0.5 * (np.exp(t) * (t - m) + np.exp(s) * (s - m)).sum(-1)
     targets = np.asarray(batch["targets"])[..., None]
     nll = -np.take_along_axis(log_softmax(logits[POLICY]), targets, -1)[..., 0]
     same = logits[POLICY].argmax(-1) == logits[TEACHER].argmax(-1)
@@ -89,7 +92,7 @@ def by_hand(models, batch, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_the_loss_is_what_its_parts_say_and_the_teacher_has_no_gradient(tiny, models, kind):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     objective = distill(TEMPERATURE, WEIGHT, kind)
@@ -180,6 +183,7 @@ def test_a_student_comes_closer_to_its_teacher_than_one_that_learns_from_the_dat
         ({"temperature": 0.0, "weight": 0.5}, "temperature=0.0 must be above 0.*Set it to 1"),
         ({"temperature": 1.0, "weight": 1.5}, "weight=1.5 must be from 0 to 1.*Set it to 0.5"),
         ({"temperature": 1.0, "weight": 1.0, "kind": "both"}, "kind=both .*Set it to forward"),
+        ({"temperature": 1.0, "weight": 1.0, "beta": 1.0}, "beta=1.0 must be between 0 and 1.*0.5"),
     ],
 )
 def test_what_is_no_distillation_is_refused(options, mend):

@@ -191,6 +191,26 @@ def test_the_first_step_has_a_ratio_of_exactly_one(policy):
     )
 
 
+def test_completions_of_another_sampler_count_by_the_ratio_of_both(policy):
+    """Like completions whose advantages are as much larger, token by token; where the divergence
+    from the reference has no such weight."""
+    config = GrpoConfig(beta=0.1)
+    batch = rows_of(policy, [completions()])
+    cap = 1.2
+    trust = np.minimum(np.exp(np.asarray(batch[OLD]) - np.asarray(batch[SAMPLED])), cap)
+    weighted = batch | {ADVANTAGES: batch[ADVANTAGES] * jnp.asarray(trust)}
+    expected, plain = value_and_gradient(policy, grpo(config), weighted)
+    objective = grpo(dataclasses.replace(config, importance_sampling_cap=cap))
+    result, gradient = value_and_gradient(policy, objective, batch)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5)
+    assert norm(jax.tree.map(jnp.subtract, gradient, plain)) <= 2e-6 * norm(plain)
+    mask = np.asarray(batch["loss_mask"]) > 0
+    found = {name: float(total.mean()) for name, total in result.sums.items()}
+    np.testing.assert_allclose(found["importance_weight"], trust[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["importance_capped"], (trust >= cap)[mask].mean())
+    assert 0 < found["importance_capped"] < 1
+
+
 def test_advantages_of_zero_teach_nothing(policy):
     batch = rows_of(policy, [completions(advantages=[0.0] * 5)])
     result, gradient = value_and_gradient(policy, grpo(GrpoConfig()), batch)

@@ -50,6 +50,42 @@ def test_auto_is_plain_without_a_terminal_and_live_in_one():
     assert "\x1b[" in run("auto", force_terminal=True)
 
 
+ROLLOUT = {
+    "loss": 0.5,
+    "reward": 0.359,
+    "kl": None,
+    "completion_length": 4.57,
+    "sampling_seconds": 17.5,
+    "sampled_tokens_per_second": 133.3,
+    "reward_seconds": 0.1,
+    "scoring_seconds": 4.12,
+    "step_seconds": 3.0,
+    "rollout_seconds": 22.0,
+    "tokens_per_second": 783.0,
+}
+
+
+def test_steps_that_learn_from_rewards_say_what_their_time_went_to():
+    """The time that is left has that of rollouts in it, of which not every step has one."""
+    file = io.StringIO()
+    with Progress("plain", 20, Console(file=file)) as progress:
+        progress.update(1, ROLLOUT)
+        progress.update(2, ROLLOUT | {"rollout_seconds": 0.0, "accuracy": 0.25, "kl": 0.0123})
+        answered = {"reward": 0.5, "completion_length": 5.0, "truncated": 0.1, "prompts": 1319}
+        progress.evaluated(2, "held", answered | {"accuracy": 0.496})
+        progress.evaluated(2, "bare", {"prompts": 2, "completion_length": 5.0})
+    assert file.getvalue().splitlines() == [
+        "step  1/20  reward  0.3590  length    4.6   7:55 left  sampling  17.5 s  (133 tok/s)  "
+        "rewards   0.1 s  scoring   4.1 s  training   3.0 s  (783 tok/s)",
+        "step  2/20  reward  0.3590  accuracy  25.0%  length    4.6  KL  0.0123   4:12 left  "
+        "sampling  17.5 s  (133 tok/s)  rewards   0.1 s  scoring   4.1 s  training   3.0 s  "
+        "(783 tok/s)",
+        "step  2/20  eval held: accuracy 49.6%  reward 0.5000  length 5.0  truncated 10.0%  "
+        "(1,319 prompts)",
+        "step  2/20  eval bare: length 5.0  (2 prompts)",
+    ]
+
+
 def test_off_prints_nothing():
     assert run("off") == ""
 

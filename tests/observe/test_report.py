@@ -185,6 +185,57 @@ def test_the_summary_has_what_the_objective_evaluates_with_its_unit():
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def rollout(step, **values):
+    """A record of a step that learns from rewards."""
+    return train(
+        step,
+        tokens_seen=step * 100,
+        reward=step / 100,
+        completion_length=5.0,
+        entropy=0.5,
+        **values,
+    )
+
+
+def test_rewards_are_drawn_in_the_place_of_the_loss(tmp_path):
+    """With a panel for each number that there is; one more makes the picture higher."""
+
+    def height(records):
+        plot_curves(records, tmp_path / "curves.png", "a run")
+        return matplotlib.image.imread(tmp_path / "curves.png").shape[0]
+
+    plain = height(RUN)
+    rewards = [rollout(step) for step in range(1, 50)]
+    answered = {"kind": "eval", "step": 49, "set": "held", "reward": 0.6, "prompts": 3}
+    without = height(rewards)
+    assert without - plain == pytest.approx(2 * 1.2 * 150, abs=3)
+    more = [rollout(step, kl=0.1) for step in range(1, 50)]
+    assert height([*more, answered]) - without == pytest.approx(1.2 * 150, abs=3)
+    # An accuracy that is evaluated has a panel, too.
+    right = answered | {"accuracy": 0.5}
+    assert height([*more, right]) - without == pytest.approx(2 * 1.2 * 150, abs=3)
+    parts = [record | {"reward/a": 0.1, "reward/b": 0.2} for record in more]
+    assert height(parts) - without == pytest.approx(2 * 1.2 * 150, abs=3)
+
+
+def test_the_summary_of_rewards_has_them_before_and_after():
+    records = [
+        rollout(1),
+        rollout(2),
+        {"kind": "eval", "step": 0, "set": "held", "reward": 0.25, "prompts": 1319}
+        | {"accuracy": 0.125, "completion_length": 8.0, "truncated": 0.5},
+        {"kind": "eval", "step": 2, "set": "held", "reward": 1.5, "prompts": 1319},
+        evaluation(2, "text"),
+    ]
+    text = printed(summary("r", 2, records, {}, samples="SAMPLES"))
+    squeezed = " ".join(text.replace("│", " ").split())
+    assert "reward 0.0100 at first and 0.0200 in the end" in squeezed
+    assert "training loss" not in squeezed
+    assert "held, step 0 12.5% 0.2500 8.0 50.0% 1,319" in squeezed
+    assert "held, step 2 - 1.5000 - - 1,319" in squeezed
+    assert "text 3.0000" in squeezed and "SAMPLES" in squeezed
+
+
 def test_the_summary_of_nothing():
     nothing = summary(run_name="r", steps=0, records=[], seconds={})
     text = printed(nothing)

@@ -10,6 +10,7 @@ import pytest
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import ObserveConfig, TrackingConfig
+from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import RunInfo
 from maxtrain.observe.trackers.mlflow import Mlflow
 
@@ -77,6 +78,7 @@ def test_two_launches_are_one_run(tmp_path, monkeypatch):
     wait_for_system_metrics(client, known_as)
     second.log(2, {"set": "val", "nll": 1.25}, "eval")
     second.log(2, {"ending": "no better", "planned_steps": 9}, "end")
+    second.show_samples(2, [Sample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)])
     second.finish("finished")
 
     run = client.get_run(known_as)
@@ -101,7 +103,9 @@ def test_two_launches_are_one_run(tmp_path, monkeypatch):
         "trainer.rewound_to": "2",
     }
     assert expected.items() <= run.data.tags.items()
-    assert [file.path for file in client.list_artifacts(known_as)] == ["config.yaml"]
+    assert [file.path for file in client.list_artifacts(known_as)] == ["config.yaml", "samples"]
+    folders = client.list_artifacts(known_as, "samples/held")
+    assert [file.path for file in folders] == ["samples/held/00000002.md"]
     experiment = client.get_experiment_by_name("p")
     assert len(client.search_runs([experiment.experiment_id])) == 1
 

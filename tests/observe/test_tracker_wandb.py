@@ -11,6 +11,7 @@ import pytest
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import ObserveConfig, TrackingConfig
+from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import RunInfo
 from maxtrain.observe.trackers.wandb import Wandb
 
@@ -78,6 +79,11 @@ def test_two_launches_are_one_run(tmp_path):
     shutil.move(tmp_path / "wandb", tmp_path / "first")
     second = launch(tmp_path, 2, config, known_as="0123456789abcdef")
     second.log(2, {"set": "val", "nll": 1.25}, "eval")
+    samples = [
+        Sample("held", number, "1+3=", "<4>", reward, {}, 4, False)
+        for number, reward in enumerate((1.5, None))
+    ]
+    second.show_samples(2, samples)
     second.finish("finished")
 
     (path,) = (tmp_path / "first").glob("offline-run-*/*.wandb")
@@ -109,7 +115,15 @@ def test_two_launches_are_one_run(tmp_path):
     of_second = list(records(path))
     assert {record.run.run_id for record in of_second if record.run.run_id} == {"0123456789abcdef"}
     rows = [plain(record.history.item) for record in of_second if record.history.item]
-    assert [row["trainer/step"] for row in rows] == [2, 2]
+    (shown,) = [row for row in rows if any(name.startswith("samples/held") for name in row)]
+    assert shown["trainer/step"] == 2
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/*.table.json")
+    assert json.loads(table.read_text())["data"] == [
+        [2, 0, "1+3=", "<4>", 1.5, 4, False],
+        [2, 1, "1+3=", "<4>", None, 4, False],
+    ]
+    rows = [plain(record.history.item) for record in of_second if record.history.item]
+    assert [row["trainer/step"] for row in rows] == [2, 2, 2]
     assert rows[0]["trainer/rewound_to"] == 2 and rows[1]["eval/val/nll"] == 1.25
     files = [file.path for record in of_second for file in record.files.files]
     assert "run/config.yaml" in files

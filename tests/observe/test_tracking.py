@@ -12,6 +12,7 @@ from data_pipeline.errors import DivergedError, TryAgainError, UsageError
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers, tracker_problems
 from maxtrain.observe import tracking
+from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import RunInfo, Tracker, by_name, numbers
 from maxtrain.observe.tracking import FILE_NAME, Trackers, TrackerThread
 
@@ -32,6 +33,9 @@ class Notes(Tracker):
 
     def log(self, step, values, kind):
         self.told.append((step, dict(values), kind))
+
+    def show_samples(self, step, samples):
+        self.told.append((step, samples))
 
     def rewind(self, step):
         self.told.append(("rewind", step))
@@ -237,6 +241,19 @@ def test_going_back_comes_between_the_records(tmp_path):
         (5, {"loss": 1.0}, "train"),
         "finished",
     ]
+
+
+def test_samples_come_between_the_records(tmp_path):
+    notes = Notes()
+    sample = Sample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)
+    with Trackers() as trackers:
+        config = ObserveConfig(trackers=("tensorboard",))
+        trackers.begin(config, info(tmp_path), print, {"tensorboard": lambda config: notes})
+        trackers.log(1, {"loss": 1.0}, "train")
+        trackers.show_samples(1, [sample])
+        trackers.log(2, {"loss": 0.5}, "train")
+    assert notes.told[1] == (1, (sample,))
+    assert len(notes.told) == 4
 
 
 def test_names_that_trackers_show():

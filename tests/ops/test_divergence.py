@@ -8,6 +8,8 @@ import pytest
 from maxtrain.ops.divergence import Form, Numbers, Predictor, divergence, plain_divergence
 
 B, T, D, E, V = 3, 12, 16, 24, 50
+# Of the teacher, in the mixture of `jsd`.
+BETA = 0.3
 
 
 def example(seed=0):
@@ -47,6 +49,14 @@ def oracle(student, teacher, weights, mask, dtype, temperature, kind):
     if kind == "forward":
         each = (t * (log_t - log_s)).sum(-1)
         dlogits = s - t
+    elif kind == "jsd":
+        m = BETA * t + (1 - BETA) * s
+        of_teacher = (t * (log_t - np.log(m))).sum(-1)
+        of_student = (s * (log_s - np.log(m))).sum(-1)
+        each = BETA * of_teacher + (1 - BETA) * of_student
+        # By p = softmax(z): dp_i/dz_j = p_i (1[i = j] - p_j).
+        by_p = (1 - BETA) * (log_s - np.log(m) + 1 - (BETA * t + (1 - BETA) * s) / m)
+        dlogits = s * (by_p - (s * by_p).sum(-1, keepdims=True))
     else:
         each = (s * (log_s - log_t)).sum(-1)
         dlogits = s * (log_s - log_t - each[..., None])
@@ -62,7 +72,7 @@ def of_form(chunks, args, dtype, temperature, kind):
     """The divergence in so many chunks, or by the plain function."""
     numbers = Numbers(dtype)
     if chunks == "plain":
-        return plain_divergence(*args, Form(1, numbers, numbers, temperature, kind))
+        return plain_divergence(*args, Form(1, numbers, numbers, temperature, kind, BETA))
     return divergence(
         *args,
         chunks=chunks,
@@ -70,6 +80,7 @@ def of_form(chunks, args, dtype, temperature, kind):
         teacher_numbers=numbers,
         temperature=temperature,
         kind=kind,
+        beta=BETA,
     )
 
 
@@ -81,7 +92,7 @@ def of_form(chunks, args, dtype, temperature, kind):
         pytest.param("float16", 2.0**-11, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.long), 2.5])
 @pytest.mark.parametrize("form", ["plain", 1, 3])
 def test_every_form_equals_the_oracle(form, temperature, kind, dtype, tolerance):
@@ -122,12 +133,26 @@ def test_neither_the_teacher_nor_what_is_recorded_has_a_gradient(form):
         assert all((x == 0).all() for x in gradient)
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_a_model_does_not_diverge_from_itself(kind):
     student, _, weights, mask = example()
     found = of_form(3, (student, student, weights, mask), "float32", 2.0, kind)
     np.testing.assert_allclose(found.divergence, 0, atol=1e-5)
     np.testing.assert_array_equal(found.agreement, mask.sum(-1))
+
+
+@pytest.mark.parametrize(("beta", "end"), [(1e-3, "forward"), (1 - 1e-3, "reverse")])
+def test_a_mixture_that_is_almost_one_of_both_gives_their_divergence(beta, end):
+    """Divided by beta (1 - beta); also where that is a small difference of rounded numbers."""
+    student, teacher, weights, mask = example()
+    student = student._replace(hidden=student.hidden / 8)
+    teacher = teacher._replace(hidden=teacher.hidden / 8)
+    exact = Numbers("float32")
+    numbers = {"student_numbers": exact, "teacher_numbers": exact}
+    args = (student, teacher, weights, mask)
+    mixed = divergence(*args, chunks=3, **numbers, kind="jsd", beta=beta)
+    pure = divergence(*args, chunks=3, **numbers, kind=end)
+    np.testing.assert_allclose(mixed.divergence / (beta * (1 - beta)), pure.divergence, rtol=1e-2)
 
 
 def test_logits_are_rounded_to_each_models_own_type():

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.policy_loss import Clip, mean_of_each, policy_loss, reference_divergence
+from maxtrain.ops.policy_loss import (
+    Clip,
+    importance_weights,
+    mean_of_each,
+    policy_loss,
+    reference_divergence,
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "losses"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -129,3 +135,35 @@ def test_the_mean_of_each_completion_is_at_all_of_its_tokens():
     completions = jnp.int32([[1, 1, 1, 2, 2, 0]])
     found = mean_of_each(values, mask, completions)
     np.testing.assert_allclose(found, [[1.5, 1.5, 1.5, 4.5, 4.5, 0]])
+
+
+def test_what_another_policy_has_sampled_counts_as_the_policys_own_in_expectation():
+    """Over all tokens of a distribution, weighted by the one that samples them; up to the bound."""
+    rng = np.random.default_rng(2)
+    sampler = jax.nn.log_softmax(jnp.float32(rng.normal(size=(1, 7))))
+    policy = jax.nn.log_softmax(jnp.float32(rng.normal(size=(1, 7))))
+    gains = rng.normal(size=7)
+    mask = jnp.ones((1, 7))
+    each = mask.astype(jnp.int32)
+    found = importance_weights(policy, sampler, mask, each, "token", 100.0)
+    exact = (np.exp(policy) * gains).sum()
+    np.testing.assert_allclose((np.exp(sampler) * found * gains).sum(), exact, rtol=1e-5)
+    capped = importance_weights(policy, sampler, mask, each, "token", 1.5)
+    np.testing.assert_array_equal(capped, np.minimum(found, np.float32(1.5)))
+    assert (capped < found).any()
+
+
+def test_a_weight_of_a_completion_is_the_geometric_mean_of_its_tokens():
+    apart = jnp.float32([[0.1, 0.3, 9.0, -0.4, -0.2, 300.0]])
+    mask = jnp.float32([[1, 1, 0, 1, 1, 0]])
+    completions = jnp.int32([[1, 1, 1, 2, 2, 0]])
+
+    def total(old):
+        zero = jnp.zeros_like(old)
+        found = importance_weights(old, zero, mask, completions, "sequence", 2.0)
+        return (found * mask).sum(), found
+
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(apart)
+    expected = np.exp([[0.2, 0.2, 0.2, -0.3, -0.3, 0.0]])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert not np.asarray(gradient).any()

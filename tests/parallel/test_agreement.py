@@ -26,12 +26,15 @@ PROGRAM = """
 import sys, time
 import jax
 from data_pipeline.errors import UserError
-from maxtrain.parallel.agreement import await_first, gather, require_agreement
+import numpy as np
+from maxtrain.parallel.agreement import await_first, from_first, gather, require_agreement
 
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[1], 2, index)
-print(gather({"step": 7, "rows": "abc", "process": index}), flush=True)
+mine = np.full(3, 250 + index, np.uint8)
+said = gather({"step": 7, "rows": "abc", "process": index})
+print(said, from_first(mine).tolist(), flush=True)
 try:
     require_agreement("first", {"data.seed": "1", "jax": "0.12"})
     print("agreed", flush=True)
@@ -91,8 +94,8 @@ def test_a_loss_while_processes_tell_each_other_is_no_error_of_what_they_tell(mo
     def lose(rows):
         raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
 
-    mesh, apart, _ = agreement._between_processes()
-    monkeypatch.setattr(agreement, "_between_processes", lambda: (mesh, apart, lose))
+    between = agreement._between_processes()._replace(everywhere=lose)
+    monkeypatch.setattr(agreement, "_between_processes", lambda: between)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: None)
     with (
@@ -140,7 +143,7 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
     for index, (out, err) in enumerate(outputs):
         lines = [line for line in out.splitlines() if "Gloo" not in line]
         said = [{"step": 7, "rows": "abc", "process": i} for i in range(2)]
-        assert lines[:2] == [str(said), "agreed"], err
+        assert lines[:2] == [f"{said} [250, 250, 250]", "agreed"], err
         assert lines[2].startswith("65 second: the processes of this job have different settings:")
         assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]
         assert index or "75 third: process 1 did not come within 1 s; 2 are expected." in lines[5]

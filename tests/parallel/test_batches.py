@@ -76,7 +76,7 @@ def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(
     )
     layout = BatchLayout(mesh_of(*shape), ROWS, LENGTH)
     np.testing.assert_array_equal(layout.part.rows, list(rows))
-    layout.to_global({"inputs": whole[layout.part.rows], "source": layout.part.rows})
+    layout.to_global(layout.own_part({"inputs": whole, "source": np.arange(ROWS)}))
     for (shape, sharding, part), expected in zip(made, (whole, np.arange(ROWS)), strict=True):
         for index in sharding.addressable_devices_indices_map(shape).values():
             np.testing.assert_array_equal(part(index), expected[index])
@@ -113,12 +113,7 @@ def test_a_process_reads_only_the_columns_of_its_devices_where_the_length_is_spl
     layout = BatchLayout(mesh, 8, 12)
     np.testing.assert_array_equal(layout.part.rows, list(rows))
     assert layout.part.columns == slice(*columns)
-    layout.to_global(
-        {
-            "inputs": whole[layout.part.rows][:, layout.part.columns],
-            "source": whole[layout.part.rows, 0],
-        }
-    )
+    layout.to_global(layout.own_part({"inputs": whole, "source": whole[:, 0]}))
     for (shape, sharding, part), expected in zip(made, (whole, whole[:, 0]), strict=True):
         for index in sharding.addressable_devices_indices_map(shape).values():
             np.testing.assert_array_equal(part(index), expected[index])

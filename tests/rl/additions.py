@@ -20,6 +20,11 @@ def score(prompts, completions, completion_ids, **columns):
     return found
 
 
+def no_number_for_zero(prompts, completions, completion_ids, **columns):
+    """A fault of a reward, where the sum is 0."""
+    return ["none" if answer == "0" else 1.0 for answer in columns["answer"]]
+
+
 def write_prompts(path: Path) -> None:
     """All of them, with the answer as a column."""
     lines = []

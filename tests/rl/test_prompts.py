@@ -1,6 +1,7 @@
 """Prompts of a run: read in the plan's order with their columns, and each followed by a completion
 that ends where the data says."""
 
+import itertools
 import json
 
 import numpy as np
@@ -12,9 +13,9 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_training
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
-from maxtrain.rl.prompts import prompts_of, require_prompts
+from maxtrain.rl.prompts import later_prompts, prompts_of, require_prompts
 from maxtrain.rl.reward_calls import parse_reward
-from maxtrain.rl.rollouts import stop_ids
+from maxtrain.rl.sampler import stop_ids
 
 RECORDS = [{"prompt": "abc"[: number % 3 + 1], "answer": number} for number in range(7)]
 
@@ -50,6 +51,13 @@ def test_every_prompt_is_read_once_an_epoch_with_its_columns(data):
 def test_steps_that_read_together_read_what_they_would_read_alone(data):
     apart = [prompt for step in range(4) for prompt in prompts_of(data, [step])]
     assert prompts_of(data, range(4)) == apart
+
+
+def test_later_prompts_are_those_of_the_steps_behind_and_after_the_last_those_of_the_first(data):
+    last = data.plan.num_steps - 1
+    later = itertools.islice(later_prompts(data, range(last - 2, last)), 5)
+    expected = [prompt for step in (last, 0, 1) for prompt in prompts_of(data, [step])]
+    assert list(later) == expected[:5]
 
 
 def test_a_prompt_without_room_is_named(data):

@@ -105,6 +105,35 @@ def test_every_completion_lies_in_a_row_behind_its_prompt(rollout):
     np.testing.assert_array_equal(flat[places.tokens], rollout.tokens)
 
 
+def test_groups_are_taken_from_two_rollouts_with_all_that_is_known_of_them(rollout):
+    """As by hand, completion by completion; what is not known yet stays so."""
+    other = rollout._replace(tokens=rollout.tokens + 100, prompts=rollout.prompts + 100)
+    both = rollout.joined(other)
+    chosen = [4, 0, 3]
+    found = both.taken(chosen)
+    assert [of_prompt(found, number) for number in range(3)] == [
+        of_prompt(both, number) for number in chosen
+    ]
+    assert of_prompt(both, 4)["prompt"] == [106]
+    assert found.reference.size == 0
+    assert found.about == rollout.about
+    np.testing.assert_array_equal(both.taken(range(3)).tokens, rollout.tokens)
+
+
+def of_prompt(rollout, number):
+    """What is known of a prompt and its completions."""
+    group = slice(GROUP * number, GROUP * (number + 1))
+    end = rollout.prompt_lengths[: number + 1].sum()
+    first, last = [rollout.lengths[:count].sum() for count in (group.start, group.stop)]
+    found = {"prompt": rollout.prompts[end - rollout.prompt_lengths[number] : end].tolist()}
+    for name in ("tokens", "sampled", "old"):
+        found[name] = rollout.arrays()[name][first:last].tolist()
+    for name in ("lengths", "truncated", "advantages"):
+        found[name] = rollout.arrays()[name][group].tolist()
+    found["rewards"] = np.nan_to_num(rollout.rewards[:, group], nan=-1.0).tolist()
+    return found
+
+
 def test_truncated_completions_may_be_left_out(rollout):
     whole, _ = batch_arrays(rollout, Shape(16, 1, 0.1), is_first=False)
     masked, _ = batch_arrays(rollout, Shape(16, 1, 0.1, mask_truncated=True), is_first=False)

@@ -10,6 +10,7 @@ _DISTILL = UsedBy(
     {"objective": ("distill",)},
     "{key}={value} is not used with {cause}. Set objective=distill, or leave it out.",
 )
+_JSD = UsedBy({"distill.kind": ("jsd",)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +37,28 @@ class DistillConfig:
         high=1,
         used_by=_DISTILL,
     )
-    kind: Literal["forward", "reverse"] = key(
+    kind: Literal["forward", "reverse", "jsd"] = key(
         "forward",
-        "forward: KL(teacher || student); reverse: KL(student || teacher)",
+        "forward: KL(teacher || student); reverse: KL(student || teacher); jsd: that of Jensen and "
+        "Shannon, between both",
         used_by=_DISTILL,
+    )
+    beta: float = key(
+        0.5,
+        "share of the teacher in the mixture that both are compared with, between 0 and 1",
+        above=0,
+        high=1,
+        used_by=(_DISTILL, _JSD),
     )
 
 
 def teacher_problems(objective: str, distill: DistillConfig) -> Iterator[str]:
-    """Distillation without a teacher."""
+    """Distillation without a teacher, and a mixture that is the teacher."""
+    if objective == "distill" and distill.kind == "jsd" and distill.beta == 1:
+        yield (
+            f"distill.beta={distill.beta} leaves nothing of the student in the mixture, and the "
+            "divergence without a gradient. Set distill.beta=0.5, or distill.kind=reverse."
+        )
     if objective == "distill" and distill.teacher is None:
         yield (
             "objective=distill needs a teacher, but distill.teacher=null. "

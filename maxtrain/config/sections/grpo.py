@@ -92,13 +92,42 @@ class GrpoConfig:
         high=1000,
         used_by=_GRPO,
     )
+    dynamic_sampling: int = key(
+        0,
+        "groups whose rewards are all equal are replaced by those of later prompts, in at most so "
+        "many rounds of sampling; 0: they stay",
+        low=0,
+        high=1000,
+        used_by=_GRPO,
+    )
+    staleness: int = key(
+        0,
+        "1: completions are sampled one rollout ahead, by older weights, and their rewards are "
+        "computed while steps are made",
+        low=0,
+        high=1,
+        used_by=_GRPO,
+    )
+    importance_sampling_cap: float | None = key(
+        None,
+        "bound of the weights policy / sampler that losses of tokens are multiplied with; null: "
+        "there are none",
+        above=0,
+        high=1000,
+        used_by=_GRPO,
+    )
+    keep_rollouts: bool = key(
+        False,
+        "keep all rollouts of the run, not only those that checkpoints need",
+        used_by=_GRPO,
+    )
     mask_truncated_completions: bool = key(
         False, "completions that reach max_completion_length do not train", used_by=_GRPO
     )
 
 
 def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
-    """No reward, weights of other rewards, and bounds in the wrong order."""
+    """No reward, weights of other rewards, bounds in the wrong order, and weights that are gone."""
     if objective != "grpo":
         return
     if not grpo.rewards:
@@ -115,6 +144,18 @@ def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
         yield (
             "grpo.loss_type=cispo needs grpo.epsilon_high, which bounds the ratio itself. "
             "Set grpo.epsilon_high=5."
+        )
+    if grpo.staleness and grpo.importance_sampling_cap is None:
+        yield (
+            f"grpo.staleness={grpo.staleness} learns from what older weights have sampled, and "
+            "grpo.importance_sampling_cap=null takes it for the policy's own. Set "
+            "grpo.importance_sampling_cap=2."
+        )
+    if grpo.staleness and grpo.dynamic_sampling:
+        yield (
+            f"grpo.dynamic_sampling={grpo.dynamic_sampling} samples again when rewards are known, "
+            f"and with grpo.staleness={grpo.staleness} the weights that have sampled are gone by "
+            "then. Set one of them to 0."
         )
     if grpo.delta is not None:
         high = grpo.epsilon

@@ -86,6 +86,17 @@ class ObserveConfig:
             "Set observe.prompts='[Once upon a time]', or leave it out.",
         ),
     )
+    num_samples: int = key(
+        4,
+        "first prompts of an evaluation set, or of those that are trained on, whose completions are "
+        "kept over time in samples.jsonl",
+        low=0,
+        high=1000,
+        used_by=UsedBy(
+            {"objective": ("grpo",)},
+            "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
+        ),
+    )
     layer_norms_interval: int = key(
         0,
         "steps between records of kind norms: norms of gradient, weights and update of each layer; "

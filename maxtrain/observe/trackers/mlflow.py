@@ -13,18 +13,19 @@ back has two values at a step, told apart by their time, and a tag says where it
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import UsageError
 from data_pipeline.extras import load_package, require_package
 from maxtrain.config.schema import ObserveConfig
+from maxtrain.observe.samples import Sample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers
 
 _WANTED_BY = "observe.trackers=[mlflow]"
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_FILES = ("config.yaml", "curves.png")
+_FILES = ("config.yaml", "curves.png", "samples.jsonl")
 # The most that one request may have, and the longest values.
 _MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 6000
@@ -74,6 +75,10 @@ class Mlflow(Tracker):
         texts = {name: x for name, x in by_name(values, kind).items() if isinstance(x, str)}
         tags = [self._tag(name, text) for name, text in texts.items() if kind == "end"]
         self._client.log_batch(self._id, metrics=metrics, tags=tags)
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        place = f"samples/{samples[0].set}/{step:08d}.md"
+        self._client.log_text(self._id, as_markdown(samples), place)
 
     def rewind(self, step: int) -> None:
         self._client.set_tag(self._id, "trainer.rewound_to", step)

@@ -4,19 +4,21 @@ A run that goes on, or back, writes a further file, at whose beginning TensorBoa
 written about later steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import ObserveConfig
+from maxtrain.observe.samples import Sample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers
 
 _FLUSH_SECONDS = 10
 
 
 class TensorBoard(Tracker):
-    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME`.
+    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME`, and samples as the text
+    `samples/SET`.
 
     Raises:
         UsageError: its package is not installed.
@@ -44,6 +46,9 @@ class TensorBoard(Tracker):
     def log(self, step: int, values: Mapping[str, Value], kind: Kind) -> None:
         for name, number in numbers(by_name(values, kind)).items():
             self._writer.add_scalar(name, number, step)
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._writer.add_text(f"samples/{samples[0].set}", as_markdown(samples), step)
 
     def rewind(self, step: int) -> None:
         self._writer.close()

@@ -13,20 +13,21 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import UsageError
 from data_pipeline.extras import load_package, require_package
 from maxtrain.config.schema import ObserveConfig
+from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name
 
 STEP = "trainer/step"
 REWOUND = "trainer/rewound_to"
 # Seconds that its own process has to upload what is left when the launch ends.
 _FINISH_SECONDS = 25.0
-_FILES = ("config.yaml", "curves.png")
+_FILES = ("config.yaml", "curves.png", "samples.jsonl")
 _EXIT_CODES = {"finished": 0, "stopped": 0, "failed": 1}
 
 
@@ -84,6 +85,16 @@ class Wandb(Tracker):
 
     def log(self, step: int, values: Mapping[str, Value], kind: Kind) -> None:
         self._run.log({**by_name(values, kind), STEP: step})
+
+    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        wandb = load_package("wandb", "wandb", "observe.trackers=[wandb]")
+        columns = ["step", "number", "prompt", "completion", "reward", "tokens", "truncated"]
+        rows = []
+        for each in samples:
+            texts = (each.prompt, each.completion)
+            rows.append([step, each.number, *texts, each.reward, each.length, each.truncated])
+        table = wandb.Table(columns=columns, data=rows)
+        self._run.log({f"samples/{samples[0].set}": table, STEP: step})
 
     def rewind(self, step: int) -> None:
         self._run.log({REWOUND: step, STEP: step})

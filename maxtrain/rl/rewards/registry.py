@@ -12,13 +12,14 @@ from jaxtyping import Float
 from data_pipeline.errors import ConfigError
 from maxtrain.rl.rewards import gsm8k, unsloth_compat, user
 from maxtrain.rl.rewards.code import code
-from maxtrain.rl.rewards.contract import Batch, Reward, Scored, checked
+from maxtrain.rl.rewards.contract import OK, Batch, Reward, Scored, checked
 from maxtrain.rl.rewards.dotted import is_dotted
 from maxtrain.rl.rewards.exact import exact
 from maxtrain.rl.rewards.length import length, overlong
 from maxtrain.rl.rewards.mathematics import math
 from maxtrain.rl.rewards.pattern import pattern
 from maxtrain.rl.rewards.pooled import required
+from maxtrain.rl.rewards.verify import CORRECT, SKIPPED
 from maxtrain.rl.rewards.workers import RewardWorkers
 
 # Names that stand for several rewards, which may also be named one by one: gsm8k.correctness.
@@ -53,13 +54,25 @@ POOLED: dict[str, Callable[..., Callable[[Batch], list[Scored]]]] = {
     "code": code,
 }
 
+# Those of ours that tell whether an answer is right. What is wrong gets 0, but for `math`, whose
+# options may say otherwise: there the outcome tells.
+_MATH = "math"
+VERIFYING = (
+    "exact",
+    _MATH,
+    "code",
+    "gsm8k.correctness",
+    "unsloth_compat.correctness_reward_func",
+)
+
 
 class NamedReward(NamedTuple):
-    """A reward with its name in records, and its weight."""
+    """A reward with its name in records, its weight, and whether it tells if answers are right."""
 
     name: str
     score: Callable[[Batch], list[Scored]]
     weight: float
+    verifies: bool = False
 
 
 class Scores(NamedTuple):
@@ -70,6 +83,8 @@ class Scores(NamedTuple):
     weights: of the rewards.
     outcomes: by the name of a reward, how many rows had which outcome.
     details: by the name of a reward, the first words about what went wrong, if anything did.
+    right: 1 where every reward that verifies and applies calls the answer right, else 0; NaN where
+        none applies. None: there is no such reward.
     """
 
     values: Float[np.ndarray, "R N"]
@@ -77,6 +92,7 @@ class Scores(NamedTuple):
     weights: tuple[float, ...]
     outcomes: dict[str, dict[str, int]]
     details: dict[str, str]
+    right: Float[np.ndarray, " N"] | None = None
 
 
 class RewardSet:
@@ -111,8 +127,10 @@ class RewardSet:
         self._users = [name for name in names if not _is_ours(name)]
         self.rewards: list[NamedReward] = []
         for name, weight in zip(names, weights):
-            made = _made(name, options.get(name, {}), pool, num_generations)
-            self.rewards += [NamedReward(*each, float(weight)) for each in made]
+            given = options.get(name, {})
+            for own_name, score in _made(name, given, pool, num_generations):
+                verifies = own_name in VERIFYING or bool(given.get("verifies"))
+                self.rewards.append(NamedReward(own_name, score, float(weight), verifies))
         times = collections.Counter(reward.name for reward in self.rewards)
         if repeated := [name for name in times if times[name] > 1]:
             raise ConfigError(
@@ -143,8 +161,11 @@ class RewardSet:
         values = np.empty((len(self.rewards), len(completions)), np.float64)
         outcomes = {}
         details = {}
+        verdicts = []
         for row, reward in zip(values, self.rewards):
             found = reward.score(batch)
+            if reward.verifies:
+                verdicts.append([_verdict(reward.name, each) for each in found])
             row[:] = [np.nan if each.value is None else each.value for each in found]
             outcomes[reward.name] = dict(collections.Counter(each.outcome for each in found))
             said = [each.detail for each in found if each.detail]
@@ -152,13 +173,36 @@ class RewardSet:
                 details[reward.name] = said[0]
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
-        return Scores(values, names, weights, outcomes, details)
+        return Scores(values, names, weights, outcomes, details, _right(verdicts))
 
 
 def names_of_ours() -> list[str]:
     """All names that are no dotted paths of users."""
     parts = [f"{profile}.{part}" for profile, parts in PROFILES.items() for part in parts]
     return [*PROFILES, *parts, *SIMPLE, *POOLED]
+
+
+def _verdict(name: str, scored: Scored) -> float:
+    """1 for what a verifying reward calls right, 0 for what is wrong; NaN: it can't say."""
+    is_math = name == _MATH
+    if scored.value is None and not is_math:
+        return np.nan
+    # Without a gold there is a value of None, and nothing went wrong.
+    if is_math and scored.outcome in (SKIPPED, OK):
+        return np.nan
+    if is_math:
+        return float(scored.outcome == CORRECT)
+    return float(scored.value != 0)
+
+
+def _right(verdicts: list[list[float]]) -> np.ndarray | None:
+    """Whether all verdicts that there are call an answer right; see `Scores`."""
+    if not verdicts:
+        return None
+    of_rewards = np.array(verdicts, np.float64)
+    is_known = ~np.isnan(of_rewards)
+    is_right = np.where(is_known, of_rewards, 1.0).min(axis=0)
+    return np.where(is_known.any(axis=0), is_right, np.nan)
 
 
 def _is_ours(name: str) -> bool:

@@ -47,6 +47,7 @@ def user(
     by: str = "item",
     on_failure: float | None = None,
     seconds: float | None = None,
+    verifies: bool = False,
 ) -> Callable[[Batch], list[Scored]]:
     """The reward of a dotted path. What the function prints is lost, unless it goes to stderr.
 
@@ -58,11 +59,15 @@ def user(
         on_failure: the reward of rows whose call took too long, crashed or raised an exception;
             None: it does not apply to them.
         seconds: limit of a row; None: that of the pool.
+        verifies: the function tells whether an answer is right: it gives 0 to one that is wrong,
+            and something else to one that is right. Evaluations count that as accuracy.
 
     Raises, when it is called:
         DataError: the function returned something else than a list of as many numbers (or None) as
             rows. NaN and infinite numbers count as "invalid" and do not apply.
     """
+    # Of the values, not of the calls: see RewardSet.
+    del verifies
     workers = required(pool, path)
     if by not in BY:
         raise ConfigError(f"{path}.by={by} is not known. Set it to item or group.")

@@ -199,6 +199,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
         self._failures = 0
         self._lost = ""
+        self._is_closing = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> "RewardWorkers":
@@ -220,9 +221,16 @@ class RewardWorkers:
         return self._server._process.pid
 
     def close(self) -> None:
-        """Ends all processes. They start again with the next batch."""
+        """Ends all processes, and the batch of another thread, whose other items are then lost. They
+        start again with the next batch."""
+        self._is_closing = True
+        server = self._server
+        if server is not None:
+            # Awakens the thread.
+            server.close()
         with self._lock:
             self._drop()
+            self._is_closing = False
 
     def run(
         self,
@@ -252,12 +260,14 @@ class RewardWorkers:
             limit = time.monotonic() + (deadline or self.deadline)
             while batch.waiting or self._busy():
                 now = time.monotonic()
-                if now >= limit or self._lost:
+                if now >= limit or self._lost or self._is_closing:
                     break
                 try:
                     self._hand_out(batch, now)
                     self._collect(batch, limit)
                 except _LostError as error:
+                    if self._is_closing:
+                        break
                     self._recover(batch, error)
             self._interrupt(batch)
             return batch.finished(self._lost)

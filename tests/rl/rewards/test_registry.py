@@ -11,6 +11,7 @@ from maxtrain.rl.rewards.registry import RewardSet, names_of_ours
 from maxtrain.rl.rewards.workers import RewardWorkers
 
 HERE = "tests.rl.rewards.functions"
+MOST = {"length": {"max_tokens": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,22 @@ def test_numbers_are_judged_without_a_pool():
     assert scores.outcomes["math"] == {"correct": 1, "wrong": 1, "skipped": 1, "ok": 1}
     options = {"math": {"rewards": {"wrong": -1.0, "skipped": 0.5}}}
     assert score(["math"], texts, columns=columns, options=options)[0] == [[1.0, -1.0, 0.5, None]]
+
+
+def test_right_is_what_every_reward_that_verifies_and_applies_says(pool):
+    columns = {"answer": ["#### 72", "#### 72", r"\sqrt{2}", None, "72"]}
+    texts = [r"\boxed{72.0}", "<answer>7</answer>", r"\boxed{2^{1/2}}", "1", "72"]
+    # `math` says so by its outcome, whatever that is worth; it can't judge the third.
+    options = {"math": {"rewards": {"wrong": 0.5}}}
+    _, scores = score(["math", "length"], texts, columns=columns, options=options | MOST)
+    np.testing.assert_array_equal(scores.right, [1.0, 0.0, np.nan, np.nan, 1.0])
+    _, scores = score(["math", "exact"], texts, columns=columns)
+    np.testing.assert_array_equal(scores.right, [0.0, 0.0, 0.0, np.nan, 1.0])
+    assert score(["length"], texts, options=MOST)[1].right is None
+    path = f"{HERE}:as_told"
+    told = ["none", "1", "raise"]
+    _, scores = score([path], told, pool=pool, options={path: {"verifies": True}})
+    np.testing.assert_array_equal(scores.right, [np.nan, 1.0, np.nan])
 
 
 @pytest.mark.parametrize(

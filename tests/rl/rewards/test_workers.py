@@ -218,6 +218,27 @@ def test_a_pool_that_was_closed_starts_again():
     pool.close()
 
 
+def test_a_pool_that_is_closed_does_not_wait_for_the_batch_of_another_thread():
+    pool = RewardWorkers(1, seconds=600.0, deadline=600.0)
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(pool.run("time:sleep", [(600,), (600,)]))
+    )
+    thread.start()
+    limit = time.monotonic() + 60
+    while not any(worker.item is not None for worker in pool._workers):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    began = time.monotonic()
+    pool.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 60
+    assert OK not in [result.outcome for result in results]
+    assert len(results) == 2
+    assert pool.server_pid is None
+
+
 @pytest.mark.parametrize(
     ("options", "mend"),
     [

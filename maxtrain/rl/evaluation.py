@@ -1,0 +1,178 @@
+"""Evaluation of prompts: each is completed once by the likeliest tokens, and the rewards of its
+completion are recorded; those that verify answers give the accuracy."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from data_pipeline.shards import TokenShards
+from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.schema import GrpoConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.observe.samples import Sample, as_text
+from maxtrain.rl.advantages import weighted_sum
+from maxtrain.rl.prompts import Prompt, read_prompt
+from maxtrain.rl.reward_calls import make_pool, make_rewards
+from maxtrain.rl.reward_numbers import reward_numbers
+from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rollouts import stop_ids
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.sampling import Sampling
+from maxtrain.serve.text import decode_new
+
+# By which sets of prompts are judged: a higher one is better.
+REWARD = "reward"
+
+
+class Answers(NamedTuple):
+    """What a model makes of N prompts.
+
+    Attributes:
+        prompts: what was asked.
+        texts: completions.
+        lengths: their tokens, with the one that ended each.
+        truncated: whether a completion was cut at its longest.
+        failed: completions of which a log-probability was not finite.
+        scores: their rewards.
+        seconds: that all of it took.
+    """
+
+    prompts: Sequence[Prompt]
+    texts: list[str]
+    lengths: list[int]
+    truncated: Bool[np.ndarray, " N"]
+    failed: int
+    scores: Scores
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """The numbers of an evaluation. `reward` is NaN if a completion has failed, since the
+        weights can't be used then; and is not there if none applies to any."""
+        numbers: dict[str, Any] = dict(reward_numbers(self.scores))
+        if self.failed:
+            numbers[REWARD] = math.nan
+        numbers["completion_length"] = float(np.mean(self.lengths))
+        numbers["longest_completion"] = max(self.lengths)
+        numbers["truncated"] = float(self.truncated.mean())
+        numbers["prompts"] = len(self.prompts)
+        return numbers
+
+    def samples(self, name: str, count: int) -> list[Sample]:
+        """The first completions.
+
+        Args:
+            name: of the set that the prompts are from.
+            count: how many, at most.
+        """
+        values = self.scores.values
+        totals = weighted_sum(values, np.array(self.scores.weights, np.float64))
+        found = []
+        for i, prompt in enumerate(self.prompts[:count]):
+            rewards = {
+                name: _number(row[i]) for name, row in zip(self.scores.names, values, strict=True)
+            }
+            found.append(
+                Sample(
+                    set=name,
+                    number=i,
+                    prompt=as_text(prompt.original),
+                    completion=self.texts[i],
+                    reward=_number(totals[i]),
+                    rewards=rewards,
+                    length=self.lengths[i],
+                    truncated=bool(self.truncated[i]),
+                )
+            )
+        return found
+
+
+class Asking:
+    """Asks a model for completions, and rewards them. To be closed.
+
+    Args:
+        config: rewards, and the longest completion.
+        tokenizer: of prompts and model.
+        slots: completions that are made at once. For each number, programs are compiled.
+
+    Raises:
+        ConfigError: there is no such reward.
+    """
+
+    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, slots: int):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._slots = slots
+        # Its processes are started when the first reward needs one.
+        self._pool = make_pool(config)
+        self._rewards = make_rewards(config, self._pool, num_generations=1)
+
+    def check(self) -> None:
+        """ConfigError: a reward can't be imported."""
+        self._rewards.check()
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._pool.close()
+
+    def __call__(
+        self,
+        model: Decoder,
+        shards: TokenShards,
+        count: int,
+        sign_of_life: Callable[[], object] = lambda: None,
+    ) -> Answers:
+        """The answers to the first prompts of a set.
+
+        Args:
+            model: on one device, or split over the current mesh.
+            shards: the prompts.
+            count: of prompts, at least 1.
+            sign_of_life: called every few tokens. What it raises ends the evaluation.
+        """
+        began = time.perf_counter()
+        prompts = [read_prompt(shards, number) for number in range(count)]
+        ends = stop_ids(self._tokenizer, shards)
+        engine = Engine(model, slots=self._slots, eager=True)
+        made = []
+        for row, prompt in enumerate(prompts):
+            made.append(
+                engine.submit(
+                    prompt.ids,
+                    self._config.max_completion_length,
+                    Sampling(temperature=0.0),
+                    row=row,
+                    stop_ids=ends,
+                )
+            )
+        while engine.step():
+            sign_of_life()
+        texts = [decode_new(self._tokenizer, each.prompt, each.ids) for each in made]
+        ids = []
+        for each in made:
+            whole = list(each.ids)
+            if each.ended_by is not None:
+                whole.append(each.ended_by)
+            ids.append(whole)
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        scores = self._rewards([prompt.original for prompt in prompts], texts, ids, columns)
+        return Answers(
+            prompts=prompts,
+            texts=texts,
+            lengths=[len(whole) for whole in ids],
+            truncated=np.array([each.ended_by is None for each in made]),
+            failed=sum(each.reason == "failed" for each in made),
+            scores=scores,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _number(value: float) -> float | None:
+    """None: there is none."""
+    if math.isnan(value):
+        return None
+    return float(value)

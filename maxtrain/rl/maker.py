@@ -1,0 +1,228 @@
+"""How a rollout is made: prompts -> completions -> rewards -> advantages -> log-probabilities.
+
+Rewards are computed in a thread, so that steps may be made between `begin` and `finish`. With
+grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
+of prompts that the plan reads later. These are read again in their own turn: if a step moved on in
+the data by as many prompts as it happened to need, what a step reads and when a pass over the data
+ends would depend on all that was sampled before.
+"""
+
+import concurrent.futures
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from data_pipeline.errors import UserError
+from data_pipeline.loader import TrainingData
+from maxtrain.config.schema import GrpoConfig
+from maxtrain.observe.progress import Progress
+from maxtrain.parallel.agreement import raise_together
+from maxtrain.rl.advantages import advantages, has_signal, weighted_sum
+from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of
+from maxtrain.rl.rewarder import Counted, Rewarder, joined
+from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rollout import Rollout
+from maxtrain.rl.sampler import Sampler
+from maxtrain.training.state import TrainState
+
+
+class Begun(NamedTuple):
+    """A rollout as it was sampled, and its rewards on their way."""
+
+    steps: range
+    prompts: list[Prompt]
+    rollout: Rollout
+    rewards: concurrent.futures.Future[Counted]
+
+
+class RolloutMaker:
+    """Makes rollouts. All processes call its functions in the same order.
+
+    Args:
+        config: of the run.
+        data: the prompts.
+        sampler: of the completions.
+        rewarder: of their rewards.
+        progress: what is told of it.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        data: TrainingData,
+        sampler: Sampler,
+        rewarder: Rewarder,
+        progress: Progress,
+    ):
+        self._config = config
+        self._data = data
+        self._sampler = sampler
+        self._rewarder = rewarder
+        self._progress = progress
+
+    def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
+        """Samples completions of what these steps read, and begins with their rewards.
+
+        `about`: more that is known of the rollout.
+        """
+        prompts = self._prompts(steps)
+        self._progress.phase("sampling")
+        sampled = self._sampler.sampled(prompts, steps.start, 0, state)
+        self._progress.phase("")
+        return self._begun(steps, prompts, sampled._replace(about=sampled.about | about))
+
+    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+        """Likewise, where completions were sampled by an earlier launch."""
+        return self._begun(steps, self._prompts(steps), sampled)
+
+    def finish(self, begun: Begun, state: TrainState, about: dict[str, Any]) -> Rollout:
+        """The rollout with rewards, advantages and the log-probabilities by the weights of this
+        state.
+
+        `about`: more that is known of it.
+        """
+        self._progress.phase("computing rewards")
+        counted = self._rewarder.finish(begun.rewards)
+        numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
+        texts = [
+            _shown(begun.prompts[0].original),
+            self._rewarder.texts(begun.prompts, begun.rollout)[0],
+        ]
+        rollout = begun.rollout
+        if self._config.dynamic_sampling:
+            rollout, counted, more = self._filled(begun, counted, state)
+            numbers |= more
+        scores = counted.scores
+        found = advantages(
+            scores.values,
+            self._config.num_generations,
+            weights=scores.weights,
+            scale_rewards=self._config.scale_rewards,
+        )
+        rollout = rollout._replace(rewards=scores.values, advantages=found.values)
+        self._progress.phase("scoring")
+        began = time.perf_counter()
+        rollout = self._sampler.with_scores(rollout, state)
+        seconds = rollout.about["sampling_seconds"]
+        numbers |= {
+            "sampling_seconds": seconds,
+            "sampled_tokens_per_second": float(begun.rollout.lengths.sum()) / seconds,
+            "reward_seconds": counted.seconds,
+            "scoring_seconds": time.perf_counter() - began,
+        }
+        self._progress.phase("")
+        about = about | {
+            "names": list(scores.names),
+            "weights_of_rewards": list(scores.weights),
+            "outcomes": scores.outcomes,
+            "details": scores.details,
+            "texts": texts,
+            "numbers": numbers,
+        }
+        return rollout._replace(about=rollout.about | about)
+
+    def _begun(self, steps: range, prompts: list[Prompt], sampled: Rollout) -> Begun:
+        return Begun(steps, prompts, sampled, self._rewarder.begin(prompts, sampled))
+
+    def _prompts(self, steps: range) -> list[Prompt]:
+        """Those that the plan reads at these steps."""
+        return _read_together(prompts_of, self._data, steps)
+
+    def _has_signal(self, scores: Scores) -> Bool[np.ndarray, "P"]:
+        return has_signal(scores.values, self._config.num_generations, scores.weights)
+
+    def _filled(
+        self, begun: Begun, counted: Counted, state: TrainState
+    ) -> tuple[Rollout, Counted, dict[str, float]]:
+        """A rollout in which groups without a signal are replaced, as far as rounds of sampling
+        have found others; its rewards; and what is recorded of it."""
+        rollout = begun.rollout
+        scores = counted.scores
+        reward_seconds = counted.seconds
+        count = len(begun.prompts)
+        later = later_prompts(self._data, begun.steps)
+        for _ in range(self._config.dynamic_sampling):
+            missing = count - int(self._has_signal(scores).sum())
+            if missing <= 0:
+                break
+            prompts = _read_together(itertools.islice, later, missing)
+            before = len(rollout.prompt_lengths)
+            self._progress.phase(f"sampling {missing:,} more prompts")
+            more = self._sampler.sampled(prompts, begun.steps.start, before, state)
+            counted = self._rewarder.finish(self._rewarder.begin(prompts, more))
+            reward_seconds += counted.seconds
+            rollout = rollout.joined(more)
+            scores = joined(scores, counted.scores)
+        places = filled_places(self._has_signal(scores), count)
+        group = self._config.num_generations
+        values = scores.values.reshape(len(scores.values), -1, group)[:, places]
+        numbers = {
+            "further_prompts": float(len(rollout.prompt_lengths) - count),
+            "groups_replaced": float(np.mean(np.array(places) >= count)),
+        }
+        scores = scores._replace(values=values.reshape(len(values), -1))
+        return rollout.taken(places), Counted(scores, reward_seconds), numbers
+
+
+def _read_together(read: Callable[..., Iterable[Prompt]], *of: Any) -> list[Prompt]:
+    """What a function of these arguments reads in this process. UserError: one of the processes
+    can't read it; in all."""
+    prompts: list[Prompt] = []
+    error = None
+    try:
+        prompts = list(read(*of))
+    except (UserError, OSError) as problem:
+        error = problem
+    raise_together(error)
+    return prompts
+
+
+def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
+    """Which group is at each of `count` places: its own, but for one without a signal the next of
+    those behind that has one; while there are any.
+
+    Args:
+        signals: of all groups, of which the first `count` are those of the places.
+        count: of places.
+    """
+    others = iter(np.flatnonzero(signals[count:]) + count)
+    places = []
+    for number in range(count):
+        if signals[number]:
+            places.append(number)
+        else:
+            places.append(int(next(others, number)))
+    return places
+
+
+def _shown(prompt: Any) -> str:
+    """A prompt, text or messages, in words."""
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps(prompt, ensure_ascii=False)
+
+
+def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
+    """What is recorded of the completions of what the plan reads, but for times."""
+    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
+    for name, values in zip(scores.names, scores.values):
+        rewards[f"reward/{name}"] = values
+    numbers = {}
+    for name, values in rewards.items():
+        applies = values[~np.isnan(values)]
+        # A reward that applies to no completion has no mean.
+        if applies.size:
+            numbers[name] = float(applies.mean())
+    for name, outcomes in scores.outcomes.items():
+        for outcome, count in outcomes.items():
+            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
+    numbers["completion_length"] = float(rollout.lengths.mean())
+    numbers["longest_completion"] = float(rollout.lengths.max())
+    numbers["truncated"] = float(rollout.truncated.mean())
+    numbers["groups_without_signal"] = float((~signals).mean())
+    return numbers

@@ -1,0 +1,142 @@
+"""The stored rollouts of a run, for steps that are made again; and whether its weights would make
+the same ones."""
+
+from collections.abc import Callable, Iterator
+
+from data_pipeline.errors import DataError
+from data_pipeline.loader import HostBatch
+from maxtrain.objectives.objective import Batch
+from maxtrain.rl.maker import Begun
+from maxtrain.rl.rollout import DamagedRolloutError, Rollout
+from maxtrain.rl.rollouts import RolloutParts, weights_of
+from maxtrain.rl.store import RolloutStore
+from maxtrain.training.state import TrainState
+
+# What differs where a rollout was scored by other weights.
+WEIGHTS = "weights"
+
+
+class ReplayedRollouts:
+    """Batches of stored rollouts. Nothing is written.
+
+    Args:
+        parts: make rollouts, and batches of them.
+        store: of the run.
+        again: rollouts are made again and compared with the stored ones.
+
+    Attributes:
+        different: arrays of a rollout that are not what is stored, by the first step that reads it,
+            counted from 1.
+        num_compared: arrays.
+        not_made: first steps, likewise, of rollouts that can't be made again: their weights are
+            from before the first step that is.
+    """
+
+    def __init__(self, parts: RolloutParts, store: RolloutStore, again: bool):
+        self._parts = parts
+        self._store = store
+        self._again = again
+        # What was sampled for the next rollout, where that is done ahead.
+        self._ahead: Begun | None = None
+        self.different: dict[int, list[str]] = {}
+        self.num_compared = 0
+        self.not_made: list[int] = []
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._parts.close()
+
+    def batches(
+        self, start: int, stop: int, state: Callable[[], TrainState], left_out: frozenset[int]
+    ) -> Iterator[tuple[Batch, HostBatch]]:
+        """Batches of the steps from `start` up to `stop`, as of `Rollouts.batches`.
+
+        DataError: a rollout is not there, damaged, or of other prompts or settings.
+        """
+        steps = range(0)
+        rollout = None
+        for step in range(start, stop):
+            if step not in steps:
+                steps = self._parts.batches.steps_of(step)
+                rollout = self._load(steps)
+                self._check(steps, step, rollout, state(), stop)
+            assert rollout is not None
+            yield self._parts.batches.batch(step, rollout, step in left_out)
+
+    def _load(self, steps: range) -> Rollout:
+        path = self._store.path(steps.start)
+        try:
+            rollout = self._store.load(path)
+        except DamagedRolloutError as damage:
+            raise DataError(
+                f"{path}: {damage}. Replay steps whose rollouts are there; with "
+                "grpo.keep_rollouts=true a run keeps all of them."
+            ) from damage
+        if rollout.about["identity"] != self._parts.batches.identity(steps):
+            raise DataError(
+                f"{path} is of other prompts or settings than the run has at step "
+                f"{steps.start + 1:,}. Bring back the data that the run has read."
+            )
+        return rollout
+
+    def _check(
+        self, steps: range, step: int, stored: Rollout, state: TrainState, stop: int
+    ) -> None:
+        """Holds a rollout against the weights before its first step, and makes it again from
+        them."""
+        if step != steps.start:
+            if self._again:
+                self.not_made.append(steps.start + 1)
+            return
+        weights = weights_of(state)
+        found = []
+        if stored.about["scored_by"] != weights:
+            found.append(WEIGHTS)
+        if self._again:
+            begun = self._sampled(steps, stored, state, weights)
+            if begun is None:
+                self.not_made.append(steps.start + 1)
+            else:
+                fresh = self._parts.finish(begun, step, state, weights)
+                found += self._compared(stored, fresh)
+            self._ahead = self._sampled_ahead(steps, state, weights, stop)
+        if found:
+            self.different[steps.start + 1] = found
+
+    def _sampled(
+        self, steps: range, stored: Rollout, state: TrainState, weights: str
+    ) -> Begun | None:
+        """What is sampled for these steps by the weights that had sampled what is stored; None:
+        they are gone."""
+        after = stored.about["sampled_after"]
+        if after == steps.start:
+            return self._parts.begin(steps, after, state, weights)
+        ahead = self._ahead
+        if ahead is None or ahead.steps != steps:
+            return None
+        if ahead.rollout.about["sampled_after"] != after:
+            return None
+        return ahead
+
+    def _sampled_ahead(
+        self, steps: range, state: TrainState, weights: str, stop: int
+    ) -> Begun | None:
+        """What is sampled for the steps behind these, if it was sampled by these weights and they
+        are to be made; else None."""
+        if steps.stop >= stop:
+            return None
+        ahead = self._parts.batches.steps_of(steps.stop)
+        if self._load(ahead).about["sampled_after"] != steps.start:
+            return None
+        return self._parts.begin(ahead, steps.start, state, weights)
+
+    def _compared(self, stored: Rollout, fresh: Rollout) -> list[str]:
+        """Names of arrays that are not the same, bit for bit."""
+        different = []
+        then = stored.arrays()
+        for name, array in fresh.arrays().items():
+            self.num_compared += 1
+            same_kind = (array.dtype, array.shape) == (then[name].dtype, then[name].shape)
+            if not same_kind or array.tobytes() != then[name].tobytes():
+                different.append(name)
+        return different

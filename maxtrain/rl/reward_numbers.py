@@ -1,0 +1,29 @@
+"""What is recorded of the rewards of a batch."""
+
+import numpy as np
+
+from maxtrain.rl.advantages import weighted_sum
+from maxtrain.rl.rewards.registry import Scores
+
+
+def reward_numbers(scores: Scores) -> dict[str, float]:
+    """Means over the rows that something applies to; what applies to none has no mean.
+
+    Returns:
+        reward: weighted sum; reward/NAME: of each; reward_outcomes/NAME/OUTCOME: rows with it;
+        accuracy: share of the rows that are right, where rewards tell.
+    """
+    values = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
+    for name, row in zip(scores.names, scores.values, strict=True):
+        values[f"reward/{name}"] = row
+    if scores.right is not None:
+        values["accuracy"] = scores.right
+    numbers = {}
+    for name, row in values.items():
+        applies = row[~np.isnan(row)]
+        if applies.size:
+            numbers[name] = float(applies.mean())
+    for name, outcomes in scores.outcomes.items():
+        for outcome, count in outcomes.items():
+            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
+    return numbers

@@ -1,0 +1,193 @@
+"""Rewards of a rollout: each process computes those of its own prompts, in a thread, and all of
+them get all.
+
+The thread never touches a device, so that steps may be made meanwhile.
+"""
+
+import collections
+import concurrent.futures
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.schema import GrpoConfig
+from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
+from maxtrain.rl.prompts import Prompt
+from maxtrain.rl.reward_calls import make_pool, make_rewards
+from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rollout import Rollout
+from maxtrain.serve.text import decode_new
+
+# Of what a reward says went wrong, in characters; and bytes of what a process tells of its rewards.
+_MOST_WORDS = 200
+_MOST_BYTES = 1 << 16
+# Seconds after which a thread that is to end is looked at again.
+_PAUSE = 0.1
+
+
+class Counted(NamedTuple):
+    """Rewards of some completions, and how long they took."""
+
+    scores: Scores
+    seconds: float
+
+
+class Rewarder:
+    """The rewards of a run. All processes call these functions in the same order.
+
+    Args:
+        config: names the rewards.
+        tokenizer: of the completions.
+
+    Raises:
+        ConfigError: rewards that there are not, or that can't be imported; in all processes.
+    """
+
+    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer):
+        self._group = config.num_generations
+        self._tokenizer = tokenizer
+        self._pool = make_pool(config)
+        self._rewards = make_rewards(config, self._pool, self._group)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "rewards")
+        self._unfinished: list[concurrent.futures.Future[Counted]] = []
+        error = None
+        try:
+            self._rewards.check()
+        except Exception as problem:
+            error = problem
+        raise_together(error)
+
+    def close(self) -> None:
+        """Ends the thread and the processes of rewards, without waiting for what they do."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+        while concurrent.futures.wait(self._unfinished, _PAUSE).not_done:
+            # The reward after the one that was ended has started them again.
+            self._pool.close()
+
+    def begin(
+        self, prompts: Sequence[Prompt], rollout: Rollout
+    ) -> concurrent.futures.Future[Counted]:
+        """Begins with the rewards of the completions of these prompts, of which each process has
+        its part."""
+        count = len(prompts)
+        first = count * jax.process_index() // jax.process_count()
+        end = count * (jax.process_index() + 1) // jax.process_count()
+        # The same columns everywhere, whoever has the prompts that lack one.
+        names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+        own = self._thread.submit(self._of_own, prompts, rollout, range(first, end), names)
+        self._unfinished = [each for each in self._unfinished if not each.done()]
+        self._unfinished.append(own)
+        return own
+
+    def finish(self, pending: concurrent.futures.Future[Counted]) -> Counted:
+        """The rewards of all completions, with those of other processes; waits for what `begin` has
+        begun.
+
+        Raises:
+            ConfigError: a column that a reward needs is missing.
+            DataError: a reward returned what it must not; either in all processes.
+        """
+        own = Counted(self._nothing(0), 0.0)
+        error = None
+        try:
+            own = pending.result()
+        except Exception as problem:
+            error = problem
+        raise_together(error)
+        if jax.process_count() == 1:
+            return own
+        said = gather(_told(own), _MOST_BYTES)
+        rows = [theirs["rows"] for theirs in said]
+        values = np.zeros((len(self._rewards.rewards), max(rows)), np.float64)
+        values[:, : rows[jax.process_index()]] = own.scores.values
+        gathered = gather_bytes(values.view(np.uint8).reshape(-1)).view(np.float64)
+        found = self._nothing(0)
+        for theirs, count, numbers in zip(said, rows, gathered, strict=True):
+            of_process = numbers.reshape(values.shape)[:, :count]
+            scores = found._replace(
+                values=of_process, outcomes=theirs["outcomes"], details=theirs["details"]
+            )
+            found = joined(found, scores)
+        return Counted(found, max(theirs["seconds"] for theirs in said))
+
+    def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
+        """Of all completions, without what ended them."""
+        texts = []
+        for number, ids in enumerate(_tokens(rollout)):
+            if not rollout.truncated[number]:
+                ids = ids[:-1]
+            prompt = prompts[number // self._group]
+            texts.append(decode_new(self._tokenizer, prompt.ids, ids))
+        return texts
+
+    def _of_own(
+        self, prompts: Sequence[Prompt], rollout: Rollout, numbers: range, names: Sequence[str]
+    ) -> Counted:
+        """The rewards of the completions of some prompts, by their numbers."""
+        began = time.perf_counter()
+        if not numbers:
+            return Counted(self._nothing(0), 0.0)
+        own = [prompts[number] for number in numbers]
+        rollout = rollout.taken(numbers)
+        of_rows = [prompt for prompt in own for _ in range(self._group)]
+        columns = {name: [prompt.columns.get(name) for prompt in of_rows] for name in names}
+        scores = self._rewards(
+            [prompt.original for prompt in of_rows],
+            self.texts(own, rollout),
+            _tokens(rollout),
+            columns,
+        )
+        details = {name: words[:_MOST_WORDS] for name, words in scores.details.items()}
+        return Counted(scores._replace(details=details), time.perf_counter() - began)
+
+    def _nothing(self, rows: int) -> Scores:
+        """The rewards of no completions."""
+        rewards = self._rewards.rewards
+        return Scores(
+            values=np.zeros((len(rewards), rows)),
+            names=tuple(reward.name for reward in rewards),
+            weights=tuple(reward.weight for reward in rewards),
+            outcomes={},
+            details={},
+        )
+
+
+def joined(first: Scores, second: Scores) -> Scores:
+    """The rewards of both, those of `first` in front."""
+    outcomes = {}
+    for name in first.names:
+        counts = collections.Counter(first.outcomes.get(name, {}))
+        counts.update(second.outcomes.get(name, {}))
+        outcomes[name] = dict(counts)
+    return first._replace(
+        values=np.concatenate([first.values, second.values], axis=1),
+        outcomes=outcomes,
+        details=second.details | first.details,
+    )
+
+
+def _told(own: Counted) -> dict[str, Any]:
+    """What a process tells the others of its rewards, beside their values."""
+    scores = own.scores
+    told = {
+        "rows": scores.values.shape[1],
+        "seconds": own.seconds,
+        "outcomes": scores.outcomes,
+        "details": scores.details,
+    }
+    # Many rewards may have too many words about what went wrong.
+    if len(json.dumps(told, ensure_ascii=False).encode(errors="backslashreplace")) > _MOST_BYTES:
+        told["details"] = {}
+    return told
+
+
+def _tokens(rollout: Rollout) -> list[list[int]]:
+    """Those of each completion, with the one that ended it."""
+    ends = np.cumsum(rollout.lengths)[:-1]
+    return [ids.tolist() for ids in np.split(rollout.tokens, ends)]
