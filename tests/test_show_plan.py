@@ -21,6 +21,7 @@ from maxtrain.config import load_config
 from maxtrain.inputs import open_data
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.show_plan import timeline
+from tests.commands import run
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +221,8 @@ def finished(config):
         *small,
         *quiet,
     ]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for more in (["steps=12"], ["steps=20", "data.batch_size=2", "data.accept_changes=true"]):
-        command = [sys.executable, "-m", "maxtrain.cli", "train", *where, *more]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, result.stderr
+        run(shlex.join(["maxtrain", "train", *where, *more]), config.parent)
     return config.parent / "runs" / "one"
 
 

@@ -449,6 +449,7 @@ def test_options_that_can_not_be(folder, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_model_with_adapters_is_asked_for_by_their_name(served, folder, adapters, expected):
     """In one batch with those who ask for the model itself."""
     tokenizer = load_tokenizer(folder)
