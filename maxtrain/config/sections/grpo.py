@@ -94,8 +94,7 @@ class GrpoConfig:
     )
     dynamic_sampling: int = key(
         0,
-        "groups whose rewards are all equal are replaced by those of later prompts, in at most so "
-        "many rounds of sampling; 0: they stay",
+        "so many times at most, groups of equal rewards are replaced by those of later prompts",
         low=0,
         high=1000,
         used_by=_GRPO,
