@@ -183,6 +183,8 @@ def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
             newest[record["set"]] = record
     rows: _Rows = []
     for name, record in newest.items():
+        if "nll" not in record:
+            continue
         nats = record["nll"]
         perplexity = "more than 1e9"
         if nats < math.log(1e9):

@@ -40,6 +40,7 @@ class Validation:
         }
         self._step = make_eval_step(job.graphdefs, job.objective)
         self._loss = job.objective.loss.name
+        self._counted = job.objective.counted
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
         self.best: dict[str, Best] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
@@ -145,7 +146,13 @@ class Validation:
             with self._clock.during("eval"), self._stop.interrupting():
                 failpoints.hit("eval", step)
                 result = evaluate(
-                    self._step, params, placed(), num_tokens, eval_set.text_bytes, self._summed
+                    self._step,
+                    params,
+                    placed(),
+                    num_tokens,
+                    eval_set.text_bytes,
+                    self._summed,
+                    self._counted,
                 )
         except KeyboardInterrupt:
             return None
