@@ -77,13 +77,13 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
     """What, its seconds, and the share of a bare step that it adds to one on average."""
     with mock.patch("maxtrain.training.step.norm_of", _no_norm):
         with mock.patch("maxtrain.training.step.judge", _no_judge):
-            finite = Variant("bfloat16", "none")
+            finite = Variant("bfloat16", "float32", "none")
             with mock.patch("maxtrain.training.step.finite_leaves", _no_look):
-                bare = Variant("bfloat16", "none")
-        watched = Variant("bfloat16", "none")
-    recorded = Variant("bfloat16", "none")
-    norms_due = Variant("bfloat16", "none", norms_interval=1)
-    norms_not_due = Variant("bfloat16", "none", norms_interval=1_000_000)
+                bare = Variant("bfloat16", "float32", "none")
+        watched = Variant("bfloat16", "float32", "none")
+    recorded = Variant("bfloat16", "float32", "none")
+    norms_due = Variant("bfloat16", "float32", "none", norms_interval=1)
+    norms_not_due = Variant("bfloat16", "float32", "none", norms_interval=1_000_000)
     devices = jax.local_devices()
     mesh = watched.batch["inputs"].sharding.mesh
     integrity = Integrity(

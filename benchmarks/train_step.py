@@ -1,5 +1,5 @@
-"""What a training step costs on a fixed workload, in bfloat16 and float32, without remat and with
-full remat.
+"""What a training step costs on a fixed workload, in bfloat16 and float32, with activations of
+either type, without remat and with full remat.
 
     python -m benchmarks.train_step [--write] [--steps 8] [--where]
 
@@ -61,16 +61,25 @@ MODEL = ModelConfig(
     scan_layers=False,
     loss_chunk=512,
 )
-VARIANTS = (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "full"), ("float32", "full"))
+# Types of the inputs of products and of the activations between them, and the remat policy.
+VARIANTS = (
+    ("bfloat16", "float32", "none"),
+    ("float32", "float32", "none"),
+    ("bfloat16", "bfloat16", "none"),
+    ("bfloat16", "float32", "full"),
+    ("float32", "float32", "full"),
+    ("bfloat16", "bfloat16", "full"),
+)
 
 
 class Variant:
-    """The step of one number format and remat policy, compiled, with its state and batch."""
+    """The step of two number formats and a remat policy, compiled, with its state and batch."""
 
-    def __init__(self, compute: str, remat: Any, norms_interval: int = 0):
+    def __init__(self, compute: str, activations: str, remat: Any, norms_interval: int = 0):
         model = dataclasses.replace(MODEL, remat=remat)
-        precision = PrecisionConfig(compute=compute)  # type: ignore[arg-type]
+        precision = PrecisionConfig(compute=compute, activations=activations)  # type: ignore[arg-type]
         self.compute = compute
+        self.activations = activations
         self.remat = remat
         mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
         with jax.set_mesh(mesh):
@@ -130,15 +139,16 @@ def table(variants: list[Variant], peaks: dict[str, float]) -> str:
     """Markdown, a row a variant."""
     flops = token_flops(MODEL, LENGTH).causal * ROWS * LENGTH
     lines = [
-        "| inputs | remat | ms/step | tokens/s | GFLOP/s | share of matmul rate | compile s "
-        "| temporary MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| inputs | activations | remat | ms/step | tokens/s | GFLOP/s | share of matmul rate "
+        "| compile s | temporary MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         seconds = statistics.median(variant.seconds)
         rate = flops / seconds
         cells = [
             variant.compute,
+            variant.activations,
             variant.remat,
             f"{seconds * 1e3:,.0f}",
             f"{ROWS * LENGTH / seconds:,.0f}",
@@ -215,9 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     if not accelerator_present():
         keep_host_memory()
     variants = []
-    for compute, remat in VARIANTS:
-        print(f"compiling {compute}, remat {remat}", file=sys.stderr)
-        variants.append(Variant(compute, remat))
+    for compute, activations, remat in VARIANTS:
+        print(f"compiling {compute}, activations {activations}, remat {remat}", file=sys.stderr)
+        variants.append(Variant(compute, activations, remat))
     peaks = {compute: [measure_matmul(compute)] for compute in ("bfloat16", "float32")}
     for step in range(options.steps + 2):
         for variant in variants:
@@ -249,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         "Products alone (4096 x 512 x 1376, float32 accumulation, measured between the steps): "
         f"{rates['bfloat16'] / 1e9:,.0f} GFLOP/s in bfloat16, "
         f"{rates['float32'] / 1e9:,.0f} in float32. "
-        f"Peak memory of the process with all four states: {peak_bytes / 2**30:.1f} GiB.",
+        f"Peak memory of the process with all states: {peak_bytes / 2**30:.1f} GiB.",
     ]
     if options.where:
         lines += ["", where(variants[0])]

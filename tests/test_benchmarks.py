@@ -36,8 +36,8 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic is not strict
         assert train_step.main(["--steps", "1"]) == 0
     shown = capsys.readouterr().out
-    for compute, remat in train_step.VARIANTS:
-        assert f"| {compute} | {remat} |" in shown
+    for compute, activations, remat in train_step.VARIANTS:
+        assert f"| {compute} | {activations} | {remat} |" in shown
     assert "times as fast as float32" in shown
 
 

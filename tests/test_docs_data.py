@@ -1,27 +1,16 @@
 """docs/data.md runs as it stands, from top to bottom, on two folders of made-up text."""
 
 import json
-import os
 import random
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from data_pipeline.tokenizer import train_bpe
 from maxtrain.observe.metrics import read_metrics
+from tests.commands import ROOT, blocks, commands, run
 
-ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "data.md").read_text()
-COMMANDS = [
-    line.strip()
-    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    for line in block.replace("\\\n", " ").splitlines()
-]
-PROGRAMS = {"python": [sys.executable], "maxtrain": [sys.executable, "-m", "maxtrain.cli"]}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +24,9 @@ def folder(tmp_path_factory):
             (folder / name / f"{number}.txt").write_text(
                 f"{name} " + " ".join(rng.choices(words, k=100))
             )
-    (conversation,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (conversation,) = blocks(TEXT, "json")
     (folder / "chat" / "a.jsonl").write_text(conversation * 40)
-    (template,) = re.findall(r"^```jinja\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (template,) = blocks(TEXT, "jinja")
     (folder / "plain.jinja").write_text(template)
     _write_preferences(folder, rng, words)
     tokenizer = json.loads(train_bpe(words, 300).content)
@@ -72,20 +61,9 @@ def _write_preferences(folder, rng, words):
 @pytest.mark.long
 @pytest.mark.processes
 def test_every_command_works_in_order(folder):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
     outputs = {}
-    for command in COMMANDS:
-        first, *rest = shlex.split(command)
-        result = subprocess.run(
-            [*PROGRAMS[first], *rest],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs[command] = result.stdout
+    for command in commands(TEXT):
+        outputs[command] = run(command, folder, columns=120).stdout
     plans = {
         command: out for command, out in outputs.items() if command.startswith("maxtrain plan")
     }

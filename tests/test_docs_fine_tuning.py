@@ -2,12 +2,8 @@
 every form in which it is given away."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -19,9 +15,9 @@ from maxtrain.export import export
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.peft import read_set
+from tests.commands import ROOT, blocks, commands, run
 from tests.llama_cpp import LlamaCpp
 
-ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "fine_tuning.md").read_text()
 COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
 QUESTIONS = ("What colour is {}?", "Tell me the colour of {}.", "Which colour has {}?")
@@ -80,7 +76,7 @@ def write_conversations(path):
 
 def require_served(folder):
     """The command that serves loads what was made: all that it does but to listen."""
-    (command,) = re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (command,) = blocks(TEXT, "sh")
     asked = server._parse(shlex.split(command)[2:], "maxtrain serve")
     assert asked.adapter == ["colours=exported/adapters"]
     model, _ = load_pretrained(folder / asked.hf)
@@ -93,28 +89,14 @@ def require_served(folder):
 def test_the_commands_work_in_order(tmp_path):
     write_pretrained(tmp_path)
     write_conversations(tmp_path / "chat.jsonl")
-    (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (example,) = blocks(TEXT, "json")
     assert list(json.loads(example)) == ["messages"]
-    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = "".join(blocks).splitlines()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    outputs = []
-    for command in commands:
-        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
-        result = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs.append(result.stdout)
+    outputs = [run(command, tmp_path).stdout for command in commands(TEXT)]
     prepared, shown, trained, evaluated, answered, *_, exported_answer = outputs
     assert len(outputs) == 9
     assert "⟦It is" in prepared
     assert _EXPECTED_ROW.match(shown)
-    (row,) = [
-        block
-        for block in re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-        if "---" in block
-    ]
+    (row,) = [block for block in blocks(TEXT, "text") if "---" in block]
     assert _EXPECTED_ROW.fullmatch(row)
     assert "talk to it:" in trained
     assert "generate runs/colours --chat\n" in trained

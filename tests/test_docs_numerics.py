@@ -1,16 +1,12 @@
 """Every block of docs/numerics.md runs as it stands."""
 
-import os
 import random
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, blocks, commands, run
+
 TEXT = (ROOT / "docs" / "numerics.md").read_text()
 WORDS = ["if", "then", "else", "while", "page", "home"]
 BLOCKS = re.findall(
@@ -38,22 +34,12 @@ def test_the_commands_work_in_order(tmp_path):
         re.DOTALL | re.M,
     )
     (tmp_path / "small.py").write_text(program)
-    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = [
-        "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes",
-        *"".join(blocks).splitlines(),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
     outputs = {}
-    for command in commands:
+    prepare = "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes"
+    for command in [prepare, *commands(TEXT)]:
         code = int((re.findall(r"# ends with (\d+)", command) or ["0"])[0])
-        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command, comments=True)[1:]]
-        result = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == code, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs[command] = result.stdout + result.stderr
-    same = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+        outputs[command] = run(command, tmp_path, code=code).all
+    same = blocks(TEXT, "text")
     said = outputs["maxtrain replay runs/one --steps 20:40"]
     counts = r"\d+ numbers and \d+ arrays"
     assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 18

@@ -1,11 +1,8 @@
 """Every example of docs/posttraining.md runs as it stands, and its table has all rewards."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,17 +17,17 @@ from maxtrain.observe.metrics import read_metrics
 from maxtrain.ops.preference import LOSSES
 from maxtrain.rl.rewards.registry import PROFILES, names_of_ours
 from maxtrain.train import main
+from tests.commands import ROOT, blocks, commands, run
 from tests.rl import additions
 from tests.test_docs_fine_tuning import COLOURS, NAMES, write_pretrained
 
-ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "posttraining.md").read_text()
 SECTIONS = re.split(r"^###? ", TEXT, flags=re.MULTILINE)[1:]
 # Each with the section that it is in.
 PROGRAMS = [
     (section.splitlines()[0], program)
     for section in SECTIONS
-    for program in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    for program in blocks(section, "python")
 ]
 # Shows what the commands of its section make.
 OF_A_RUN = [program for _, program in PROGRAMS if "runs/grpo" in program]
@@ -84,17 +81,10 @@ def test_the_commands_of_preferences_work_in_order(tmp_path):
     write_pretrained(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl")
     (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
-    (example,) = re.findall(r"^```json\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (example,) = blocks(section, "json")
     assert list(json.loads(example)) == ["prompt", "chosen", "rejected"]
-    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    commands = "".join(blocks).splitlines()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    for command in commands:
-        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
-        result = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    for command in commands(section):
+        run(command, tmp_path)
     records = read_metrics(tmp_path / "runs" / "preferred")
     first, *_, last = [record for record in records if record["kind"] == "eval"]
     assert first["preference"] == pytest.approx(0.693, abs=1e-3)
@@ -160,7 +150,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
     section = TEXT[TEXT.index("## GRPO") :]
-    prepares, trains = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    prepares, trains = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
     assert prepare.main(words[3:]) == 0

@@ -1,16 +1,12 @@
 """Every command of docs/reliability.md works as it stands, in order."""
 
-import os
 import random
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, commands, run
+
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
 
 
@@ -29,35 +25,10 @@ def test_the_commands_work_in_order(tmp_path):
         re.DOTALL | re.M,
     )
     (tmp_path / "small.py").write_text(program)
-    (tmp_path / "maxtrain").write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m maxtrain.cli "$@"\n'
-    )
-    (tmp_path / "maxtrain").chmod(0o755)
-    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = [
-        "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes",
-        *"".join(blocks).splitlines(),
-    ]
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "COLUMNS": "120",
-        "PATH": path,
-    }
     outputs = {}
-    for command in commands:
-        result = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs[command] = result.stdout + result.stderr
+    prepare = "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes"
+    for command in [prepare, *commands(TEXT)]:
+        outputs[command] = run(command, tmp_path, columns=120).all
     (where,) = (out for command, out in outputs.items() if " status " in command)
     assert (
         "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
