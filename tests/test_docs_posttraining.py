@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
-from maxtrain import cli
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.config.sections.dpo import UNPAIRED
@@ -102,23 +101,14 @@ def write_labels(path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def run_here(section):
-    """The commands of a section, in this process and folder."""
-    for block in re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
-        for command in block.replace("\\\n", " ").splitlines():
-            program, *words = shlex.split(command)
-            assert program == "maxtrain"
-            assert cli.main(words) == 0, command
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("this_process")
-def test_the_commands_of_answers_with_a_label_work(tmp_path, monkeypatch):
+@pytest.mark.processes
+def test_the_commands_of_answers_with_a_label_work(tmp_path):
     write_pretrained(tmp_path)
     write_labels(tmp_path / "labels.jsonl")
-    monkeypatch.chdir(tmp_path)
     (section,) = [section for section in SECTIONS if section.startswith("Answers with a label\n")]
-    run_here(section)
+    for command in commands(section):
+        run(command, tmp_path)
     records = read_metrics(tmp_path / "runs" / "labelled")
     first, *_, last = [record for record in records if record["kind"] == "eval"]
     assert first["preference"] == pytest.approx(0.5, abs=1e-3)
@@ -127,13 +117,13 @@ def test_the_commands_of_answers_with_a_label_work(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("this_process")
-def test_the_commands_of_reward_models_work(tmp_path, monkeypatch):
+@pytest.mark.processes
+def test_the_commands_of_reward_models_work(tmp_path):
     write_pretrained(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl")
-    monkeypatch.chdir(tmp_path)
     (section,) = [section for section in SECTIONS if section.startswith("Reward models\n")]
-    run_here(section)
+    for command in commands(section):
+        run(command, tmp_path)
     records = read_metrics(tmp_path / "runs" / "judge")
     first, *_, last = [record for record in records if record["kind"] == "eval"]
     assert last["preference"] < 0.5 * first["preference"]
