@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 # How many random examples test-all takes: thorough or quick.
 HYPOTHESIS ?= thorough
+# Of each long test, test-all runs one in DOSE of its parameters, other ones with each commit.
+DOSE ?= 1
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Machines with a GPU: an environment beside .venv that takes jax, and what else there is, from GPU_PYTHON, and adds
@@ -40,8 +42,8 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 test: $(READY_DEV)  ## run the tests, without the long ones, compiled quickly; more options by ARGS="-k packing"
 	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick $(ARGS)
 
-test-all: $(READY_DEV)  ## run all tests but those marked slow (half an hour at most)
-	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) $(ARGS)
+test-all: $(READY_DEV)  ## run all tests but those marked slow (50 minutes at most, with DOSE=3 35)
+	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) --dose $(DOSE) $(ARGS)
 
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
 	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)

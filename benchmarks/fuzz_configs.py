@@ -105,6 +105,7 @@ HINTS: dict[str, Sequence[str]] = {
     "model.moe.top_groups": ["1", "2"],
     "model.moe.dense_layers": ["0", "1", "5"],
     "model.lora.rank": ["null", "1", "4", "64"],
+    "model.lora.dropout": ["0", "0.1", "0.9", "1"],
     "model.lora.targets": ["[attention]", "[mlp]", "['.']", "[nothing]", "[]"],
     "model.lora.base_block": ["1", "2", "4", "8", "7", "64"],
     "model.routing.capacity_factor": ["null", "0.1", "1", "100"],

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from data_pipeline.interrupts import INTERRUPTED, MESSAGE, ending_at_ctrl_c
+
 # Errors of the file itself, which stay as they are.
 _LASTING = {
     None,
@@ -104,6 +106,12 @@ class TryAgainError(UserError):
 
 class LockedError(StorageError):
     """Another process writes there."""
+
+
+class InterruptedJobError(TryAgainError):
+    """Ctrl-C of a command that begins anew."""
+
+    exit_code = INTERRUPTED
 
 
 class LostProcessError(TryAgainError):
@@ -205,13 +213,28 @@ def _is_without_reader(stream: TextIO) -> bool:
         return False
 
 
+def _at_ctrl_c(resumes: bool) -> contextlib.AbstractContextManager[None]:
+    """What a job runs in; `resumes` as of `run_command`."""
+    if resumes:
+        return contextlib.nullcontext()
+    return ending_at_ctrl_c()
+
+
+def _interrupted(resumes: bool) -> TryAgainError:
+    """The error of a command that Ctrl-C has ended; `resumes` as of `run_command`."""
+    if resumes:
+        return TryAgainError(f"{MESSAGE.removesuffix('.')}: it goes on where it was.")
+    return InterruptedJobError(MESSAGE)
+
+
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     """Does the job of a command. An error that the user can mend is printed to stderr as a message,
     a bug of ours as a traceback.
 
     Args:
         job: the command's work.
-        resumes: whether the same command goes on where it was interrupted.
+        resumes: whether the same command goes on where it was interrupted; else Ctrl-C ends it
+            with 130, as a shell does.
 
     Returns:
         The exit code.
@@ -224,7 +247,7 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     if resumes:
         again = "the same command again: it goes on where it was."
     try:
-        with ending_with_reader():
+        with ending_with_reader(), _at_ctrl_c(resumes):
             job()
         return 0
     except SystemExit as stop:
@@ -238,7 +261,7 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     except UserError as problem:
         error = problem
     except KeyboardInterrupt:
-        error = TryAgainError(f"interrupted. Run {again}")
+        error = _interrupted(resumes)
     except OSError as problem:
         what = problem.strerror or problem
         if problem.filename:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from data_pipeline.errors import UsageError, end_at_signals, ending_with_reader, run_command
+from data_pipeline.interrupts import end_at_ctrl_c
 from maxtrain import __version__
 
 VERBS = {
@@ -26,10 +27,10 @@ VERBS = {
     "probe": "find a batch size that fits and is worth using, and a learning rate: "
     "probe config=NAME key=value ...",
     "checkpoint": "list, show, verify, copy or prune checkpoints: checkpoint list RUN",
-    "evaluate": "compute the loss of a model on held-out sets: evaluate RUN",
-    "generate": "write text with a model: generate RUN --prompt TEXT",
-    "score": "show the log-probability of each token of a text: score RUN --text TEXT",
-    "serve": "answer clients of OpenAI's API with a model: serve RUN",
+    "evaluate": "compute the loss of a model on held-out sets: evaluate RUN|DIR",
+    "generate": "write text with a model: generate RUN|DIR --prompt TEXT",
+    "score": "show the log-probability of each token of a text: score RUN|DIR --text TEXT",
+    "serve": "answer clients of OpenAI's API with a model: serve RUN|DIR",
     "export": "write a model as files that other programs load: export RUN OUT --format hf|gguf",
     "import": "make a run of a Hugging Face directory: import DIR RUN",
     "merge": "make one model of several: merge RECIPE.yml OUT",
@@ -103,6 +104,8 @@ def _run(words: list[str], ends_process: bool) -> int:
         from maxtrain import train
 
         return train.main(config, ends_process=ends_process)
+    if verb in JOBS and verb != "supervise" and ends_process:
+        end_at_ctrl_c()
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment
 

@@ -1,5 +1,5 @@
-"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets. With `--hf DIR`, that of a
-Hugging Face directory.
+"""`maxtrain evaluate RUN|DIR`: the loss of a model on held-out sets: that of a run, or of a Hugging
+Face directory.
 
 Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
 reads them. With `--text FILE`, bits per byte of files of text, each token of which counts once. With
@@ -197,7 +197,7 @@ def _reading_of_run(run: Path, asked: argparse.Namespace) -> Reading:
 def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:
     if not asked.set:
         raise UsageError(
-            f"--hf {asked.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
+            f"{asked.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
             "made by `prepare`."
         )
     length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
@@ -279,13 +279,13 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         "--batch-size",
         metavar="ROWS",
         type=int,
-        help=f"rows of a batch (default: as RUN, {_ROWS} for --hf)",
+        help=f"rows of a batch (default: as RUN, {_ROWS} for DIR)",
     )
     add(
         "--seq-length",
         metavar="TOKENS",
         type=int,
-        help=f"tokens of a row (default: as RUN, at most {_LENGTH:,} for --hf)",
+        help=f"tokens of a row (default: as RUN, at most {_LENGTH:,} for DIR)",
     )
     add(
         "--teacher",

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.errors import ConfigError, DataError, StorageError, run_command
+from data_pipeline.errors import ConfigError, StorageError, run_command
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import to_yaml
@@ -36,7 +36,7 @@ from maxtrain.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from maxtrain.model_source import parameter_dtype, tell_on_stderr
+from maxtrain.model_source import parameter_dtype, require_fitting_tokenizer, tell_on_stderr
 from maxtrain.models.families.directory import read_config, stored_as
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
@@ -86,7 +86,7 @@ def import_weights(
     require_free(run, "RUN")
     model = read_config(directory)
     tokenizer = load_tokenizer(directory)
-    _require_fitting_tokenizer(directory, tokenizer, model)
+    require_fitting_tokenizer(directory, tokenizer, model)
     config = _config_of(directory, run, model, dtype)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     graphdef, abstract = abstract_model(model, config.precision, mesh)
@@ -112,18 +112,6 @@ def import_weights(
             difference = float(np.abs(found - expected).max())
             raise _unlike(run, different, difference, same_tokenizer)
     return Imported(count, config)
-
-
-def _require_fitting_tokenizer(
-    directory: str | Path, tokenizer: Tokenizer, model: ModelConfig
-) -> None:
-    """DataError: texts have ids that the model does not know."""
-    entries = model.vocab_size or 0
-    if not tokenizer.fits(entries):
-        raise DataError(
-            f"{directory}: its tokenizer has {tokenizer.vocab_size:,} entries, and the model has "
-            f"{entries:,} (vocab_size in config.json). Get the tokenizer that belongs to the model."
-        )
 
 
 def _config_of(

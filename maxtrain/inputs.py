@@ -19,6 +19,7 @@ from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.models.cost import relative_quadratic
 from maxtrain.run_state import RunState
+from maxtrain.weights.peft_settings import require_same_settings
 
 # What of the section `data` decides which tokens are read; where they are does not.
 _DECIDES = re.compile(
@@ -34,8 +35,11 @@ def open_data(
     """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
 
     `saved` is the run at the checkpoint to go on from: what was read before it must be what this
-    config says, unless the config accepts that it was not.
+    config says, unless the config accepts that it was not. None: it begins, perhaps with adapters,
+    whose settings must be those of the config, too.
     """
+    if saved is None and config.checkpoint.init_adapters is not None:
+        require_same_settings(Path(config.checkpoint.init_adapters), config.model.lora)
     try:
         data = open_training_data(config, saved)
     except DataError as error:

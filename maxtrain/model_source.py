@@ -1,6 +1,6 @@
 """The model that a command works on: that of a run, or of a Hugging Face directory.
 
-`generate`, `evaluate` and `export` share the arguments that name it, and how it is loaded.
+`generate`, `score`, `serve` and `evaluate` share the arguments that name it, and how it is loaded.
 """
 
 import argparse
@@ -12,14 +12,16 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from data_pipeline.errors import UsageError
+from data_pipeline.errors import DataError, UsageError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
-from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, RunConfig
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.run_folder import CONFIG as RUN_CONFIG
 from maxtrain.run_folder import require_own_config
 from maxtrain.run_state import config_of
 from maxtrain.training.partition import join, split, split_buffers
@@ -28,22 +30,26 @@ from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.start import changed_meaning, own_tokenizer
 
 STEP_HELP = "checkpoint of RUN (default: the newest)"
+# What a Hugging Face directory has, and a run has not.
+HF_CONFIG = "config.json"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments RUN, --hf, --dtype and --step."""
+    """The arguments RUN or DIR, --hf, --dtype and --step."""
     add = parser.add_argument
-    add("run", metavar="RUN", nargs="?", help="directory of a training run")
     add(
-        "--hf",
-        metavar="DIR",
-        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
+        "run",
+        metavar="RUN|DIR",
+        nargs="?",
+        help="directory of a training run, or a Hugging Face directory with config.json, weights "
+        "and tokenizer.json",
     )
+    add("--hf", metavar="DIR", help="the same as DIR: what is there must be of Hugging Face")
     add(
         "--dtype",
         type=parameter_dtype,
         choices=["float32", "bfloat16"],
-        help="number format for --hf (default: float32)",
+        help="number format for DIR (default: float32)",
     )
     add("--step", metavar="N", type=int, help=STEP_HELP)
 
@@ -61,7 +67,8 @@ def parameter_dtype(text: str) -> str:
 def check_model_arguments(
     parser: argparse.ArgumentParser, asked: argparse.Namespace, role: str
 ) -> None:
-    """Ends the program, or raises UsageError, if they don't name one model.
+    """Ends the program, or raises UsageError, if they don't name one model. Then one of `run` and
+    `hf` is set, whichever kind of directory the model is in.
 
     Args:
         parser: that read the arguments.
@@ -69,14 +76,65 @@ def check_model_arguments(
         role: what the model does in this command, as in "generates".
     """
     if (asked.run is None) == (asked.hf is None):
-        parser.error(f"name what {role}: either RUN or --hf DIR")
+        parser.error(f"name what {role}: either RUN or DIR, a directory")
+    if asked.hf is not None:
+        _require_weights(asked.hf)
+    elif _is_of_hugging_face(asked.run):
+        asked.hf = asked.run
+        asked.run = None
     if asked.hf is not None and asked.step is not None:
         raise UsageError(
-            f"--step {asked.step}: is a checkpoint of RUN, but --hf is what {role}. Leave one out."
+            f"--step {asked.step}: is a checkpoint of a run, but {asked.hf}, which {role}, is a "
+            "Hugging Face directory. Leave it out, or name a run."
         )
     if asked.run is not None and asked.dtype is not None:
-        raise UsageError(f"--dtype {asked.dtype}: belongs to --hf; RUN has its own. Leave it out.")
+        raise UsageError(
+            f"--dtype {asked.dtype}: is of Hugging Face directories, and the run {asked.run} has its "
+            "own. Leave it out."
+        )
     check_step(asked.step)
+
+
+def _is_of_hugging_face(place: str) -> bool:
+    """Whether a directory is one of Hugging Face, else it is a run; UsageError: it is neither."""
+    directory = Path(place).expanduser()
+    if (directory / HF_CONFIG).exists():
+        return True
+    if not (directory / RUN_CONFIG).exists():
+        what = _what_is_there(directory, RUN_CONFIG, HF_CONFIG)
+        raise UsageError(
+            f"{place}: {what}. Name the directory of a run, such as {_runs_beside(directory)}, or a "
+            f"Hugging Face directory with {HF_CONFIG}."
+        )
+    return False
+
+
+def _require_weights(place: str) -> None:
+    """UsageError: a directory is not one of Hugging Face."""
+    directory = Path(place).expanduser()
+    if not (directory / HF_CONFIG).exists():
+        what = _what_is_there(directory, HF_CONFIG)
+        raise UsageError(
+            f"--hf {place}: {what}. Name a directory with {HF_CONFIG}, weights and tokenizer.json, as "
+            "downloaded from Hugging Face or written by `maxtrain export`."
+        )
+
+
+def _what_is_there(directory: Path, *missing: str) -> str:
+    """Why a place has no model, in words; `missing`: the files that are looked for."""
+    if directory.is_dir():
+        if not any(directory.iterdir()):
+            return "is an empty directory"
+        return f"has no {' and no '.join(missing)}"
+    if directory.exists():
+        return "is a file"
+    return "is not there"
+
+
+def _runs_beside(directory: Path) -> str:
+    """Some runs, as examples."""
+    others = sorted(directory.parent.glob(f"*/{RUN_CONFIG}"))[:5]
+    return ", ".join(str(path.parent) for path in others) or "runs/quickstart"
 
 
 def check_step(step: int | None) -> None:
@@ -101,6 +159,8 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
         model, tokenizer = load_run(asked.run, asked.step, mesh)
     else:
         tokenizer = load_tokenizer(asked.hf)
+        # Before the weights are read.
+        require_fitting_tokenizer(asked.hf, tokenizer, read_config(asked.hf))
         model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
     if model.config.score:
         raise UsageError(
@@ -108,6 +168,18 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
             "model of text; what a reward model is worth is in the evaluations of its run."
         )
     return model, tokenizer
+
+
+def require_fitting_tokenizer(
+    directory: str | Path, tokenizer: Tokenizer, model: ModelConfig
+) -> None:
+    """DataError: texts have ids that the model does not know."""
+    entries = model.vocab_size or 0
+    if not tokenizer.fits(entries):
+        raise DataError(
+            f"{directory}: its tokenizer has {tokenizer.vocab_size:,} entries, and the model has "
+            f"{entries:,} (model.vocab_size). Get the tokenizer that belongs to the model."
+        )
 
 
 def comes_from_elsewhere(asked: argparse.Namespace) -> bool:
@@ -168,14 +240,15 @@ def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
 def _own_config(directory: str | Path) -> str:
     """The argument config= for the config of a run; UserError: `directory` is not a run."""
     run = Path(directory).expanduser()
-    if not (run / "config.yaml").exists():
-        others = sorted(run.parent.glob("*/config.yaml"))[:5]
-        known = ", ".join(str(path.parent) for path in others) or "runs/quickstart"
+    if not (run / RUN_CONFIG).exists():
+        what = _what_is_there(run, RUN_CONFIG)
+        if (run / HF_CONFIG).exists():
+            what = "is a Hugging Face directory"
         raise UsageError(
-            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
+            f"RUN={run}: {what}. Name the directory of a run, such as {_runs_beside(run)}."
         )
     require_own_config(run)
-    return f"config={run / 'config.yaml'}"
+    return f"config={run / RUN_CONFIG}"
 
 
 def step_of(directory: str | Path, step: int | None) -> int | None:
@@ -208,6 +281,7 @@ def load_run(
     """
     config = config_of_step(directory, step)
     tokenizer = load_tokenizer(tokenizer_place(directory, config))
+    require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     graphdef, variables = abstract_model(config.model, config.precision, mesh)

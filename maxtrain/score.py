@@ -1,5 +1,5 @@
-"""`maxtrain score RUN`: the log-probability of each token of texts. With `--hf DIR`, by a Hugging
-Face directory.
+"""`maxtrain score RUN|DIR`: the log-probability of each token of texts, by the model of a run or of
+a Hugging Face directory.
 
 A row is computed in a program of one shape, which its own length alone decides, beside a fixed number
 of other rows that it can't see: its numbers do not depend on them. A text that is longer than what

@@ -1,4 +1,4 @@
-"""`maxtrain serve RUN`: a model behind OpenAI's API, on this machine.
+"""`maxtrain serve RUN|DIR`: a model behind OpenAI's API, on this machine.
 
 Completions and chat completions, whole or streamed, are made side by side by one engine. A client
 that leaves cancels what it asked for. The server says where it listens when it can answer, and
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from data_pipeline.errors import UsageError, UserError, run_command
@@ -39,7 +40,8 @@ from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.worker import Worker
-from maxtrain.weights.peft import base_of, read_set
+from maxtrain.weights.peft import read_set
+from maxtrain.weights.peft_settings import base_of
 
 KEY = "MAXTRAIN_API_KEY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -267,7 +269,7 @@ def _warm_engine(model: Decoder, slots: int, cache_tokens: int | None) -> Engine
 
 
 def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served: Served) -> None:
-    """Answers until a signal comes."""
+    """Answers until a signal comes; KeyboardInterrupt: it was Ctrl-C."""
     uvicorn = load_package("uvicorn", "serve", "maxtrain serve")
 
     host, port = listening.getsockname()[:2]
@@ -275,7 +277,13 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
     if ":" in host:
         shown = f"[{host}]"
 
+    signals: list[int] = []
+
     class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            signals.append(sig)
+            super().handle_exit(sig, frame)
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Says where it listens when it does: whoever asks at that line is not refused."""
             await super().startup(sockets)
@@ -284,7 +292,7 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn does, but that a stop that was asked for is no failure."""
+            """As uvicorn does, but that a stop by SIGTERM is no failure."""
             kept = {
                 number: signal.signal(number, self.handle_exit)
                 for number in (signal.SIGINT, signal.SIGTERM)
@@ -308,6 +316,8 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
             file=sys.stderr,
         )
     Server(config).run(sockets=[listening])
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

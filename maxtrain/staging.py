@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_pipeline.errors import UsageError
+from data_pipeline.interrupts import unfinished
 from maxtrain.checkpoint.integrity import sync
 
 
@@ -83,7 +84,7 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
     directory = out.parent / f"{prefix}{os.getpid()}"
     directory.mkdir()
     try:
-        with _locked(directory):
+        with unfinished(directory), _locked(directory):
             yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -9,10 +9,14 @@ roundings and of bits that were written down do it as users do. With `--compile-
 CPUs. Tests of rooms that need no jax do not pay for its import when they run alone.
 """
 
+import collections
 import functools
+import hashlib
 import logging
+import math
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +118,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile the programs of all tests without optimizations, in half the time",
     )
+    parser.addoption(
+        "--dose",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each long test, run one in N of its parameters, other ones with each commit",
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -127,8 +138,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         test._hypothesis_internal_use_settings = fewer
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first; the tests of a file stay in their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The files that take longest come first; the tests of a file stay in their order. What is
+    beyond the dose is left out."""
 
     def place(item: pytest.Item) -> int:
         name = item.path.relative_to(TESTS).as_posix()
@@ -137,6 +149,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(LONGEST)
 
     items.sort(key=place)
+    dose = config.getoption("--dose")
+    if dose > 1:
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=TESTS)
+        left_out = beyond_the_dose(items, dose, commit)
+        config.hook.pytest_deselected(items=left_out)
+        ids = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in ids]
+
+
+def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
+    """All but one in `dose` of the parameters of each long test, rounded up."""
+    of_tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long"):
+            of_tests[item.nodeid.split("[")[0]].append(item)
+
+    def drawn(item: pytest.Item) -> bytes:
+        return hashlib.blake2b(commit + item.nodeid.encode()).digest()
+
+    left_out = []
+    for test in of_tests.values():
+        test.sort(key=drawn)
+        left_out += test[math.ceil(len(test) / dose) :]
+    return left_out
 
 
 @functools.cache

@@ -91,6 +91,7 @@ def test_its_losses_are_those_of_padded_rows(config):
     assert np.mean([r["fill"] for r in ours]) > 1.5 * np.mean([r["fill"] for r in theirs])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_are_as_one(config):
     with socket.socket() as listener:

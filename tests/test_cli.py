@@ -58,7 +58,7 @@ def test_help_needs_no_jax(argv, part):
         (["prepare"], 64, "--help"),
         (["train"], 64, "Add config=NAME"),
         (["train", "config=quickstart", "stepz=3"], 78, "steps"),
-        (["generate"], 64, "name what generates: either RUN or --hf DIR"),
+        (["generate"], 64, "name what generates: either RUN or DIR"),
         (["export"], 64, "required: RUN, OUT"),
         (["exprot", "RUN"], 64, "Did you mean export?"),
     ],

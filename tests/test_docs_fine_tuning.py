@@ -86,7 +86,7 @@ def require_served(folder):
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_commands_work_in_order(tmp_path):
+def test_the_commands_work_in_order(tmp_path, monkeypatch):
     write_pretrained(tmp_path)
     write_conversations(tmp_path / "chat.jsonl")
     (example,) = blocks(TEXT, "json")
@@ -104,6 +104,7 @@ def test_the_commands_work_in_order(tmp_path):
     assert len(losses) == 2 and losses[1] < losses[0] < 3
     assert "held_out" in evaluated
     assert "It is blue." in answered and "It is white." in exported_answer
+    monkeypatch.chdir(tmp_path)
     require_served(tmp_path)
     theirs = LlamaCpp(tmp_path / "colours.gguf")
     for thing, colour in COLOURS.items():

@@ -148,7 +148,7 @@ def test_mistakes_are_named(content, options, code, message, hf, tmp_path, capsy
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    command = ["evaluate", "--hf", str(hf), "--text", str(path), *options]
+    command = ["evaluate", str(hf), "--text", str(path), *options]
     assert cli.main(command) == code
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -158,7 +158,7 @@ def test_a_stride_belongs_to_texts(hf, capsys):
     assert "--stride 3: is of --text" in capsys.readouterr().err
 
 
-def test_a_directory_without_sets_is_named(capsys):
-    assert cli.main(["evaluate", "--hf", "some/model"]) == 64
+def test_a_directory_without_sets_is_named(hf, capsys):
+    assert cli.main(["evaluate", str(hf)]) == 64
     told = capsys.readouterr().err
-    assert "--hf some/model: has no evaluation sets of its own. Name one with --set" in told
+    assert f"{hf}: has no evaluation sets of its own. Name one with --set" in told

@@ -183,19 +183,16 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
         prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--workers", "1"])
         == 0
     )
-    code, _, err = command("--hf", tmp_path / "hf", "--set", f"val={tmp_path}/set")
-    assert (
-        code == 78
-        and "has a tokenizer of 257 entries, and the model has 160. Prepare it with the model's own"
-        in err
-    )
+    code, _, err = command(tmp_path / "hf", "--set", f"val={tmp_path}/set")
+    assert code == 65
+    assert "its tokenizer has 257 entries, and the model has 160 (model.vocab_size)" in err
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ([], 64, "either RUN or --hf DIR"),
+        ([], 64, "either RUN or DIR"),
         (
             ["RUN", "--set", "val"],
             64,
@@ -209,15 +206,17 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
             "eval.sets.a.path: nowhere: is not a directory of token shards",
         ),
         (["RUN", "--step", "3"], 74, "Complete steps: 2, 4"),
-        (["nowhere"], 64, "RUN=nowhere: has no config.yaml"),
-        (["--hf", "nowhere"], 64, "Name one with --set NAME=DIR"),
-        (["--hf", "x", "--step", "1"], 64, "Leave one out"),
+        (["nowhere"], 64, "nowhere: is not there. Name the directory of a run"),
+        (["--hf", "nowhere"], 64, "Name a directory with config.json"),
+        (["--hf", "DIR", "--step", "1"], 64, "is a checkpoint of a run, but"),
         (["RUN", "--step", "-1"], 64, "--step -1: must be at least 0"),
-        (["RUN", "--dtype", "bfloat16"], 64, "belongs to --hf; RUN has its own. Leave it out"),
+        (["RUN", "--dtype", "bfloat16"], 64, "is of Hugging Face directories, and the run"),
     ],
 )
 def test_what_the_command_refuses(finished, command, argv, code, message):
-    found, _, err = command(*[finished if argument == "RUN" else argument for argument in argv])
+    parity = Path(__file__).parent / "data/parity/llama3"
+    places = {"RUN": finished, "DIR": parity}
+    found, _, err = command(*[places.get(argument, argument) for argument in argv])
     assert found == code and message in err
 
 

@@ -540,7 +540,7 @@ def test_averaged_weights_are_what_is_exported_if_there_are_such(run, tmp_path, 
     ("argv", "code", "message"),
     [
         ([], 64, "required: RUN, OUT"),
-        (["nowhere", "OUT"], 64, "RUN=nowhere: has no config.yaml. Name the directory of a run"),
+        (["nowhere", "OUT"], 64, "RUN=nowhere: is not there. Name the directory of a run"),
         (["RUN", "OUT", "--format", "onnx"], 64, "invalid choice: 'onnx'"),
         (["RUN", "OUT", "--step", "-1"], 64, "--step -1: must be at least 0"),
         (["RUN", "OUT", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
@@ -563,7 +563,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(run, tmp_path, command, mo
 
     monkeypatch.setattr(job, "load_weights", interrupt)
     code, _, err = command(run, tmp_path / "out")
-    assert code == 75 and "Run the same command again." in err
+    assert code == 130 and "Run the same command again." in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -530,20 +530,20 @@ def test_the_command_says_when_it_forgets(run, command):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["--prompt", "a"], 64, "either RUN or --hf DIR"),
-        (["RUN", "--hf", "x", "--prompt", "a"], 64, "either RUN or --hf DIR"),
+        (["--prompt", "a"], 64, "either RUN or DIR"),
+        (["RUN", "--hf", "x", "--prompt", "a"], 64, "either RUN or DIR"),
         (["RUN"], 64, "name a text to continue with --prompt, or talk"),
         (
             ["nowhere", "--prompt", "a"],
             64,
-            "RUN=nowhere: has no config.yaml. Name the directory of a run, such as runs/quickstart",
+            "nowhere: is not there. Name the directory of a run, such as runs/quickstart, or a Hugging",
         ),
         (["RUN", "--prompt", "a", "--top-p", "2"], 64, "top_p=2.0 must be"),
         (["RUN", "--prompt", "a", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
         (
             ["--hf", "nowhere", "--prompt", "a"],
-            65,
-            "Name a tokenizer.json, a SentencePiece .model, a",
+            64,
+            "--hf nowhere: is not there. Name a directory with config.json",
         ),
         (["RUN", "--prompt", "a", "--seeed", "1"], 64, "unrecognized arguments: --seeed"),
     ],
@@ -580,15 +580,20 @@ def test_what_the_command_refuses(run, command, argv, code, message):
             "--stop '': must not be empty, since that would end every completion at once.",
         ),
         (["--stop", "\udc80"], "--stop: has the byte 0x80 at character 0"),
-        (["--dtype", "float32"], "--dtype float32: belongs to --hf; RUN has its own. Leave it out"),
+        (
+            ["--dtype", "float32"],
+            "--dtype float32: is of Hugging Face directories, and the run RUN has its own. Leave it out",
+        ),
         (
             ["--hf", "DIR", "--step", "1"],
-            "--step 1: is a checkpoint of RUN, but --hf is what generates. Leave one out",
+            "--step 1: is a checkpoint of a run, but DIR, which generates, is a Hugging Face",
         ),
+        (["DIR", "--step", "1"], "--step 1: is a checkpoint of a run, but DIR, which generates"),
+        (["--hf", "RUN"], "--hf RUN: has no config.json. Name a directory with config.json"),
     ],
 )
 def test_what_no_model_could_do_is_refused_before_one_is_loaded(
-    command, monkeypatch, argv, message
+    command, monkeypatch, tmp_path, argv, message
 ):
     def load(*args):
         raise AssertionError("a model is loaded")
@@ -596,7 +601,11 @@ def test_what_no_model_could_do_is_refused_before_one_is_loaded(
     monkeypatch.setattr(model_source, "load_run", load)
     monkeypatch.setattr(model_source, "load_pretrained", load)
     monkeypatch.setattr(job, "start", load)
-    run = [] if "--hf" in argv else ["RUN"]
+    monkeypatch.chdir(tmp_path)
+    for name, config in (("RUN", "config.yaml"), ("DIR", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / config).touch()
+    run = [] if {"--hf", "DIR"} & set(argv) else ["RUN"]
     code, out, err = command(*run, "--prompt", "a", *argv)
     assert code == 64 and message in err and "Traceback" not in err and not out
 

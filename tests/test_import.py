@@ -103,6 +103,7 @@ def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     assert tokenizer.eod_id is not None
 
 
+@pytest.mark.long
 def test_tokens_that_end_an_answer_are_those_of_the_directory(pretrained_directory, tmp_path):
     source = shutil.copytree(pretrained_directory, tmp_path / "source")
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
@@ -341,6 +342,7 @@ def with_a_token_beyond(directory):
     assert load_tokenizer(directory).special["<picture>"] == 160
 
 
+@pytest.mark.long
 def test_special_tokens_beyond_the_model_are_refused_only_where_they_occur(
     pretrained_directory, tmp_path
 ):

@@ -22,6 +22,7 @@ from maxtrain.weights.hf import load_pretrained
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 LORA = "model.lora.rank=2"
+DROPOUT = "model.lora.dropout=0.1"
 
 
 def train(config: Path, run_name: str, *overrides: str) -> int:
@@ -55,7 +56,7 @@ def config(tmp_path_factory, tiny_run) -> Path:
     assert train(path, "base", "steps=4") == 0
     assert export.main([str(runs / "base"), str(folder / "hf")]) == 0
     begins = f"checkpoint.init_from={folder / 'hf'}"
-    assert train(path, "lora", begins, LORA, "optimizer.learning_rate=0.03") == 0
+    assert train(path, "lora", begins, LORA, DROPOUT, "optimizer.learning_rate=0.03") == 0
     return path
 
 
@@ -96,7 +97,8 @@ def test_checkpoints_hold_adapters_and_the_base_is_saved_once(config):
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(config):
     runs = config.parent / "runs"
     expected = saved_digests(runs / "lora" / "checkpoints")[12]
-    options = [f"checkpoint.init_from={config.parent / 'hf'}", LORA, "optimizer.learning_rate=0.03"]
+    begins = f"checkpoint.init_from={config.parent / 'hf'}"
+    options = [begins, LORA, DROPOUT, "optimizer.learning_rate=0.03"]
     assert train(config, "stopped", *options) == 0
     for step in ("00000008", "00000012"):
         shutil.rmtree(runs / "stopped" / "checkpoints" / step)
@@ -179,8 +181,11 @@ def test_adapters_go_to_peft_and_come_back(config, capfd):
     assert "bit for bit" in told
     settings = json.loads((out / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(config.parent / "hf")
+    assert settings["lora_dropout"] == 0.1
     begins = [f"checkpoint.init_from={config.parent / 'hf'}", f"checkpoint.init_adapters={out}"]
     assert train(config, "back", *begins, LORA, "steps=4", "optimizer.learning_rate=1e-9") == 0
+    told = capfd.readouterr().out
+    assert "has lora_dropout=0.1, and this run has model.lora.dropout=0.0" in told
     base, ours = split_adapters(variables(runs / "back"))
     their_base, theirs = split_adapters(variables(runs / "lora"))
     for name, array in arrays(ours).items():
@@ -225,6 +230,7 @@ def test_magnitudes_begin_as_lengths_of_the_weights_that_were_read(config):
         ([LORA, "model.lora.targets=[q_proj]"], "q_proj is found in the path of no product"),
         ([LORA, "model.lora.targets=[]"], "names no product"),
         ([LORA, "model.lora.targets=['(']"], "is no regular expression"),
+        ([LORA, "model.lora.dropout=1"], "dropout=1.0 must be less than 1. Set model.lora.dropout"),
         (["model.lora.alpha=8"], "is not used with model.lora.rank=null"),
         (["checkpoint.init_adapters=x"], "needs adapters, but model.lora.rank=null"),
         ([LORA, "checkpoint.init_adapters=x"], "Set checkpoint.init_from to them"),

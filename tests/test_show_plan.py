@@ -17,10 +17,12 @@ from data_pipeline.loader import open_training
 from data_pipeline.plan import Plan, PlanSource
 from data_pipeline.preview import preview_rows
 from data_pipeline.shards import TokenShards
+from maxtrain import cli
 from maxtrain.config import load_config
 from maxtrain.inputs import open_data
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.show_plan import timeline
+from tests.commands import run
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +222,8 @@ def finished(config):
         *small,
         *quiet,
     ]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for more in (["steps=12"], ["steps=20", "data.batch_size=2", "data.accept_changes=true"]):
-        command = [sys.executable, "-m", "maxtrain.cli", "train", *where, *more]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, result.stderr
+        run(shlex.join(["maxtrain", "train", *where, *more]), config.parent)
     return config.parent / "runs" / "one"
 
 
@@ -297,3 +296,13 @@ def test_help_tells_of_steps():
     code, said, _ = plan("--help")
     assert code == 0 and "RUN|config=NAME --step N" in said and "keys" in said
     assert "model.num_layers" in plan("--help", "model")[1]
+
+
+def test_adapters_of_another_rank_are_refused(config, tmp_path, capsys):
+    there = {"peft_type": "LORA", "r": 16, "lora_alpha": 16.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(there))
+    begins = [f"checkpoint.init_from={tmp_path}", f"checkpoint.init_adapters={tmp_path}"]
+    words = ["plan", f"config={config}", *begins, "model.lora.rank=4"]
+    assert cli.main(words) == 78
+    assert "which has r=16. Set model.lora.rank=16." in capsys.readouterr().err
+    assert cli.main([*words[:-1], "model.lora.rank=16"]) == 0

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
 
 from benchmarks import gpu_environment
+from tests.conftest import beyond_the_dose
 
 ROOT = Path(__file__).parents[1]
 FINE = "def test_one(): pass\ndef test_two(): pass\n"
@@ -76,11 +78,37 @@ ALWAYS = [
 ]
 
 
+class Item(NamedTuple):
+    """What a dose is drawn by."""
+
+    nodeid: str
+    is_long: bool = True
+
+    def get_closest_marker(self, name):
+        assert name == "long"
+        return self.is_long or None
+
+
+def test_a_dose_is_a_share_of_the_parameters_of_long_tests_and_changes_with_the_commit():
+    many = [Item(f"a.py::many[{number}]") for number in range(7)]
+    two = [Item("a.py::two[x]"), Item("a.py::two[y]")]
+    short = [Item(f"a.py::short[{number}]", is_long=False) for number in range(9)]
+    items = [*many, *two, Item("a.py::one"), *short]
+    drawn = []
+    for commit in range(20):
+        left_out = beyond_the_dose(items, 3, b"%d" % commit)
+        assert len(left_out) == 5
+        assert len(set(many) & set(left_out)) == 4 and len(set(two) & set(left_out)) == 1
+        assert set(left_out) == set(beyond_the_dose(items[::-1], 3, b"%d" % commit))
+        drawn += [item for item in items if item not in left_out]
+    assert set(drawn) == set(items), "each is in some dose"
+
+
 def dry_run(target, *variables):
     """The commands of a target, which are not run."""
     command = ["make", "--dry-run", "-o", ".venv/.ready-dev", target, *variables]
     # A make around this one passes on what was set on its command line.
-    around = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "HYPOTHESIS")
+    around = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "HYPOTHESIS", "DOSE")
     environment = {name: value for name, value in os.environ.items() if name not in around}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -116,9 +144,11 @@ def test_make_test_leaves_out_the_long_tests_and_nothing_else():
     )
     assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
     assert "--hypothesis-profile quick" in dry_run("test-all", "HYPOTHESIS=quick")
+    assert "--dose 1 " in dry_run("test-all")
+    assert "--dose 3 " in dry_run("test-all", "DOSE=3")
     assert "--compile-quickly" not in dry_run("test-all")
     run = (ROOT / ".ci" / "run").read_text()
-    assert "make --keep-going lint test-all HYPOTHESIS=quick\n" in run
+    assert "make --keep-going lint test-all HYPOTHESIS=quick DOSE=3\n" in run
 
 
 def test_make_test_visits_every_room():

@@ -386,7 +386,7 @@ def test_a_run_that_dies_at_several_places_ends_with_the_same_numbers(config):
     assert "in: data_wait" in (folder / "stalled-0.txt").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.processes
 def test_when_one_process_dies_all_are_started_again(config):
     undisturbed = train(config, "two", "", "--processes", "2", devices=1)

@@ -417,7 +417,7 @@ _PEFT = (
         "int8 or nf4",
         "load_in_8bit load_in_4bit bnb_4bit_quant_type model.lora.quant model.lora.quantization",
     ),
-    ("", "adapters have no dropout", "lora_dropout model.lora.dropout"),
+    ("model.lora.dropout", _SAME, "lora_dropout model.lora.lora_dropout"),
 )
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),

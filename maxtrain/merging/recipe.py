@@ -212,8 +212,11 @@ def read_recipe(path: str | Path) -> Recipe:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason: object = error
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise DataError(
-            f"{path}: can't be read as a recipe ({error}). Name a YAML file in the form of mergekit."
+            f"{path}: can't be read as a recipe ({reason}). Name a YAML file in the form of mergekit."
         ) from error
     if not isinstance(values, dict):
         raise DataError(f"{path}: is no recipe, but {type(values).__name__}. Name a YAML file.")

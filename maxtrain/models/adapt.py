@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,27 +46,51 @@ def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""
         key: that they are drawn from; each from a part of it, by its path.
 
     Raises:
-        ConfigError: a pattern that is in the path of no product, or blocks that do not divide inputs.
+        ConfigError: patterns that are in the path of no product, dropout of what experts see, or
+            blocks that do not divide inputs.
     """
     assert lora.rank is not None
     named = sorted(products(stack))
-    names = [name for name, _ in named]
-    for pattern in lora.targets:
-        if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"model.lora.targets: {pattern} is found in the path of no product. "
-                f"Set it to a part of one of these: {', '.join(names)}."
-            )
     adapted = {}
     for name, module in named:
         if any(re.search(pattern, name) for pattern in lora.targets):
             adapted[name] = module
+    problems = list(_target_problems([name for name, _ in named], adapted, lora))
+    if problems:
+        raise ConfigError(problems)
     if lora.base != "full":
         _quantize(adapted, lora)
     for name, module in adapted.items():
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        place = zlib.crc32(name.encode())
+        own = jax.random.fold_in(key, place)
         kernel = kernel_of(module.kernel)
-        module.adapter = Adapter(kernel, module.kernel_axes, module.num_inputs, lora, init, own)
+        module.adapter = Adapter(
+            kernel, module.kernel_axes, module.num_inputs, lora, init, own, place
+        )
+
+
+def _target_problems(
+    names: Sequence[str], adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig
+) -> Iterator[str]:
+    """Patterns in the path of no product, and dropout where there can be none.
+
+    Args:
+        names: of all products.
+        adapted: those that have adapters.
+    """
+    for pattern in lora.targets:
+        if not any(re.search(pattern, name) for name in names):
+            yield (
+                f"model.lora.targets: {pattern} is found in the path of no product. "
+                f"Set it to a part of one of these: {', '.join(names)}."
+            )
+    experts = [name for name, module in adapted.items() if isinstance(module, ExpertLinear)]
+    if lora.dropout and experts:
+        yield (
+            f"model.lora.dropout={lora.dropout} can't be of {', '.join(experts)}: adapters of "
+            "experts change weights, and PEFT has no dropout for these either. Set "
+            r"model.lora.targets='[attention\.]', for example, or model.lora.dropout=0."
+        )
 
 
 def _quantize(adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig) -> None:

@@ -80,9 +80,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        q = constrain(self.q(x), "activation_batch", "activation_length", "heads", "head_dim")
-        k = constrain(self.k(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
-        v = constrain(self.v(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
+        noise = context.noise
+        q = constrain(
+            self.q(x, noise), "activation_batch", "activation_length", "heads", "head_dim"
+        )
+        k = constrain(
+            self.k(x, noise), "activation_batch", "activation_length", "kv_heads", "head_dim"
+        )
+        v = constrain(
+            self.v(x, noise), "activation_batch", "activation_length", "kv_heads", "head_dim"
+        )
         q = normalised(self.q_norm, q)
         k = normalised(self.k_norm, k)
         if self.rope is not None:
@@ -116,6 +123,6 @@ class Attention(nnx.Module):
             scale=self.mixer.scale,
             softcap=self.mixer.softcap,
             sinks=sinks,
-            dropout=dropout_of(context.noise),
+            dropout=dropout_of(noise),
         )
-        return self.o(out.astype(self.recipe.result)), cache
+        return self.o(out.astype(self.recipe.result), noise), cache

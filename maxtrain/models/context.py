@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.config.schema import RegularizationConfig
@@ -18,6 +19,7 @@ _NOISE = 1_000_001
 WEIGHTS = 1_000_002
 _DEPTH = 1_000_003
 ROUTER = 1_000_004
+_ADAPTER = 1_000_005
 
 
 class Noise(NamedTuple):
@@ -48,6 +50,17 @@ class Noise(NamedTuple):
         if rate:
             x = drop_rows(x, fold(keys, _DEPTH), rate * self.depth)
         return x
+
+    def of_adapter(self, x: Float[Array, "B *s"], place: int, rate: float) -> Float[Array, "B *s"]:
+        """What an adapter of a layer multiplies, with dropout.
+
+        Args:
+            x: the inputs of the product.
+            place: a number that the product alone has in its layer, below 2^32.
+            rate: of dropout.
+        """
+        keys = fold(fold(self.keys, _ADAPTER), np.uint32(place))
+        return dropout(x, keys, rate)
 
 
 class Rotation(NamedTuple):

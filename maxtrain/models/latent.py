@@ -78,17 +78,18 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        noise = context.noise
         of_queries = x
         if self.q_down is not None:
             assert self.q_norm is not None
-            of_queries = self.q_norm(self.q_down(x))
+            of_queries = self.q_norm(self.q_down(x, noise))
         q = constrain(
-            self.q(of_queries), "activation_batch", "activation_length", "heads", "head_dim"
+            self.q(of_queries, noise), "activation_batch", "activation_length", "heads", "head_dim"
         )
         plain, turned = jnp.split(q, [self.mixer.head_dim - self.mixer.rope_dim], axis=-1)
         turned = self._rotated(turned, context)
-        latent = self.kv_norm(self.kv_down(x))
-        shared = self._rotated(self.k_rope(x)[:, :, None], context)
+        latent = self.kv_norm(self.kv_down(x, noise))
+        shared = self._rotated(self.k_rope(x, noise)[:, :, None], context)
         extension = context.extension
         if cache is not None:
             assert extension is not None
@@ -102,7 +103,7 @@ class LatentAttention(nnx.Module):
         else:
             keys = extension.read(cache.k, self.window)
             out = self._of_latents(plain, turned, keys, extension)
-        return self.o(out.astype(self.recipe.result)), cache
+        return self.o(out.astype(self.recipe.result), noise), cache
 
     def _rotated(self, heads: Float[Array, "B T N P"], context: Context) -> Float[Array, "B T N P"]:
         """Heads turned by their positions, float32. Of interleaved ones, the even numbers come
@@ -125,7 +126,7 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "B T N Hv"]:
         """With keys and values of every head."""
         q = jnp.concatenate([plain.astype(jnp.float32), turned], axis=-1)
-        keys = self.k(latent).astype(jnp.float32)
+        keys = self.k(latent, context.noise).astype(jnp.float32)
         shared = jnp.broadcast_to(shared, (*keys.shape[:-1], shared.shape[-1]))
         k = jnp.concatenate([keys, shared], axis=-1)
         k = constrain(k, "activation_batch", "activation_length", "heads", "head_dim")

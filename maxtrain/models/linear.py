@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
+from maxtrain.models.context import Noise
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.lora import Adapter
 from maxtrain.models.lora_bank import AdapterBank
@@ -63,25 +64,51 @@ class Linear(nnx.Module):
         assert isinstance(self.adapter, Adapter), "a bank has other weights for each row"
         return self.adapter.adapted(kernel)
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """[..., *inputs] -> [..., *outputs], of the recipe's type."""
+    def __call__(self, x: Float[Array, "..."], noise: Noise | None = None) -> Float[Array, "..."]:
+        """[..., *inputs] -> [..., *outputs], of the recipe's type.
+
+        Args:
+            x: [..., *inputs]; [B, ..., *inputs] with noise.
+            noise: that of the layer in a training step, which an adapter may have dropout by.
+        """
         leading = x.shape[: x.ndim - self.num_inputs]
         x = x.reshape(*leading, math.prod(self.input_shape))
-        if isinstance(self.kernel, QuantizedKernel):
-            out = quantized_dot(x, self.kernel.matrices(), self.recipe)
-        else:
-            out = dot(x, self._matrix(), self.recipe)
+        out = self._product(x)
         if isinstance(self.adapter, AdapterBank):
             out = self.adapter(x, out, self.recipe)
         elif self.adapter is not None:
-            out = self.adapter.added(x, out, self.recipe)
-            if self.adapter.magnitude is not None:
-                out = self.adapter.scaled(out, self._matrix())
+            out = self._adapted(self.adapter, x, out, noise)
         out = out.reshape(*leading, *self.output_shape)
         if self.bias is not None:
             # In float32, so that the gradient of the bias is summed in it.
             out = out.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return out.astype(self.recipe.result)
+
+    def _product(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        """x with the weights alone."""
+        if isinstance(self.kernel, QuantizedKernel):
+            return quantized_dot(x, self.kernel.matrices(), self.recipe)
+        return dot(x, self._matrix(), self.recipe)
+
+    def _adapted(
+        self,
+        adapter: Adapter,
+        x: Float[Array, "*b i"],
+        out: Float[Array, "*b o"],
+        noise: Noise | None,
+    ) -> Float[Array, "*b o"]:
+        """The product `out` with what its adapter changes, float32.
+
+        With dropout, magnitudes change what comes of the inputs that are left, as in PEFT.
+        """
+        seen = adapter.seen(x, noise)
+        if adapter.magnitude is None:
+            return adapter.added(seen, out, self.recipe)
+        if seen is x:
+            return adapter.scaled(adapter.added(x, out, self.recipe), self._matrix())
+        of_seen = self._product(seen)
+        scaled = adapter.scaled(adapter.added(seen, of_seen, self.recipe), self._matrix())
+        return out.astype(jnp.float32) + scaled - of_seen.astype(jnp.float32)
 
     def _matrix(self) -> Float[Array, "i o"]:
         """The kernel with its inputs as one dim, and its outputs."""

@@ -3,7 +3,8 @@
 A product x W becomes x W + s (x A) B, where A has r columns and B has r rows, and s is alpha / r. B
 begins at 0, so that a model with new adapters is the one without them, bit for bit. With magnitudes,
 the length of the weights of each output is a parameter of its own, m: the product is x (W + s A B)
-m / |W + s A B|, whose lengths count as constants for gradients.
+m / |W + s A B|, whose lengths count as constants for gradients. In training, what A is multiplied
+with may have dropout.
 
 Sources: Hu et al. 2021, https://arxiv.org/abs/2106.09685; s = alpha / sqrt(r): Kalajdzievski 2023,
 https://arxiv.org/abs/2312.03732; magnitudes: Liu et al. 2024, https://arxiv.org/abs/2402.09353.
@@ -17,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from maxtrain.config.schema import LoraConfig
+from maxtrain.models.context import Noise
 from maxtrain.models.init import Initializer
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.parallel.sharding import Axes
@@ -41,9 +43,10 @@ class Adapter(nnx.Module):
         kernel: the weights of the product, [*stacked, *inputs, *outputs].
         axes: their logical names, without that of what is stacked over layers.
         num_inputs: of the dims that the product sums over.
-        lora: rank and scaling.
+        lora: rank, scaling and dropout.
         init: draws A.
         key: that A is drawn from.
+        place: a number that no other product of its layer has, for what is random.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Adapter(nnx.Module):
         lora: LoraConfig,
         init: Initializer,
         key: Key[Array, ""],
+        place: int,
     ):
         assert lora.rank is not None
         # Experts, if there are any, and layers.
@@ -82,6 +86,14 @@ class Adapter(nnx.Module):
         self.num_inputs = num_inputs
         self.num_experts_dims = len(experts)
         self.scale = scale_of(lora)
+        self.dropout = lora.dropout
+        self.place = place
+
+    def seen(self, x: Float[Array, "B *s"], noise: Noise | None) -> Float[Array, "B *s"]:
+        """What A is multiplied with: x itself, or in training what dropout leaves of it."""
+        if noise is None or not self.dropout:
+            return x
+        return noise.of_adapter(x, self.place, self.dropout)
 
     def added(
         self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], recipe: Recipe

@@ -92,11 +92,12 @@ class Mlp(nnx.Module):
         self.down = Linear(rngs.params(), units, width, init, recipe, out_role, "down" in biases)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> MlpOut:
+        noise = context.noise
         if self.gate is None:
             activated = functools.partial(_activated, self.activation)
-            hidden = elementwise(activated, self.up(x))
+            hidden = elementwise(activated, self.up(x, noise))
         else:
             activated = functools.partial(gated, self.activation)
-            hidden = elementwise(activated, self.gate(x), self.up(x))
+            hidden = elementwise(activated, self.gate(x, noise), self.up(x, noise))
         hidden = constrain(hidden, "activation_batch", "activation_length", "mlp")
-        return MlpOut(self.down(hidden), {}, {}, {})
+        return MlpOut(self.down(hidden, noise), {}, {}, {})

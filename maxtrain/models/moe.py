@@ -191,7 +191,8 @@ class Moe(nnx.Module):
         if self.shared is not None:
             shared = self.shared(x, context).x.astype(jnp.float32)
             if self.shared_gate is not None:
-                shared = shared * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32)))
+                of_gate = self.shared_gate(x.astype(jnp.float32), context.noise)
+                shared = shared * jax.nn.sigmoid(of_gate)
             out = out + shared
         observed = {"load": load}
         if self.correction is not None:
@@ -202,12 +203,12 @@ class Moe(nnx.Module):
         """The router's, with noise in training."""
         inputs = x.astype(jnp.float32)
         if noise is None or noise.config.router_noise == "none":
-            return self.router(inputs)
+            return self.router(inputs, noise)
         keys = fold(noise.keys, ROUTER)
         scale = noise.config.router_noise_scale * noise.router_noise
         if noise.config.router_noise == "jitter":
-            return self.router(jittered(inputs, keys, scale))
-        return with_noise(self.router(inputs), keys, noise.config.router_noise, scale)
+            return self.router(jittered(inputs, keys, scale), noise)
+        return with_noise(self.router(inputs, noise), keys, noise.config.router_noise, scale)
 
     def _route(self, logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]) -> Routing:
         moe = self.spec

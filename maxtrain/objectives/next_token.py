@@ -123,7 +123,9 @@ def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationCo
     """The pass through a model that trains: with what is random where the batch has keys, and
     at the embeddings nearby that the batch may ask for."""
     noise = None
-    if regularization != NO_NOISE and "keys" in batch:
+    lora = model.config.lora
+    has_dropout = lora.rank is not None and lora.dropout > 0
+    if (regularization != NO_NOISE or has_dropout) and "keys" in batch:
         left = 1.0
         if regularization.router_noise_steps is not None:
             passed = batch["steps"].astype(jnp.float32) / regularization.router_noise_steps

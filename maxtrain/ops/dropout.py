@@ -7,10 +7,11 @@ is computed is float32, and rounded to the type that came in.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 
-def fold(keys: Key[Array, " B"], place: Array | int) -> Key[Array, " B"]:
+def fold(keys: Key[Array, " B"], place: Array | np.uint32 | int) -> Key[Array, " B"]:
     """A key of each row for one place, such as a layer's index."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, place)
 

@@ -10,11 +10,10 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ from data_pipeline.errors import ConfigError, DataError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import LoraConfig, MeshConfig, ModelConfig, PrecisionConfig
-from maxtrain.config.values import section_leaves
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
@@ -46,34 +44,12 @@ from maxtrain.weights.codec import (
     Transpose,
     in_memory,
 )
-from maxtrain.weights.peft_experts import (
-    GATE_AND_UP,
-    Joined,
-    join_experts,
-    present_name,
-    split_experts,
-)
+from maxtrain.weights.peft_experts import Joined, join_experts, present_name, split_experts
+from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of
 
-CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 # What our parts of an adapter are called there.
 _PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-# What makes another model of the same tensors, or has more of them.
-_OTHER_MODELS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "bias",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-)
-# How A and B began, where that has left the weights as they were.
-_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 _TABLE_ROWS = 40
 
 
@@ -99,7 +75,7 @@ def write_adapters(
         for their_name, tensor in entry.forward([in_memory(ours[name])]).items():
             tensors[their_name] = tensor.whole()
     joined = join_experts(tensors)
-    settings = _settings(config, _targets(config, joined), base)
+    settings = settings_of(config.lora, _targets(config, joined), base)
     # What is not contiguous would be written in another order.
     written = {
         name: np.ascontiguousarray(tensor, np.float32) for name, tensor in joined.tensors.items()
@@ -121,7 +97,7 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
         DataError: a file is missing or damaged, or has other tensors than the model's adapters.
     """
     directory = directory.expanduser()
-    require_same_settings(directory, config)
+    require_same_settings(directory, config.lora)
     leaves = paths(abstract)
     table = _table(config, set(leaves))
     shapes = {name: variable.get_value().shape for name, variable in leaves.items()}
@@ -165,11 +141,6 @@ def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
     found = paths(read_adapters(directory, adapters, adapted))
     arrays = {path: np.asarray(variable[...]) for path, variable in found.items()}
     return AdapterSet(name, adapted.lora, arrays)
-
-
-def base_of(directory: Path) -> str | None:
-    """The model that adapters are for, as their files name it; None: they don't."""
-    return read_json(directory.expanduser() / CONFIG).get("base_model_name_or_path")
 
 
 def _abstract_adapters(config: ModelConfig) -> nnx.State:
@@ -279,15 +250,7 @@ def _is_plain(entry: Entry) -> bool:
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)
 
 
-class _Targets(NamedTuple):
-    """What has an adapter, as adapter_config.json has it: by whole names, since not all products of
-    one name need have one."""
-
-    modules: list[str]
-    parameters: list[str]
-
-
-def _targets(config: ModelConfig, joined: Joined) -> _Targets:
+def _targets(config: ModelConfig, joined: Joined) -> Targets:
     """What has an adapter.
 
     In a model with experts, PEFT takes every module that is called like a product of an expert for
@@ -305,128 +268,11 @@ def _targets(config: ModelConfig, joined: Joined) -> _Targets:
             parameters.add(f"{module}.weight")
         else:
             modules.add(module)
-    return _Targets(_without_prefix(modules), _without_prefix(parameters))
+    return Targets(_without_prefix(modules), _without_prefix(parameters))
 
 
 def _without_prefix(names: Iterable[str]) -> list[str]:
     return sorted(name.removeprefix("base_model.model.") for name in names)
-
-
-def _settings(config: ModelConfig, targets: _Targets, base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json.
-
-    UsageError: PEFT has no magnitudes for one of the adapters.
-    """
-    lora = config.lora
-    if lora.magnitudes and targets.parameters:
-        raise UsageError(
-            "model.lora.magnitudes=True: PEFT has none for feed-forward blocks of a model with "
-            "experts. Export the whole model with --format hf, or train adapters of attention "
-            r"alone: model.lora.targets='[attention\.]'."
-        )
-    patterns: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}}
-    if any(name.endswith(".gate_up_proj") for name in targets.parameters):
-        patterns = _patterns_of_gate_and_up(lora)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.scaling == "root",
-        "use_dora": lora.magnitudes,
-        "target_modules": targets.modules,
-        "target_parameters": targets.parameters or None,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        **patterns,
-    }
-
-
-def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
-    """Rank and alpha of the adapters of gate and up together, whose scale is that of the others."""
-    assert lora.rank is not None
-    factor = 2.0
-    if lora.scaling == "root":
-        factor = math.sqrt(2)
-    return {
-        "rank_pattern": {GATE_AND_UP: 2 * lora.rank},
-        "alpha_pattern": {GATE_AND_UP: factor * lora.alpha},
-    }
-
-
-def require_same_settings(directory: Path, config: ModelConfig) -> None:
-    """The settings of the adapters of a directory are those of a model.
-
-    Raises:
-        ConfigError: the files have another rank or scale than the model, or more than adapters.
-        DataError: there are no such files.
-    """
-    path = directory.expanduser() / CONFIG
-    if not path.exists():
-        raise DataError(
-            f"{directory}: has no {CONFIG}. Name a directory that PEFT's save_pretrained or "
-            "`maxtrain export --format peft` has written."
-        )
-    there = read_json(path)
-    lora = config.lora
-    problems = []
-    wanted = {
-        "r": ("rank", lora.rank),
-        "lora_alpha": ("alpha", lora.alpha),
-        "use_rslora": ("scaling", lora.scaling == "root"),
-        "use_dora": ("magnitudes", lora.magnitudes),
-    }
-    for name, (key, ours) in wanted.items():
-        theirs = there.get(name, False)
-        if theirs != ours:
-            mend = theirs
-            if name == "use_rslora":
-                mend = "root" if theirs else "rank"
-            problems.append(
-                f"model.lora.{key} does not fit {path}, which has {name}={theirs}. "
-                f"Set model.lora.{key}={mend}."
-            )
-    for name in _OTHER_MODELS:
-        if there.get(name, "none") not in ("none", None, False, []):
-            problems.append(
-                f"{path}: {name}={there[name]} is not supported, since only adapters are read. "
-                "Take the adapters into the weights with PEFT's merge_and_unload."
-            )
-    beginning = there.get("init_lora_weights", True)
-    if beginning not in _PLAIN_BEGINNINGS:
-        problems.append(
-            f"{path}: init_lora_weights={beginning} is not supported: it changes the weights, too. "
-            "Save the adapters with PEFT's path_initial_model_for_weight_conversion, or take them "
-            "into the weights with its merge_and_unload."
-        )
-    patterns = {name: there.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    if lora.rank is None or not _same_numbers(patterns, _patterns_of_gate_and_up(lora)):
-        for name, given in patterns.items():
-            if given:
-                problems.append(
-                    f"{path}: {name}={given} is not supported: all adapters have one rank and "
-                    "one scale. Take the adapters into the weights with PEFT's merge_and_unload."
-                )
-    if there.get("peft_type") != "LORA":
-        problems.append(f"{path}: peft_type={there.get('peft_type')} must be LORA. Use others.")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _same_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two sections of adapter_config.json are the same but for roundings."""
-    here = section_leaves(one)
-    there = section_leaves(other)
-    if not all(isinstance(value, int | float) for value in here.values()):
-        return False
-    return here.keys() == there.keys() and all(
-        math.isclose(here[name], there[name], rel_tol=1e-6) for name in here
-    )
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

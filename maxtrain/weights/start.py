@@ -41,7 +41,8 @@ from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import differing_keys, load_weights
-from maxtrain.weights.peft import read_adapters, require_same_settings
+from maxtrain.weights.peft import read_adapters
+from maxtrain.weights.peft_settings import dropout_note, require_same_settings
 
 # What `import` keeps in the folder of a run, since there are no data that have it.
 TOKENIZER_FOLDER = "tokenizer"
@@ -215,7 +216,12 @@ def starting_variables(
         loaded = starting_variables(base, config, plain, fresh_base, tell, fresh_score=fresh_score)
         if config.init_adapters is not None:
             _, adapters = split_adapters(variables)
-            return join(loaded, read_adapters(Path(config.init_adapters), adapters, model))
+            place = Path(config.init_adapters)
+            found = read_adapters(place, adapters, model)
+            note = dropout_note(place, model.lora)
+            if note:
+                tell(note)
+            return join(loaded, found)
         return with_magnitudes(join(loaded, fresh_adapters()))
     _require_agreement(path, config)
     new_score = nnx.State({})
@@ -303,7 +309,7 @@ def _require_fitting_adapters(
         if problems:
             raise ConfigError(problems)
     if config.init_adapters is not None and model.lora.rank is not None:
-        require_same_settings(Path(config.init_adapters), model)
+        require_same_settings(Path(config.init_adapters), model.lora)
 
 
 def _problems_of_adapters(
@@ -328,7 +334,8 @@ def _problems_of_adapters(
         return
     there = dataclasses.asdict(theirs)
     for key, value in dataclasses.asdict(ours).items():
-        if value != there[key]:
+        # Dropout is how adapters are trained, not what they are.
+        if value != there[key] and key != "dropout":
             was = show(there[key])
             yield (
                 f"model.lora.{key}={show(value)} must be {was}, as of the adapters in {path}. Set "

@@ -83,7 +83,10 @@ def checkpoints(tmp_path):
     manager.close()
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (8, 1), (2, 4), (1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((8, 1), (2, 4), (1, 1)))],
+)
 def test_restores_bitwise_onto_any_mesh(checkpoints, shape):
     state = state_on(mesh_of(4, 2))
     record = {"cursor": 12, "fingerprints": {"plan": "abc"}, "config": {"seed": 1}}

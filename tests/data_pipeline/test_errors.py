@@ -56,7 +56,7 @@ def test_a_command_that_starts_anew_does_not_promise_to_go_on(capsys):
     def job():
         raise KeyboardInterrupt
 
-    assert run_command(job, resumes=False) == 75
+    assert run_command(job, resumes=False) == 130
     assert capsys.readouterr().err == "interrupted. Run the same command again.\n"
 
 

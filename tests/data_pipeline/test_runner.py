@@ -220,6 +220,7 @@ def test_a_runner_that_does_not_start_leaves_finished_work_as_it_is(tmp_path, mo
     assert "Ray does not start" in capsys.readouterr().err and contents(out) == before
 
 
+@pytest.mark.long
 def test_two_attempts_at_one_unit_do_not_disturb_each_other(tmp_path, monkeypatch):
     """A machine that was thought lost writes on while another does its work."""
     both, tokenizer, failed = threading.Barrier(2), load_tokenizer("bytes"), []

@@ -17,11 +17,14 @@ from maxtrain.config.schema import (
     MeshConfig,
     ModelConfig,
     PrecisionConfig,
+    RegularizationConfig,
     TrainConfig,
 )
 from maxtrain.models.adapt import split_adapters, with_magnitudes
+from maxtrain.models.context import Noise
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.init import Initializer
+from maxtrain.models.linear import Linear
 from maxtrain.models.lora import Adapter, scale_of
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
@@ -231,7 +234,7 @@ def test_outputs_whose_weights_are_all_0_stay_0_and_finite():
     kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 4)), jnp.float32)
     kernel = kernel.at[:, 1].set(0)
     init = Initializer(InitConfig(), TINY, "float32")
-    adapter = Adapter(kernel, ("embed", "mlp"), 1, lora, init, jax.random.key(0))
+    adapter = Adapter(kernel, ("embed", "mlp"), 1, lora, init, jax.random.key(0), 0)
     graphdef, state = nnx.split(adapter)
     x = jnp.ones((3, 6))
 
@@ -292,9 +295,69 @@ def test_patterns_say_what_has_an_adapter(targets, products):
     assert found == products
 
 
-def test_a_pattern_of_nothing_is_refused_with_what_there_is():
-    with pytest.raises(ConfigError, match=r"targets: q_proj is found .*layers\.0\.attention\.q"):
-        build(with_lora(targets=("mlp", "q_proj")))
+def test_patterns_of_nothing_are_refused_together_with_what_there_is():
+    with pytest.raises(
+        ConfigError, match=r"targets: q_proj is found .*layers\.0\.attention\.q"
+    ) as told:
+        build(with_lora(targets=("mlp", "q_proj", "v_proj")))
+    assert len(told.value.problems) == 2
+
+
+def test_dropout_of_what_experts_see_is_refused():
+    config = dataclasses.replace(case_config("mixtral"), lora=LoraConfig(rank=2, dropout=0.1))
+    with pytest.raises(
+        ConfigError, match=r"dropout=0\.1 can't be of layers\.0\.mlp\.down.*Set model"
+    ):
+        nnx.eval_shape(lambda: build_model(config, EXACT, 0))
+    attention = dataclasses.replace(config.lora, targets=(r"attention\.", r"mlp\.router"))
+    nnx.eval_shape(lambda: build_model(dataclasses.replace(config, lora=attention), EXACT, 0))
+
+
+@pytest.mark.parametrize("magnitudes", [True, False])
+def test_dropout_is_of_what_adapters_see(magnitudes):
+    """As PEFT has it, with its masks: W x + (m / l - 1) W d + (m / l) s B A d, where d is what is
+    left of x, and without magnitudes m / l is 1. Forward, and the gradient of everything."""
+    rng = np.random.default_rng(0)
+    init = Initializer(InitConfig(), TINY, "float32")
+    recipe = Recipe.of("float32")
+    linear = Linear(jax.random.key(0), {"heads": 2, "head_dim": 3}, {"embed": 5}, init, recipe)
+    lora = LoraConfig(rank=2, alpha=6.0, dropout=0.4, magnitudes=magnitudes)
+    axes = linear.kernel_axes
+    linear.adapter = Adapter(linear.kernel[...], axes, 2, lora, init, jax.random.key(1), 2**32 - 1)
+    graphdef, state = nnx.split(linear)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype), state)
+    x = jnp.asarray(rng.standard_normal((4, 7, 2, 3)), jnp.float32)
+    noise = Noise(RegularizationConfig(), jax.random.split(jax.random.key(2), 4))
+    mask = noise.of_adapter(jnp.ones((4, 7, 6)), 2**32 - 1, 0.4)
+    assert 0.2 < float((mask == 0).mean()) < 0.6
+    assert (mask != noise.of_adapter(jnp.ones((4, 7, 6)), 0, 0.4)).any(), "each product has its own"
+
+    def ours(state, x, noise=noise):
+        return nnx.merge(graphdef, state)(x, noise)
+
+    def theirs(state, x):
+        named = {name: variable[...] for name, variable in paths(state).items()}
+        x = x.reshape(4, 7, 6)
+        left = x * mask
+        kernel = named["kernel"].reshape(6, 5)
+        change = 3.0 * named["adapter.a"].reshape(6, 2) @ named["adapter.b"]
+        if not magnitudes:
+            return x @ kernel + left @ change
+        length = jax.lax.stop_gradient(jnp.linalg.norm(kernel + change, axis=0))
+        ratio = named["adapter.magnitude"] / length
+        return x @ kernel + (ratio - 1) * (left @ kernel) + ratio * (left @ change)
+
+    def total(function):
+        return jax.value_and_grad(lambda *given: jnp.sin(function(*given)).sum(), (0, 1))
+
+    found = jax.tree.leaves((total(ours)(state, x), ours(state, x)))
+    expected = jax.tree.leaves((total(theirs)(state, x), theirs(state, x)))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    plain = dataclasses.replace(lora, dropout=0.0)
+    linear.adapter = Adapter(linear.kernel[...], axes, 2, plain, init, jax.random.key(1), 0)
+    without = nnx.merge(nnx.split(linear)[0], state)
+    np.testing.assert_array_equal(ours(state, x, None), without(x, noise))
 
 
 def test_adapters_train_and_what_is_named_beside_them():

@@ -140,6 +140,7 @@ def test_what_was_read_is_what_was_written(folders):
     assert len(found.arrays) == 4
 
 
+@pytest.mark.long
 def test_numbers_of_adapters_that_are_not_there_are_refused(folders):
     engine = Engine(side_by_side(folders[:1], base()), slots=1)
     with pytest.raises(UsageError, match=r"adapter=2 must be 0 .* the 1 sets"):

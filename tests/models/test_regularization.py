@@ -11,7 +11,14 @@ import pytest
 from flax import nnx
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RegularizationConfig
+from maxtrain.config.schema import (
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RegularizationConfig,
+)
+from maxtrain.models.adapt import split_adapters
 from maxtrain.models.context import Noise
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
@@ -50,12 +57,18 @@ EACH = [
     for field in dataclasses.fields(ALL)
     if not field.name.startswith("router_noise")
 ]
+NO_LORA = LoraConfig()
 B, T = 8, 12
 
 
 @functools.cache
-def weights():
-    return nnx.state(build_model(MODEL, EXACT, 0))
+def weights(lora=NO_LORA):
+    """Of the model; what adapters begin with is not 0."""
+    state = nnx.state(build_model(dataclasses.replace(MODEL, lora=lora), EXACT, 0))
+    rng = np.random.default_rng(1)
+    others, adapters = split_adapters(state)
+    drawn = jax.tree.map(lambda x: jnp.float32(0.3 * rng.standard_normal(x.shape)), adapters)
+    return nnx.merge_state(others, drawn)
 
 
 def batch():
@@ -103,7 +116,8 @@ def run(regularization=ALL, accumulation=1, step=4, mesh=(1, 1, 1), **model):
     forward = compiled(regularization, accumulation, **model)
     devices = make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
     rows = named_sharding(devices, ("activation_batch", "activation_length"))
-    arrays, params = jax.device_put(batch(), rows), jax.tree.map(np.asarray, weights())
+    params = jax.tree.map(np.asarray, weights(model.get("lora", NO_LORA)))
+    arrays = jax.device_put(batch(), rows)
     with jax.set_mesh(devices):
         return jax.tree.map(np.asarray, forward(params, arrays, np.int32(step)))
 
@@ -140,6 +154,24 @@ def test_masks_are_the_same_scanned_or_unrolled_and_recomputed():
 def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches():
     assert_same(run(accumulation=4), plain())
     assert_same(run(accumulation=2, mesh=(2, 1, 4)), plain())
+
+
+@pytest.mark.long
+def test_dropout_of_adapters_follows_the_keys_of_rows_too():
+    """However it runs; and in evaluation there is none."""
+    lora = LoraConfig(rank=2, alpha=2.0, dropout=0.3)
+    none = RegularizationConfig()
+    expected = run(none, lora=lora)
+    without = run(none, lora=dataclasses.replace(lora, dropout=0.0))
+    assert abs(expected[0] - without[0]) > 1e-4
+    assert abs(expected[0] - run(none, lora=lora, step=5)[0]) > 1e-4
+    split = {"accumulation": 2, "mesh": (2, 1, 4)}
+    assert_same(run(none, **split, lora=lora, scan_layers=False, remat="full"), expected)
+    model = dataclasses.replace(MODEL, lora=lora)
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(model, EXACT)))[0]
+    nll = make_eval_step({POLICY: graphdef}, next_token())
+    evaluated = nll({POLICY: weights(lora)}, batch() | keys())["nll"]
+    assert float(evaluated.mean()) == pytest.approx(float(without[0]), rel=1e-6)
 
 
 @pytest.mark.long

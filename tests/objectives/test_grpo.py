@@ -198,6 +198,7 @@ def test_advantages_of_zero_teach_nothing(policy):
     assert norm(gradient) == 0.0
 
 
+@pytest.mark.long
 def test_a_masked_completion_counts_where_completions_are_divided_by(policy):
     """As others do with mask_truncated_completions: it is one of the group."""
     here = completions()

@@ -165,6 +165,7 @@ def test_the_imbalance_of_rows_adds_up_and_ignores_padding():
     assert (np.asarray(slope)[np.asarray(is_token)] != 0).any(-1).all()
 
 
+@pytest.mark.long
 def test_the_imbalance_of_micro_batches_that_know_all_choices_adds_up_to_that_of_the_batch():
     logits, is_token, _ = drawn()
     routing = choose(logits, is_token, 2)

@@ -502,7 +502,7 @@ def read_with(model, prompts, count=12, sampling=GREEDY, **options):
 @pytest.mark.parametrize(
     ("case", "sampling"),
     [
-        (None, RANDOM),
+        pytest.param(None, RANDOM, marks=pytest.mark.long),
         pytest.param(None, GREEDY, marks=pytest.mark.long),
         pytest.param("deepseek_v3", RANDOM, marks=pytest.mark.long),
         pytest.param("gemma3", RANDOM, marks=pytest.mark.long),

@@ -75,8 +75,8 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def end(self):
-        self.process.send_signal(signal.SIGTERM)
+    def end(self, how=signal.SIGTERM):
+        self.process.send_signal(how)
         out, errors = self.process.communicate(timeout=120)
         return self.process.returncode, out, errors
 
@@ -392,7 +392,7 @@ def test_what_was_done_is_counted(served):
 
 @pytest.mark.long
 def test_what_is_on_its_way_is_done_before_the_end(folder):
-    served = Served("--hf", str(folder), "--name", "small")
+    served = Served(str(folder), "--name", "small")
     stream = iter(slow(served))
     next(stream)
     ended = []
@@ -423,7 +423,8 @@ def test_a_run_is_served(folder, adapters, expected, tmp_path):
     assert tuned.choices[0].text not in ("", answer.choices[0].text)
     with pytest.raises(openai.BadRequestError, match="there is room for 59"):
         served.client.completions.create(model="llama", **options | {"max_tokens": 60})
-    assert served.end()[0] == 0
+    code, _, errors = served.end(signal.SIGINT)
+    assert code == 130 and "Traceback" not in errors
 
 
 def test_a_port_that_is_taken_is_said_at_once(folder, capsys):
@@ -449,6 +450,7 @@ def test_options_that_can_not_be(folder, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_model_with_adapters_is_asked_for_by_their_name(served, folder, adapters, expected):
     """In one batch with those who ask for the model itself."""
     tokenizer = load_tokenizer(folder)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import random
+import unicodedata
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from maxtrain.export_gguf import export_gguf
 from maxtrain.models import mlp
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.registry import build_model
+from maxtrain.ops.digest import leaf_names
 from maxtrain.verify import logits
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.gguf import tensors as gguf_tensors
@@ -150,7 +152,7 @@ def test_llama_cpp_computes_the_same(case, place, tmp_path):
     assert written.difference <= 1e-5 and written.size > 300_000
     difference = largest_difference(tmp_path / "a.gguf", expected, ids)
     if case == "gemma3":
-        # A last bit more or less decides between neighbours in the table.
+        # A last bit more or less decides between neighbours in the table. In float16: see below.
         assert difference < 1e-3
         return
     assert difference < 1e-4
@@ -296,12 +298,41 @@ def test_parameters_in_bfloat16_are_written_as_they_are(place, tmp_path):
 
 
 @pytest.mark.long
-def test_llama_cpp_reads_quantised_numbers_as_we_do(place, tmp_path):
-    """Its own products round activations too, so that they are near, not equal."""
+@pytest.mark.usefixtures("gelu_of_llama_cpp")
+def test_llama_cpp_reads_numbers_of_gemma_3_as_we_do(place, tmp_path, monkeypatch):
+    """It rounds activations too in products with rounded weights, so that it is near to what these
+    weights give here, not equal. The weights as they were are much further away."""
+    stored = {}
+
+    def keep(model, table, tensors):
+        stored.update(tensors)
+        return 0.0, 1.0
+
+    # In the place of the comparison, which takes the arrays of the model away.
+    monkeypatch.setattr(job, "_compare", keep)
+    config = config_of("gemma3")
+    table = gguf_table(config)
+    model = build(config)
+    graphdef, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    shapes = {name: leaf.shape for name, leaf in zip(leaf_names(state), leaves, strict=True)}
     ids = some_ids()
-    expected = expected_of(build(PLAIN), ids)
-    write(build(PLAIN), place, tmp_path / "a.gguf", "q8_0")
-    assert largest_difference(tmp_path / "a.gguf", expected, ids) < 0.3
+    exact = expected_of(model, ids)
+    near = {"f16": 2e-2, "bf16": 0.1}
+    for quant in QUANTS.keys() - {"f32"}:
+        path = tmp_path / f"{quant}.gguf"
+        write(model, place, path, quant)
+        arrays = {}
+        for entry in table:
+            found = entry.inverse(stored, [shapes[name] for name in entry.ours])
+            arrays |= {name: jnp.asarray(tensor.whole()) for name, tensor in found.items()}
+        rounded = jax.tree.unflatten(structure, [arrays[name] for name in shapes])
+        expected = expected_of(nnx.merge(graphdef, rounded), ids)
+        assert largest_difference(path, expected, ids) < near.get(quant, 0.3), quant
+        if quant == "f16":
+            assert largest_difference(path, exact, ids) < 2e-2
+        if quant.startswith(("q4", "q5")):
+            assert np.abs(expected - exact).max() > 1.0, quant
 
 
 @pytest.mark.parametrize(
@@ -423,12 +454,21 @@ UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 OTHERS = r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CLASSES = f"{UPPER}*{LOWER}+|{UPPER}+{LOWER}*|{OTHERS}"
+SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = f"{UPPER}*{LOWER}+{SHORT}|{UPPER}+{LOWER}*{SHORT}|{OTHERS.replace('N}', 'N}{1,3}', 1)}"
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def split(pattern):
+def split(*patterns):
     step = {"type": "Split", "behavior": "Isolated", "invert": False}
-    return [step | {"pattern": {"Regex": pattern}}, BYTES | {"use_regex": False}]
+    steps = [step | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    return [*steps, BYTES | {"use_regex": False}]
 
 
 def sentencepiece(prefix=True):
@@ -478,9 +518,25 @@ TOKENIZERS = {
     "dbrx": functools.partial(byte_level, split(LLAMA3)),
     "qwen2": functools.partial(byte_level, split(LLAMA3.replace("{1,3}", ""))),
     "tekken": functools.partial(byte_level, split(CLASSES), ignore_merges=True),
+    "gpt-4o": functools.partial(byte_level, split(O200K)),
+    "deepseek-v3": functools.partial(byte_level, split(*DEEPSEEK)),
     "default": sentencepiece,
     "no prefix": functools.partial(sentencepiece, prefix=False),
 }
+
+
+# These know capital letters of ASCII alone there, and no marks.
+ASCII_CAPITALS = ("gpt-4o", "tekken")
+
+
+def without_other_capitals(text):
+    """A text without what these rules take otherwise."""
+    kept = []
+    for letter in text:
+        kind = unicodedata.category(letter)
+        if letter.isascii() or (kind not in ("Lu", "Lt") and not kind.startswith("M")):
+            kept.append(letter)
+    return "".join(kept)
 
 
 @pytest.mark.parametrize(
@@ -494,14 +550,19 @@ def test_llama_cpp_finds_the_same_ids(name, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZERS[name]()))
     tokenizer = load_tokenizer(tmp_path)
     config = dataclasses.replace(PLAIN, num_layers=1, vocab_size=tokenizer.vocab_size + 3)
-    write(build(config), tmp_path, tmp_path / "a.gguf")
+    written = write(build(config), tmp_path, tmp_path / "a.gguf")
     fields, _ = describe_tokenizer(tokenizer, {}, config.vocab_size)
     said = {field.key: field.value for field in fields}
     assert said["tokenizer.ggml.pre"] == name.replace("no prefix", "default")
     theirs = LlamaCpp(tmp_path / "a.gguf")
     rng = random.Random(0)
     drawn = ["".join(rng.choices("".join(AWKWARD), k=30)) for _ in range(40)]
-    for text in [*AWKWARD, *drawn]:
+    texts = [*AWKWARD, *drawn]
+    if name in ASCII_CAPITALS:
+        assert theirs.tokenize("aØ") != tokenizer.encode("aØ").tolist(), "the note is too much"
+        assert "capital letters of ASCII alone" in written.notes[0]
+        texts = [without_other_capitals(text) for text in texts]
+    for text in texts:
         assert theirs.tokenize(text) == tokenizer.encode(text).tolist(), repr(text)
     begin = said["tokenizer.ggml.bos_token_id"]
     assert theirs.tokenize("a b", begin=True) == [begin, *tokenizer.encode("a b").tolist()]

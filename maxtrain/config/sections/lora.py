@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.limits import as_float32
 
 _ADAPTED = UsedBy(
     {"model.lora.rank": AllBut(None)},
@@ -46,6 +47,12 @@ class LoraConfig:
         "also train the length of each output's weights, apart from their direction (DoRA)",
         used_by=_ADAPTED,
     )
+    dropout: float = key(
+        0.0,
+        "probability of dropping each input of an adapter in training; adapters of experts have none",
+        low=0,
+        used_by=_ADAPTED,
+    )
     base: Literal["full", "int8", "nf4"] = key(
         "full",
         "weights of products with adapters: full: in precision.params; int8: in 8 bits; "
@@ -62,9 +69,14 @@ class LoraConfig:
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:
-    """Patterns that are none, and blocks that do not fill bytes."""
+    """Patterns that are none, a rate that drops everything, and blocks that do not fill bytes."""
     if lora.rank is None:
         return
+    if as_float32(lora.dropout) >= 1:
+        yield (
+            f"model.lora.dropout={lora.dropout} must be less than 1. "
+            "Set model.lora.dropout=0.1, for example."
+        )
     if not lora.targets:
         yield (
             "model.lora.targets=[] names no product, and model.lora.rank is set. "

@@ -26,24 +26,35 @@ _CONTROL = 3
 _FOUND_IN_TEXT = 4
 _UNUSED = 5
 _BYTE = 6
-# How words are found, by regular expression. With each, whether a word that is a token stays whole,
-# whatever the merges say.
+# How words are found, by the regular expressions of one step after the other. With each, whether a
+# word that is a token stays whole, whatever the merges say.
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O = (
+    f"{_UPPER}*{_LOWER}+{_SHORT_FORMS}|{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
+    rf"|\p{{N}}{{1,3}}|{_OTHERS}"
+)
+_TEKKEN = rf"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}"
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _RULES = {
-    (_LLAMA3, True): "llama-bpe",
-    (_LLAMA3, False): "dbrx",
-    (_LLAMA3.replace("{1,3}", ""), False): "qwen2",
-    (
-        f"{_UPPER}*{_LOWER}+{_SHORT_FORMS}|{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
-        rf"|\p{{N}}{{1,3}}|{_OTHERS}",
-        False,
-    ): "gpt-4o",
-    (rf"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}", True): "tekken",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "dbrx",
+    ((_LLAMA3.replace("{1,3}", ""),), False): "qwen2",
+    ((_GPT_4O,), False): "gpt-4o",
+    ((_TEKKEN,), True): "tekken",
+    (_DEEPSEEK_V3, False): "deepseek-v3",
 }
+# Of these, llama.cpp tells capital from small letters in ASCII alone, and takes no mark for a part
+# of a word: https://github.com/ggml-org/llama.cpp/issues/21675 and /27783.
+_ASCII_CAPITALS = ("gpt-4o", "tekken")
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"
 _INSTEAD = "Export with --format hf"
@@ -90,6 +101,15 @@ def describe_tokenizer(
     if record["model"].get("byte_fallback"):
         fields = _sentencepiece(name, record, tokenizer, vocab_size)
     else:
+        if rule is None:
+            rule = _rule(name, record, tokenizer)
+        if rule in _ASCII_CAPITALS:
+            notes.append(
+                f"llama.cpp's rules for words of {rule} know capital letters of ASCII alone, and no "
+                "accents apart from their letters: words such as \u201caÉb\u201d, with a capital letter of "
+                "another alphabet inside, and those of scripts with marks, as Devanagari and Thai, "
+                "may have other ids there."
+            )
         fields = _byte_level(name, record, tokenizer, vocab_size, rule)
         if record.get("normalizer"):
             kind = record["normalizer"]["type"]
@@ -106,9 +126,9 @@ def describe_tokenizer(
 
 
 def _byte_level(
-    name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int, rule: str | None
+    name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int, rule: str
 ) -> list[Field]:
-    """The keys of byte-level BPE."""
+    """The keys of byte-level BPE; `rule`: llama.cpp's name of how words are found."""
     model = record["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
@@ -116,8 +136,6 @@ def _byte_level(
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     if not alphabet <= model["vocab"].keys():
         raise Refused(name, "has no token for some bytes, and is not byte-level BPE")
-    if rule is None:
-        rule = _rule(name, record, tokenizer)
     merges = [_joined(merge) for merge in model["merges"]]
     return [
         Field("tokenizer.ggml.model", "string", "gpt2"),
@@ -152,8 +170,8 @@ def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
         else:
             raise unknown
     else:
-        pattern = _pattern(first)
-        rules = {kept: found for (known, kept), found in _RULES.items() if known == pattern}
+        patterns = _patterns(first)
+        rules = {kept: found for (known, kept), found in _RULES.items() if known == patterns}
         if not rules:
             raise unknown
         # Best the one that does the same with whole words.
@@ -164,13 +182,18 @@ def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
     return found
 
 
-def _pattern(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """The regular expression of the one step that divides text; None: there is no such one."""
-    if len(steps) != 1 or steps[0]["type"] != "Split":
-        return None
-    if steps[0]["behavior"] != "Isolated" or steps[0]["invert"]:
-        return None
-    return steps[0]["pattern"].get("Regex")
+def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
+    """The regular expressions of steps that each divide a text at all matches; None: one is of
+    another kind."""
+    found = []
+    for step in steps:
+        if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
+            return None
+        pattern = step["pattern"].get("Regex")
+        if pattern is None:
+            return None
+        found.append(pattern)
+    return tuple(found)
 
 
 def _merges_reach_all(tokenizer: JsonTokenizer, record: Any) -> bool:

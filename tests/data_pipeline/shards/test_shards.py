@@ -540,6 +540,7 @@ def mapped(directory):
     return Path("/proc/self/maps").read_text().count(f"{directory}/")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux' table of mappings")
 def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_reader(large):
     gc.collect()  # what is left of earlier readers

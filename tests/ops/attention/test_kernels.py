@@ -209,6 +209,7 @@ def test_gradients_have_the_types_of_their_arguments(kernel):
     assert [x.dtype for x in results] == [jnp.float32, jnp.float32, cache_type, cache_type]
 
 
+@pytest.mark.long
 def test_the_square_of_scores_is_never_in_memory():
     """Compiled, forward and backward, xla needs a fraction of one float32 array of all scores;
     eager needs more than one."""

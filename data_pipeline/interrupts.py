@@ -1,0 +1,93 @@
+"""Ctrl-C of a command that does not go on where it was: it ends within two seconds, whatever it is
+computing, and leaves nothing behind.
+
+Python tells of a signal between two of its own steps. A library that computes for minutes in one
+step would keep the command alive so long, so that a thread ends the process then.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+# As a shell tells that SIGINT has ended a program.
+INTERRUPTED = 128 + signal.SIGINT
+MESSAGE = "interrupted. Run the same command again."
+# That the command has for its own end, in which it cleans up.
+_SECONDS = 1.5
+# What a command is writing, and nobody is to find.
+_unfinished: set[Path] = set()
+
+
+@contextlib.contextmanager
+def unfinished(directory: Path) -> Iterator[None]:
+    """In the block, a directory is removed if the process is ended by the thread."""
+    _unfinished.add(directory)
+    try:
+        yield
+    finally:
+        _unfinished.discard(directory)
+
+
+def end_at_ctrl_c() -> None:
+    """From now on Ctrl-C ends the process at once, until `ending_at_ctrl_c`: there is nothing to
+    clean up yet, and an exception would show a traceback of whatever is being imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_now)
+
+
+@contextlib.contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """In the block, Ctrl-C raises KeyboardInterrupt, and ends the process if that does not.
+
+    Nothing is done outside of the main thread, or where Ctrl-C is ignored or has another handler.
+    Handlers that the block sets itself are left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) not in (
+        signal.default_int_handler,
+        _end_now,
+    ):
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(reading, ended), daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        # The end of what it reads ends the thread.
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+def _watch(reading: int, ended: threading.Event) -> None:
+    """Ends the process some time after a SIGINT that nobody else has a handler for."""
+    while numbers := os.read(reading, 1):
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if numbers[0] == signal.SIGINT and is_ours and not ended.wait(_SECONDS):
+            _end_now()
+
+
+def _end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
+    """Ends the process, even if nobody reads stderr."""
+    del number, frame
+    try:
+        for directory in tuple(_unfinished):
+            shutil.rmtree(directory, ignore_errors=True)
+        os.set_blocking(2, False)
+        os.write(2, f"{MESSAGE}\n".encode())
+    finally:
+        os._exit(INTERRUPTED)
