@@ -263,8 +263,12 @@ def _read_template(path: Path | None) -> bytes | None:
     return content
 
 
-def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[str]:
+def _describe(out: Path, exported: Exported, dtype: str, config: RunConfig) -> list[str]:
     """What a person sees of an export."""
+    params = config.precision.params
+    loader = "AutoModelForCausalLM"
+    if config.model.score:
+        loader = "AutoModelForSequenceClassification"
     size = sum(exported.files.values())
     lines = [f"{out}: {', '.join(exported.files)} ({size / 1e6:,.1f} MB)"]
     verified = exported.verified
@@ -280,7 +284,7 @@ def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[st
     what = "load its weights"
     if SETTINGS in exported.files:
         what = "load it"
-    lines.append(f'{what}: AutoModelForCausalLM.from_pretrained("{out}")')
+    lines.append(f'{what}: {loader}.from_pretrained("{out}")')
     return lines
 
 
@@ -291,6 +295,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         asked = _parse(argv, program)
         out = asked.out.expanduser()
         config = read_run_config(asked.run)
+        if config.model.score and asked.format != "hf":
+            raise UsageError(
+                f"--format {asked.format}: has no place for the score of a reward model, which "
+                f"{asked.run} is. Leave it out."
+            )
         if asked.format == "gguf":
             require_suffix(out)
             require_no_file(out)
@@ -336,7 +345,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             card,
             tell_on_stderr,
         )
-        for line in _describe(out, exported, dtype, config.precision.params):
+        for line in _describe(out, exported, dtype, config):
             print(line)
 
     return run_command(job, resumes=False)

@@ -201,7 +201,10 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
     """
     maxtrain = _program("maxtrain") or "maxtrain"
     generate = [maxtrain, "generate", str(folder)]
-    if is_of_chats:
+    if config.model.score:
+        # It writes nothing.
+        commands = {}
+    elif is_of_chats:
         commands = {"talk to it": [*generate, "--chat"]}
     else:
         prompt = next(iter(config.observe.prompts), "Once upon a time")

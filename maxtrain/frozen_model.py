@@ -18,6 +18,7 @@ from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
 from maxtrain.models.families.directory import FREE, read_config, read_json
 from maxtrain.objectives.distill import TEACHER
@@ -59,7 +60,8 @@ class FrozenModel:
         """What is computed with its arrays, as a hash: a change of its config may be another
         model with the same weights."""
         model = dataclasses.asdict(self.model)
-        decides = {key: value for key, value in model.items() if key not in FREE}
+        # Models with a score are refused.
+        decides = {key: value for key, value in model.items() if key not in {*FREE, "score"}}
         text = json.dumps([decides, dataclasses.asdict(self.precision)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -143,11 +145,13 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         return None
     asked_for = config.dpo.reference
     needed_by = f"dpo.loss_type={config.dpo.loss_type}"
-    without = "dpo.loss_type=simpo"
+    without = ", or dpo.loss_type=simpo"
+    if config.dpo.loss_type in UNPAIRED:
+        without = ""
     if config.objective == "grpo":
         asked_for = config.grpo.reference
         needed_by = f"grpo.beta={config.grpo.beta}"
-        without = "grpo.beta=0"
+        without = ", or grpo.beta=0"
     key = f"{config.objective}.reference"
     if asked_for is not None:
         return find_model(REFERENCE, asked_for, f"{key}=")
@@ -163,7 +167,7 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         raise ConfigError(
             f"objective={config.objective} with {needed_by} compares the policy with a "
             "reference, and there is none. Set model=DIR or checkpoint.init_from to the model that "
-            f"is to learn, or {key} to another one, or {without}."
+            f"is to learn, or {key} to another one{without}."
         )
     return find_model(REFERENCE, config.checkpoint.init_from, "checkpoint.init_from=")
 
@@ -181,6 +185,17 @@ def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
         UserError: something is wrong with its config.
     """
     name = f"{asked_by}{place}"
+    found = _find_model(role, place, name)
+    if found.model.score:
+        raise ConfigError(
+            f"{name} is a reward model, whose score can't be compared with the logits of another. "
+            f"Name a model of text as the {role}."
+        )
+    return found
+
+
+def _find_model(role: str, place: str, name: str) -> FrozenModel:
+    """As `find_model`, whatever the model gives."""
     directory = Path(place).expanduser().absolute()
     if (directory / "config.json").exists():
         precision = _stored_precision(directory)

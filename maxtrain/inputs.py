@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
+from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.models.cost import relative_quadratic
 from maxtrain.run_state import RunState
@@ -185,6 +186,41 @@ def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
         if length == 0:
             rule = "is empty, and this tokenizer has no token that a document begins with"
             raise ConfigError(f"{key} {rule}. Give some text, or leave it out.")
+
+
+def require_answers(
+    config: RunConfig, data: TrainingData, sets: Mapping[str, EvaluationData]
+) -> None:
+    """ConfigError: training data or a set are not the answers that the objective compares: pairs, or
+    answers with a label."""
+    if config.objective not in ("dpo", "reward"):
+        return
+    read = {}
+    for name, shards in zip(data.plan.names, data.shards):
+        read[f"data.sources.{name}.path"] = shards
+    for name, eval_set in sets.items():
+        read[f"eval.sets.{name}.path"] = eval_set.shards
+    for key, shards in read.items():
+        where = f"{key}={shards.path}"
+        if config.objective == "dpo" and config.dpo.loss_type in UNPAIRED:
+            if shards.group != 1 or not shards.valued:
+                raise ConfigError(
+                    f"dpo.loss_type={config.dpo.loss_type} learns from answers with a label, and "
+                    f"{where} holds none. Make them with `prepare --preferences` from prompt, "
+                    "completion and label, or set dpo.loss_type=sigmoid for pairs."
+                )
+            continue
+        if shards.group != 2:
+            raise ConfigError(
+                f"objective={config.objective} compares two answers, and {where} holds no pairs. "
+                "Make pairs with `prepare --preferences`, or set objective=dpo and "
+                "dpo.loss_type=kto for answers with a label."
+            )
+        if config.objective == "reward" and config.reward.margin and not shards.valued:
+            raise ConfigError(
+                f"reward.margin=True needs the margin of each pair, and {where} has none. Prepare "
+                "it with --margin, or leave reward.margin out."
+            )
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:

@@ -26,7 +26,7 @@ from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for
-from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.inputs import open_data, require_answers, with_vocabulary
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
@@ -64,6 +64,7 @@ from maxtrain.weights.sample import sampled_hash
 from maxtrain.weights.start import (
     require_same_meaning,
     require_same_tokenizer,
+    split_score,
     starting_variables,
 )
 
@@ -132,14 +133,24 @@ class Parts:
         def random_variables() -> nnx.State:
             return policy_variables(self._random_state())
 
+        def adapters_of(variables: nnx.State) -> nnx.State:
+            return split_adapters(variables)[1]
+
+        def score_of(variables: nnx.State) -> nnx.State:
+            return split_score(variables)[0]
+
+        fresh_adapters = None
+        if config.model.lora.rank is not None:
+            fresh_adapters = functools.partial(self._random_part, adapters_of)
         variables = starting_variables(
             policy_variables(self.abstract),
             config.checkpoint,
             config.model,
             random_variables,
             tell,
-            self._random_adapters if config.model.lora.rank is not None else None,
+            fresh_adapters,
             config.precision,
+            functools.partial(self._random_part, score_of),
         )
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
@@ -177,14 +188,17 @@ class Parts:
             config.init,
         )
 
-    def _random_adapters(self) -> nnx.State:
-        """New adapters, without the weights that they are for."""
+    def _random_part(self, part: Callable[[nnx.State], nnx.State]) -> nnx.State:
+        """New values of a part of the variables, without the others.
+
+        `part`: takes it out of all variables.
+        """
         config = self.config
-        _, abstract = split_adapters(policy_variables(self.abstract))
+        abstract = part(policy_variables(self.abstract))
 
         def create(key: jax.Array) -> nnx.State:
             model = build_model(config.model, config.precision, key, config.init)
-            return split_adapters(nnx.state(model))[1]
+            return part(nnx.state(model))
 
         program = jax.jit(create, out_shardings=shardings(abstract))
         return program(jax.random.key(self._init_seed))
@@ -279,7 +293,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if saved is not None:
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
-    require_pairs(config.objective, data)
+    require_answers(config, data, sets)
     if config.objective == "grpo":
         longest = config.grpo.max_completion_length
         require_prompts(data, longest)
@@ -319,17 +333,6 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
-def require_pairs(objective: str, data: TrainingData) -> None:
-    """ConfigError: preferences are to be learnt from data that are no pairs."""
-    if objective != "dpo" or data.group == 2:
-        return
-    name = data.plan.names[0]
-    raise ConfigError(
-        f"objective=dpo compares two answers, and data.sources.{name}.path={data.shards[0].path} "
-        "holds no pairs. Make pairs with `prepare --preferences`, or set objective=next_token."
-    )
-
-
 def _with_warmup_of_plan(
     config: RunConfig, num_steps: int, kept: dict[str, Any]
 ) -> tuple[RunConfig, str]:
@@ -367,6 +370,7 @@ def make_parts(
         config.loss,
         config.distill,
         config.dpo,
+        config.reward,
         config.grpo,
         config.regularization,
         config.optimizer.normalize,

@@ -143,7 +143,7 @@ def _open_run(place: str, run: str, step: str) -> Tensors:
     family = FAMILIES[model.config.family]
     _, params = nnx.split(model)
     ours = lazy_parameters(params)
-    table = family.table(model.config)
+    table = family.tensors(model.config)
     found = tensors_in_order(table, ours)
     dtypes = tensor_dtypes(table, ours, config.precision.params)
     ordered = {name: found[name] for name in sorted(found)}

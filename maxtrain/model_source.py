@@ -151,13 +151,22 @@ def tell_on_stderr(line: str) -> None:
 
 
 def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
-    """The model that the arguments name, and its tokenizer; `mesh` and errors as of `load_run`."""
+    """The model that the arguments name, and its tokenizer; `mesh` and errors as of `load_run`.
+
+    UsageError: it is a reward model, which has no logits.
+    """
     if asked.hf is None:
-        return load_run(asked.run, asked.step, mesh)
-    tokenizer = load_tokenizer(asked.hf)
-    # Before the weights are read.
-    require_fitting_tokenizer(asked.hf, tokenizer, read_config(asked.hf))
-    model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
+        model, tokenizer = load_run(asked.run, asked.step, mesh)
+    else:
+        tokenizer = load_tokenizer(asked.hf)
+        # Before the weights are read.
+        require_fitting_tokenizer(asked.hf, tokenizer, read_config(asked.hf))
+        model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
+    if model.config.score:
+        raise UsageError(
+            f"{asked.run or asked.hf}: is a reward model, which scores texts and has no logits. Name a "
+            "model of text; what a reward model is worth is in the evaluations of its run."
+        )
     return model, tokenizer
 
 

@@ -64,6 +64,7 @@ class Validation:
         self._policy = job.policy_graphdef
         self._step = make_eval_step(job.graphdefs, job.objective)
         self._loss = job.objective.loss.name
+        self._counted = job.objective.counted
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
         self.best: dict[str, Best] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
@@ -210,7 +211,15 @@ class Validation:
                 yield layout.to_global(batch.arrays)
             raise_together(errors[0] if errors else None)
 
-        return evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes, self._summed)
+        return evaluate(
+            self._step,
+            params,
+            placed(),
+            num_tokens,
+            eval_set.text_bytes,
+            self._summed,
+            self._counted,
+        )
 
     def _answered(
         self, name: str, params: Mapping[str, nnx.State]

@@ -12,6 +12,7 @@ from data_pipeline import prepare
 from maxtrain import evaluate, replay
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
+from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.ops.preference import LOSSES
 from maxtrain.rl.rewards.registry import PROFILES, names_of_ours
@@ -50,10 +51,15 @@ def test_the_table_has_all_rewards():
 
 def test_the_table_has_all_losses_of_preferences():
     (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
-    rows = re.findall(r"^\| (`\w.*?) \|", section, re.MULTILINE)
-    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(listed) == sorted(LOSSES)
+    assert sorted(names_in_table(section)) == sorted(LOSSES)
     assert DpoConfig().loss_type in LOSSES
+    (section,) = [section for section in SECTIONS if section.startswith("Answers with a label\n")]
+    assert sorted(names_in_table(section)) == sorted(UNPAIRED)
+
+
+def names_in_table(section):
+    rows = re.findall(r"^\| (`\w[^.]*?) \|", section, re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
 
 
 def write_pairs(path):
@@ -84,6 +90,46 @@ def test_the_commands_of_preferences_work_in_order(tmp_path):
     assert first["preference"] == pytest.approx(0.693, abs=1e-3)
     assert last["preference"] < 0.5 * first["preference"]
     assert last["reward_accuracy"] > 0.9
+
+
+def write_labels(path):
+    lines = []
+    for name in NAMES:
+        for thing, colour in COLOURS.items():
+            prompt = f"I am {name}. What colour is {thing}?"
+            for completion, is_good in ((f" It is {colour}.", True), (" Who knows.", False)):
+                lines.append({"prompt": prompt, "completion": completion, "label": is_good})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_of_answers_with_a_label_work(tmp_path):
+    write_pretrained(tmp_path)
+    write_labels(tmp_path / "labels.jsonl")
+    (section,) = [section for section in SECTIONS if section.startswith("Answers with a label\n")]
+    for command in commands(section):
+        run(command, tmp_path)
+    records = read_metrics(tmp_path / "runs" / "labelled")
+    first, *_, last = [record for record in records if record["kind"] == "eval"]
+    assert first["preference"] == pytest.approx(0.5, abs=1e-3)
+    assert last["preference"] < 0.8 * first["preference"]
+    assert last["reward_chosen"] > 0 > last["reward_rejected"]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_of_reward_models_work(tmp_path):
+    write_pretrained(tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl")
+    (section,) = [section for section in SECTIONS if section.startswith("Reward models\n")]
+    for command in commands(section):
+        run(command, tmp_path)
+    records = read_metrics(tmp_path / "runs" / "judge")
+    first, *_, last = [record for record in records if record["kind"] == "eval"]
+    assert last["preference"] < 0.5 * first["preference"]
+    assert last["reward_accuracy"] > 0.9
+    assert (tmp_path / "exported" / "judge" / "model.safetensors").exists()
 
 
 @pytest.mark.long

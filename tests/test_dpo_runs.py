@@ -130,6 +130,56 @@ def test_with_adapters_the_reference_is_the_model_without_them(config, capfd):
     assert after["reward_accuracy"] > 0.9
 
 
+@pytest.fixture(scope="module")
+def labelled(config) -> list[str]:
+    """Overrides of a run that learns from single answers with a label."""
+    folder = config.parent
+    rng = random.Random(1)
+    lines = []
+    for number in range(160):
+        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
+        is_good = number % 2 == 0
+        completion = " yes" if is_good else f" no {rng.choice(WORDS)}"
+        lines.append(json.dumps({"prompt": prompt, "completion": completion, "label": is_good}))
+    (folder / "labelled.jsonl").write_text("\n".join(lines))
+    options = ["--preferences", f"{folder}/labelled.jsonl", "--tokenizer", "bytes"]
+    options += ["--holdout", "0.2", "--workers", "1"]
+    assert prepare.main([str(folder / "labelled"), *options]) == 0
+    return preferences(
+        config,
+        "dpo.loss_type=kto",
+        f"data.sources.pairs.path={folder / 'labelled' / 'train'}",
+        f"eval.sets.heldout.path={folder / 'labelled' / 'eval'}",
+        "optimizer.learning_rate=6e-3",
+    )
+
+
+def test_answers_with_a_label_are_learnt_and_the_run_goes_on_bit_for_bit(config, labelled):
+    overrides = [*labelled, "optimizer.accumulation=2", "data.batch_size=16"]
+    assert train(config, "kto", *overrides) == 0
+    folder = config.parent / "runs" / "kto"
+    before, after = evaluations(folder)
+    assert before["preference"] == pytest.approx(0.5, abs=1e-4)
+    assert before["kl"] == pytest.approx(0, abs=1e-4)
+    assert after["preference"] < 0.9 * before["preference"]
+    assert after["reward_chosen"] > after["reward_rejected"]
+    expected = final_state(folder)
+    shutil.rmtree(folder / "checkpoints" / f"{STEPS:08d}")
+    assert train(config, "kto", *overrides) == 0
+    assert final_state(folder) == expected
+
+
+def test_labels_and_pairs_are_not_taken_for_each_other(config, labelled, capfd):
+    assert train(config, "refused", *preferences(config, "dpo.loss_type=kto")) == 78
+    assert "set dpo.loss_type=sigmoid for pairs" in capfd.readouterr().err
+    pairs_wanted = [text for text in labelled if "dpo.loss_type" not in text]
+    assert train(config, "refused", *pairs_wanted) == 78
+    assert "dpo.loss_type=kto for answers with a label" in capfd.readouterr().err
+    of_pairs = preferences(config, f"eval.sets.heldout.path={config.parent / 'labelled' / 'eval'}")
+    assert train(config, "refused", *of_pairs) == 78
+    assert "eval.sets.heldout.path" in capfd.readouterr().err
+
+
 def test_evaluate_gives_the_loss_of_the_text(config, capsys):
     """A run's reference is not needed to read a set."""
     assert evaluate.main([str(config.parent / "runs" / "dpo"), "--json"]) == 0
@@ -161,6 +211,14 @@ def test_evaluate_gives_the_loss_of_the_text(config, capsys):
         (
             ["objective=dpo", "dpo.loss_type=simpo", "dpo.reference={base}"],
             "dpo.loss_type=simpo, which is free of a reference. Leave it out",
+        ),
+        (
+            ["objective=dpo", "dpo.loss_type=kto", "dpo.sft_weight=1"],
+            "dpo.sft_weight=1.0 is not used with dpo.loss_type=kto",
+        ),
+        (
+            ["objective=dpo", "dpo.loss_type=kto", "data.restart_positions=false"],
+            "data.restart_positions=False begins an answer",
         ),
     ],
 )

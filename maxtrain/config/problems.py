@@ -13,6 +13,7 @@ from maxtrain.config.across import (
     directories,
     evaluation,
     experts,
+    rewards,
     shapes,
     steps,
     updates,
@@ -20,7 +21,7 @@ from maxtrain.config.across import (
 from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
-from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RunConfig
+from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RewardConfig, RunConfig
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
@@ -105,9 +106,10 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from teacher_problems(config.objective, config.distill)
     yield from _idle_in_section(idle, DpoConfig, "dpo.")
     yield from smoothing_problems(config.objective, config.dpo)
-    yield from packing_problems(
-        config.objective, config.data.packing, config.data.attend_across_documents
-    )
+    yield from packing_problems(config.objective, config.data)
+    yield from _idle_in_section(idle, RewardConfig, "reward.")
+    yield from idle_among(idle, "model.score")
+    yield from rewards.score_problems(config)
     yield from _idle_in_section(idle, GrpoConfig, "grpo.")
     yield from grpo_problems(config.objective, config.grpo)
     yield from prompt_problems(config.objective, config.grpo, config.data)

@@ -25,6 +25,7 @@ from maxtrain.config.sections.moe import MoeConfig, RoutingConfig
 from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
+from maxtrain.config.sections.reward import RewardConfig
 from maxtrain.config.sections.schedule import PieceConfig, ScheduleConfig
 from maxtrain.config.sections.train import TrainConfig
 
@@ -52,6 +53,7 @@ __all__ = [
     "PieceConfig",
     "PrecisionConfig",
     "RegularizationConfig",
+    "RewardConfig",
     "RopeConfig",
     "RoutingConfig",
     "RunConfig",
@@ -101,10 +103,10 @@ class RunConfig:
         "seeded: records have hashes of parameters and batch; "
         "full: also use only programs that repeat bit for bit",
     )
-    objective: Literal["next_token", "distill", "dpo", "grpo"] = key(
+    objective: Literal["next_token", "distill", "dpo", "reward", "grpo"] = key(
         "next_token",
         "the loss: cross-entropy of the next token; distill: and of a teacher; dpo: of preferences; "
-        "grpo: of rewards",
+        "reward: of scores of answers; grpo: of rewards",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
@@ -113,6 +115,7 @@ class RunConfig:
     train: TrainConfig = key(TrainConfig(), "which parameters train")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     dpo: DpoConfig = key(DpoConfig(), "preferences, with objective=dpo")
+    reward: RewardConfig = key(RewardConfig(), "scores of answers, with objective=reward")
     grpo: GrpoConfig = key(GrpoConfig(), "rewards of completions, with objective=grpo")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(

@@ -35,16 +35,20 @@ def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops
     """
     assert config.vocab_size is not None
     stack = FAMILIES[config.family].spec(config).stack
-    return stack_flops(stack, config.embed_dim, config.vocab_size, length, frozen)
+    outputs = config.vocab_size
+    if config.score:
+        outputs = 1
+    return stack_flops(stack, config.embed_dim, outputs, length, frozen)
 
 
 def product_weights(params: nnx.State, config: ModelConfig) -> int:
     """How many weights of these parameters a token is multiplied with: of experts, those that it
     goes to."""
+    is_tied = config.tie_embeddings and not config.score
     count = 0
     for path, variable in nnx.to_flat_state(params):
         is_matrix = "kernel" in path[-2:]
-        if is_matrix or (config.tie_embeddings and path[-1] == "embedding"):
+        if is_matrix or (is_tied and path[-1] == "embedding"):
             size = weights_of(variable)
             if "exp" in variable.get_metadata("axes"):
                 size = size // config.moe.num_experts * config.moe.experts_per_token

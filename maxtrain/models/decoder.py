@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         assert config.vocab_size is not None
         V = config.vocab_size
         D = config.embed_dim
-        tied = config.tie_embeddings
+        tied = config.tie_embeddings and not config.score
         draw = Initializer(init, config, precision.params)
         recipe = Recipe.of(precision.compute, precision.activations)
         self.config = config
@@ -87,18 +87,23 @@ class Decoder(nnx.Module):
         self.layers = Stack(spec.stack, D, config.attention, draw, recipe, rngs.params())
         norm_role = "tied_norm" if tied else "norm"
         self.final_norm = Norm(D, spec.norm, draw, norm_role)
+        # Logits are rounded to a type of their own.
+        of_logits = Recipe.of(precision.compute)
         head = None
-        if not tied:
-            # Logits are rounded to a type of their own.
-            of_logits = Recipe.of(precision.compute)
+        score = None
+        if config.score:
+            score = Linear(rngs.params(), {"embed": D}, {"score": 1}, draw, of_logits, "head")
+        elif not tied:
             head = Linear(rngs.params(), {"embed": D}, {"vocab": V}, draw, of_logits, "head")
         self.head = head
+        self.score = score
         # Last, so that all other weights are drawn as without them.
         if config.lora.rank is not None:
             attach(self.layers, config.lora, draw, rngs.params())
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The head, or the embedding table turned around."""
+        assert self.score is None, "a model with a score has no logits"
         if self.head is None:
             return self.embedding[...].T
         return self.head.weights()
@@ -107,10 +112,17 @@ class Decoder(nnx.Module):
         self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, rounded to the output type. Training uses `hidden` and a
-        chunked loss instead."""
+        chunked loss instead. Of a model with a score that alone, float32: V is 1."""
         return self.logits(self.hidden(tokens, segment_ids, positions))
 
+    def scores(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """The score of the text up to each token, of a model that has one."""
+        assert self.score is not None, "a model without a score"
+        return self.score(hidden)[..., 0].astype(jnp.float32)
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        if self.score is not None:
+            return self.scores(hidden)[..., None]
         if self.head is None:
             logits = dot(hidden, self.output_matrix(), Recipe.of(self.precision.compute))
         else:

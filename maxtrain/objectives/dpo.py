@@ -31,7 +31,7 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, sums_of_documents
+from maxtrain.ops.sums import Sum, sums_of_pairs
 
 PREFERENCE = Quantity("preference", "nats per pair")
 
@@ -80,7 +80,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
 
     def denominators(batch: Batch) -> dict[str, Array]:
         mask = batch["loss_mask"].astype(jnp.float32)
-        lengths = _by_pair(mask, batch)
+        lengths = sums_of_pairs(mask, batch["segment_ids"])
         are_there = (lengths > 0).all(-1)
         of_chosen = jnp.where(are_there, lengths[..., 0], 0.0)
         return {
@@ -130,26 +130,16 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     )
 
 
-def _by_pair(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B P 2"]:
-    """Sums over documents, by pair: first the chosen answer's, then the rejected one's.
-
-    A row has T // 2 pairs at most, since each document has a token.
-    """
-    rows, length = values.shape
-    most = length // 2
-    sums = sums_of_documents(values, batch["segment_ids"])
-    return sums[:, 1 : 2 * most + 1].reshape(rows, most, 2)
-
-
 def _pairs(
     log_probs: Float[Array, "B T"],
     reference: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     batch: Batch,
 ) -> Pairs:
-    of_policy = _by_pair(log_probs * mask, batch)
-    of_reference = _by_pair(reference * mask, batch)
-    lengths = _by_pair(mask, batch)
+    segments = batch["segment_ids"]
+    of_policy = sums_of_pairs(log_probs * mask, segments)
+    of_reference = sums_of_pairs(reference * mask, segments)
+    lengths = sums_of_pairs(mask, segments)
     # Of an answer without targets nothing is used, but it may not divide by 0.
     divisors = jnp.maximum(lengths, 1.0)
     answers = []

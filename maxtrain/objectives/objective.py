@@ -79,6 +79,23 @@ def with_layers(
     return Result(loss, sums, out.terms | out.stats, out.observed)
 
 
+class FirstPass(NamedTuple):
+    """What is found with the models over a whole batch, before its first gradient.
+
+    rows: from the whole batch, the arrays that the pass reads, whose first dim is rows.
+    measure: (models, some of these rows) -> sums, which add up over any split of the rows. The mean
+        of each is in the batch that `forward` gets, by its name, [B], and has no gradient.
+    """
+
+    rows: Callable[[Batch], Batch]
+    measure: Callable[[Models, Batch], dict[str, Sum]]
+
+
+def means_of_rows(sums: Mapping[str, Sum], rows: int) -> Batch:
+    """The mean of each sum for each row, [B]."""
+    return {name: jnp.broadcast_to(found.mean(), (rows,)) for name, found in sums.items()}
+
+
 class Objective(NamedTuple):
     """A loss of named terms.
 
@@ -86,15 +103,18 @@ class Objective(NamedTuple):
     denominators: of the terms of a whole batch, from the batch alone; they must add up over any
         split of its rows.
     forward: (models, micro-batch, scales) -> Result, where scales holds factor / denominator for
-        each term. Its sums have at least `nll`, the summed negative log-likelihood of the targets
-        and their summed loss mask. What the policy's layers say is added by `with_layers`.
+        each term. Its sums have at least the one that `counted` names. What the policy's layers say
+        is added by `with_layers`.
     models: names of those that it needs, the policy among them. Only the policy is trained.
     loss: the sum whose mean is the loss of a run: it is recorded as `loss`, drawn, watched for
         anomalies, and tells which evaluation is the best. One of the sums that are also evaluated.
     recorded: what is recorded of a step beside the loss, in the order of the record.
-    evaluated: what is recorded of an evaluation beside `nll`.
+    evaluated: what is recorded of an evaluation beside what is counted.
     arrays: what a batch for training has beside what every batch has: float32, of each token ("BT")
         or of each row ("B").
+    first_pass: what must be known of a whole batch before; None: nothing.
+    counted: the sum whose weight is the summed loss mask of the targets, and whose total is finite
+        if the loss is: `nll`, the negative log-likelihood of the targets, where there is one.
     """
 
     factors: Mapping[str, float]
@@ -105,6 +125,8 @@ class Objective(NamedTuple):
     recorded: tuple[Quantity, ...] = ()
     evaluated: tuple[Quantity, ...] = ()
     arrays: Mapping[str, str] = MappingProxyType({})
+    first_pass: FirstPass | None = None
+    counted: str = NLL.name
 
     def scales(self, batch: Batch, loss_scale: Array | float = 1.0) -> dict[str, Array]:
         """factor * loss_scale / denominator of each term.
@@ -119,11 +141,14 @@ class Objective(NamedTuple):
         return scales
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Sum]:
-        """What is evaluated: `nll`, the negative log-likelihood of the targets, and what
-        `evaluated` names. Nothing is random."""
+        """What is evaluated: what is counted, and what `evaluated` names. Nothing is random. The batch
+        is a whole one to the first pass."""
         batch = {name: x for name, x in batch.items() if name not in ("keys", "steps")}
+        if self.first_pass is not None:
+            sums = self.first_pass.measure(models, self.first_pass.rows(batch))
+            batch |= means_of_rows(sums, batch["inputs"].shape[0])
         sums = self.forward(models, batch, dict.fromkeys(self.factors, 0.0)).sums
-        chosen = {"nll": sums["nll"]}
+        chosen = {self.counted: sums[self.counted]}
         for quantity in self.evaluated:
             chosen[quantity.name] = sums[quantity.name]
         return chosen

@@ -9,13 +9,17 @@ from maxtrain.config.schema import (
     GrpoConfig,
     LossConfig,
     RegularizationConfig,
+    RewardConfig,
 )
+from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.distill import distill
 from maxtrain.objectives.dpo import dpo
 from maxtrain.objectives.grpo import grpo
+from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
+from maxtrain.objectives.reward import reward
 
 
 class Settings(NamedTuple):
@@ -24,6 +28,7 @@ class Settings(NamedTuple):
     loss: LossConfig
     distill: DistillConfig
     dpo: DpoConfig
+    reward: RewardConfig
     grpo: GrpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
@@ -51,7 +56,13 @@ def _distill(settings: Settings) -> Objective:
 
 
 def _dpo(settings: Settings) -> Objective:
+    if settings.dpo.loss_type in UNPAIRED:
+        return kto(settings.dpo, settings.regularization)
     return dpo(settings.dpo, settings.regularization)
+
+
+def _reward(settings: Settings) -> Objective:
+    return reward(settings.reward, settings.regularization)
 
 
 def _grpo(settings: Settings) -> Objective:
@@ -62,6 +73,7 @@ OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
     "dpo": _dpo,
+    "reward": _reward,
     "grpo": _grpo,
 }
 

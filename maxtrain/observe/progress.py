@@ -133,12 +133,15 @@ class Progress:
             self._console.print(Text(text, style=style), soft_wrap=True)  # flushes
 
     def evaluated(self, step: int, name: str, values: Mapping[str, Any]) -> None:
-        """Leave a line with the result of an evaluation: nll, and if known perplexity,
-        bits_per_byte and tokens; of prompts accuracy, reward and length."""
+        """Leave a line with the result of an evaluation: of these what is known, nll, perplexity,
+        bits_per_byte and tokens, and quantities with their units; of prompts accuracy, reward and
+        length."""
         if "prompts" in values:
             self._answered(step, name, values)
             return
-        words = [f"{self._steps(step)}  eval {name}: nll {values['nll']:.4f}"]
+        words = [f"{self._steps(step)}  eval {name}:"]
+        if "nll" in values:
+            words = [f"{words[0]} nll {values['nll']:.4f}"]
         words += [f"perplexity {values['perplexity']:.4g}"] if "perplexity" in values else []
         words += (
             [f"{values['bits_per_byte']:.4f} bits/byte"]

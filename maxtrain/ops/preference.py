@@ -1,4 +1,5 @@
-"""Losses of pairs of answers, of which one was preferred, as functions of log-probabilities.
+"""Losses of answers that people like or don't, as functions of log-probabilities: of pairs, of which
+one was preferred, and of single ones with a label.
 
 What is compared is how much more likely the policy finds an answer than the reference does: the
 log-ratio of an answer, summed over its targets. A loss that is called free of a reference uses the
@@ -206,6 +207,44 @@ LOSSES: dict[str, Loss] = {
 }
 # Those in which the reference does not occur.
 FREE_OF_REFERENCE = frozenset({"simpo", "orpo"})
+
+
+def of_label(
+    log_ratio: Float[Array, "*p"], label: Float[Array, "*p"], zero: Float[Array, "*p"], beta: float
+) -> Float[Array, "*p"]:
+    """KTO's: 1 - sigmoid(label * beta * (log-ratio - zero)).
+
+    Args:
+        log_ratio: log(policy / reference) of an answer, nats.
+        label: 1: it is good; -1: it is bad.
+        zero: the log-ratio that is neither: an estimate of the divergence of the policy from the
+            reference. 0 makes it APO-zero of single answers.
+        beta: as of `Strength`.
+
+    Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equation 8, with the weights left
+        to the caller and lambda_y for a constant; D'Oosterlinck et al.,
+        https://arxiv.org/abs/2408.06266, equation 7.
+    """
+    return jax.nn.sigmoid(-label * beta * (log_ratio - zero))
+
+
+def bradley_terry(
+    chosen: Float[Array, "*p"], rejected: Float[Array, "*p"], margin: Float[Array, "*p"]
+) -> Float[Array, "*p"]:
+    """-log sigmoid(difference of the rewards - margin): that the chosen answer wins by the margin.
+
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1; with a margin as in Touvron
+        et al., https://arxiv.org/abs/2307.09288, equation 2.
+    """
+    return -jax.nn.log_sigmoid(chosen - rejected - margin)
+
+
+def off_centre(chosen: Float[Array, "*p"], rejected: Float[Array, "*p"]) -> Float[Array, "*p"]:
+    """The square of the sum of the rewards of a pair, which a loss may keep near 0.
+
+    Source: Eisenstein et al., https://arxiv.org/abs/2312.09244, section 3.
+    """
+    return (chosen + rejected) ** 2
 
 
 def _smoothed(scaled: Float[Array, "*p"], strength: Strength) -> Float[Array, "*p"]:

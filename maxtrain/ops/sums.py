@@ -35,3 +35,17 @@ def sums_of_documents(
         return jax.ops.segment_sum(values, segments, segments.size + 1)
 
     return jax.vmap(of_row)(values, segments)
+
+
+def sums_of_pairs(
+    values: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B P 2"]:
+    """The sum of values over each document of each row, by pair: documents 2 k - 1 and 2 k of a row
+    are a pair.
+
+    A row has T // 2 pairs at most, since each document has a token.
+    """
+    rows, length = values.shape
+    most = length // 2
+    sums = sums_of_documents(values, segments)
+    return sums[:, 1 : 2 * most + 1].reshape(rows, most, 2)

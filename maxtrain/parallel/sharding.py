@@ -23,6 +23,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "vocab": ("tensor",),
+    "score": (),
     "norm": (),
     "positions": (),
     "layers": (),

@@ -9,6 +9,7 @@ from flax import nnx
 
 from data_pipeline.errors import DataError
 from maxtrain.objectives.objective import Batch, Objective
+from maxtrain.ops.quantity import NLL
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.training.partition import merged_models
@@ -41,8 +42,9 @@ def evaluate(
     num_tokens: int | None,
     text_bytes: int,
     summed: Collection[str] = (),
+    counted: str = NLL.name,
 ) -> dict[str, Any]:
-    """Negative log-likelihood over all batches, and what else the objective evaluates.
+    """What an objective evaluates, over all batches.
 
     Args:
         step: of `make_eval_step`.
@@ -52,10 +54,12 @@ def evaluate(
             it is read.
         text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
         summed: of what else the step gives, the names of which the total is recorded, not the mean.
+        counted: what the objective counts targets by.
 
     Returns:
-        nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set
-        was read; and the mean, or the total, of everything else that the step gives.
+        tokens (evaluated); where that is `nll`, also nll (nats per target), perplexity, and
+        bits_per_byte if the whole set was read; and the mean, or the total, of everything else that
+        the step gives.
 
     Raises:
         DataError: the whole set was meant and another number of targets came.
@@ -66,15 +70,18 @@ def evaluate(
         # Else all batches of a large set would be on the device at once.
         jax.block_until_ready(sums[-_AHEAD:][0])
     sums = jax.device_get(sums)
-    total, weight = _total(sums, "nll")
+    total, weight = _total(sums, counted)
     if num_tokens is not None and weight != num_tokens:
         rule = f"read {weight:,.0f} targets, but its manifest has {num_tokens:,}"
         raise DataError(f"the evaluation {rule}. Run `prepare verify` on the set.")
-    nll = _mean(total, weight)
-    result = {"nll": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": int(weight)}
-    if num_tokens is not None and text_bytes:
+    result: dict[str, Any] = {}
+    if counted == NLL.name:
+        nll = _mean(total, weight)
+        result = {"nll": nll, "perplexity": math.exp(min(nll, 700.0))}
+    result["tokens"] = int(weight)
+    if counted == NLL.name and num_tokens is not None and text_bytes:
         result["bits_per_byte"] = total / math.log(2) / text_bytes
-    others = dict.fromkeys(name for batch in sums for name in batch if name != "nll")
+    others = dict.fromkeys(name for batch in sums for name in batch if name != counted)
     for name in others:
         total, weight = _total(sums, name)
         result[name] = total if name in summed else _mean(total, weight)

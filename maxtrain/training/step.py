@@ -20,9 +20,19 @@ from jaxtyping import Array, Bool, Float, PyTree
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.models.summary import summarise
 from maxtrain.models.whole_load import compares_whole_batches, loads_of, with_loads
-from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    FirstPass,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    means_of_rows,
+)
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import LossScale, after_step
@@ -50,9 +60,9 @@ def gradients(
 ) -> tuple[Result, nnx.State]:
     """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
-    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. Where a term of
-    the policy's layers needs the choices of the whole batch, one more pass over all micro-batches,
-    without gradients, counts them first.
+    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. Where the
+    objective has a first pass, or a term of the policy's layers needs the choices of the whole
+    batch, one more pass over all micro-batches, without gradients, finds them first.
 
     Args:
         models: from the parameters that train to all models (partition.models_from).
@@ -77,19 +87,18 @@ def gradients(
             grads = jax.lax.with_sharding_constraint(grads, places)
         return result, grads
 
+    if objective.first_pass is not None:
+        sums = _sums_of_batch(models(params), batch, objective.first_pass, accumulation)
+        batch = batch | means_of_rows(sums, batch["inputs"].shape[0])
     if accumulation == 1:
         return one(batch, models)
-
-    def split(x: Array) -> Array:
-        x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
 
     def add(total: Array, part: Array) -> Array:
         if jnp.issubdtype(total.dtype, jnp.integer):
             return total + part
         return (total + part.astype(jnp.float32)).astype(total.dtype)
 
-    micros = jax.tree.map(split, batch)
+    micros = _micro_batches(batch, accumulation)
     like = jax.eval_shape(lambda micro: one(micro, models), jax.tree.map(lambda x: x[0], micros))[0]
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
@@ -109,6 +118,35 @@ def gradients(
 
     result, grads = jax.lax.scan(step, start, micros)[0]
     return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+def _micro_batches(batch: Batch, accumulation: int) -> Batch:
+    """The micro-batches of a batch, [accumulation, B // accumulation, ...]."""
+
+    def split(x: Array) -> Array:
+        x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
+
+    return jax.tree.map(split, batch)
+
+
+def _sums_of_batch(
+    models: Models, batch: Batch, first_pass: FirstPass, accumulation: int
+) -> dict[str, Sum]:
+    """What the first pass of an objective finds, over all micro-batches."""
+    rows = first_pass.rows(batch)
+    if accumulation == 1:
+        return first_pass.measure(models, rows)
+    micros = _micro_batches(rows, accumulation)
+
+    def add(sums: dict[str, Sum], micro: Batch) -> tuple[dict[str, Sum], None]:
+        return jax.tree.map(jnp.add, sums, first_pass.measure(models, micro)), None
+
+    like = jax.eval_shape(
+        lambda micro: first_pass.measure(models, micro), jax.tree.map(lambda x: x[0], micros)
+    )
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jax.lax.scan(add, nothing, micros)[0]
 
 
 def _whole_loads(
@@ -220,9 +258,10 @@ def make_train_step(
         if stochastic_rounding:
             key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
         update = _update(optimizer, grads, result.observed, state, key)
-        decision = _decide(state, result, measured, update, anomaly, loss_scale)
+        counted = result.sums[objective.counted]
+        decision = _decide(state, result, counted, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
-        metrics = _described(result, batch, scale)
+        metrics = _described(result, counted, batch, scale)
         metrics["loss_weight"] = loss.weight
         metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
         metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
@@ -328,19 +367,19 @@ def _update(
 def _decide(
     state: TrainState,
     result: Result,
+    counted: Sum,
     measured: _Measured,
     update: _Update,
     anomaly: AnomalyConfig,
     loss_scale: LossScaleConfig | None,
 ) -> _Decision:
     """Whether the update is applied, and what the loss scale and the watch make of the step."""
-    nll = result.sums["nll"]
     control = state.control
     finite = jnp.isfinite(jnp.stack([result.loss, *measured.values.values()])).all()
     # A number of targets that is NaN is no batch without targets: it is a bad one.
-    counts = ~(nll.weight <= 0)
+    counts = ~(counted.weight <= 0)
     sound = finite & update.written.all()
-    loss_finite = jnp.isfinite(nll.total)
+    loss_finite = jnp.isfinite(counted.total)
     next_scale, lost = after_step(control.loss_scale, finite, loss_finite, loss_scale)
     # No lower loss scale would mend what is not the gradient's fault.
     lost |= finite & ~sound
@@ -384,11 +423,11 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     )
 
 
-def _described(result: Result, batch: Batch, scale: Array) -> Metrics:
+def _described(result: Result, counted: Sum, batch: Batch, scale: Array) -> Metrics:
     """What is recorded of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
-        "targets": result.sums["nll"].weight,
+        "targets": counted.weight,
         "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
     }
     sources = result.sums.get("sources")

@@ -110,6 +110,7 @@ def load_weights(
     config: ModelConfig,
     tell: Callable[[str], object] = lambda table: None,
     note: Callable[[str], object] = lambda line: None,
+    without_head: bool = False,
 ) -> nnx.State:
     """The parameters of a Hugging Face directory as arrays.
 
@@ -120,6 +121,7 @@ def load_weights(
         config: of the model that `params` belong to.
         tell: gets a table of what was loaded, and of what was not used.
         note: gets the line of that about parts of the model that are left out, if there are any.
+        without_head: `params` have no head, and that of the directory is not read.
 
     Returns:
         `params` with arrays, each split as asked for.
@@ -131,7 +133,9 @@ def load_weights(
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
     family = FAMILIES[config.family]
-    table = family.table(config)
+    table = family.tensors(config)
+    if without_head:
+        table = [entry for entry in table if entry.ours != ("head.kernel",)]
     quantized = stored_kernels(params)
     stored = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     leaves = with_whole_kernels(stored, quantized)

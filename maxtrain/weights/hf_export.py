@@ -68,7 +68,7 @@ def write_weights(
         DataError: a number is not finite in `dtype`.
     """
     ours = lazy_parameters(params)
-    table = FAMILIES[config.family].table(config)
+    table = FAMILIES[config.family].tensors(config)
     tensors = tensors_in_order(table, ours)
     write_tensors(directory, tensors, tensor_dtypes(table, ours, dtype), max_shard_bytes, tell)
 
@@ -229,7 +229,12 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
         pad_row = None
     if begin is None:
         begin = tokenizer.eod_id
-    values = FAMILIES[config.family].write(config)
+    family = FAMILIES[config.family]
+    values = family.write(config)
+    if config.score:
+        # That it is one number, which transformers counts by its labels.
+        values |= {"architectures": [family.scored_architecture()]}
+        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     values |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id, "pad_token_id": pad_row}
     # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
     values |= {"dtype": dtype, "torch_dtype": dtype}
@@ -359,7 +364,7 @@ def rounded(params: nnx.State, dtype: str, config: ModelConfig) -> nnx.State:
     """Parameters as they come back from tensors of `dtype`, in the types that they have; arrays
     that are rounded are given up."""
     kept = set[str]()
-    for entry in FAMILIES[config.family].table(config):
+    for entry in FAMILIES[config.family].tensors(config):
         if entry.dtype is not None:
             kept.update(entry.ours)
 

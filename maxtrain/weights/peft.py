@@ -207,7 +207,7 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
 def _of_kernels(config: ModelConfig) -> dict[str, Entry]:
     """The entry of each parameter of a family."""
     found = {}
-    for entry in FAMILIES[config.family].table(config):
+    for entry in FAMILIES[config.family].tensors(config):
         for name in entry.ours:
             found[name] = entry
     return found

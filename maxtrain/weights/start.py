@@ -25,6 +25,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, LoraConfig, ModelConfig, PrecisionConfig
 from maxtrain.config.words import show
 from maxtrain.models.adapt import split_adapters, with_magnitudes, without_adapters
+from maxtrain.models.families.directory import read_config
 from maxtrain.models.merged import merged
 from maxtrain.models.quantized import (
     CODES,
@@ -61,6 +62,12 @@ _SHAPES = {
 # Those of adapters that no shape shows.
 _SCALE_OF_ADAPTERS = ("alpha", "scaling")
 _TABLE_ROWS = 60
+# What checkpoints call the head.
+_HEAD = "params.head.kernel"
+
+
+def _no_more() -> nnx.State:
+    raise AssertionError("all weights and adapters of the step are read")
 
 
 def own_tokenizer(run: str | Path) -> Path | None:
@@ -168,10 +175,12 @@ def starting_variables(
     tell: Callable[[str], object] = lambda table: None,
     fresh_adapters: Callable[[], nnx.State] | None = None,
     precision: PrecisionConfig | None = None,
+    fresh_score: Callable[[], nnx.State] = _no_more,
 ) -> nnx.State:
     """The parameters and buffers of `config.init_from` as arrays, and adapters: those of the run
     that is named, if it has some, else new ones. A model without adapters begins with weights that
-    have taken in those of the run.
+    have taken in those of the run; one with a score, with those of a model of logits without its
+    head.
 
     Args:
         variables: the model's, as shapes with shardings.
@@ -181,6 +190,7 @@ def starting_variables(
         tell: gets a table of what was loaded, is new, and was not used.
         fresh_adapters: makes initial adapters; None: the model has none.
         precision: of the model; None: the default.
+        fresh_score: makes an initial score; called only if it is needed.
 
     Raises:
         ConfigError: another model, adapters that do not fit, or parameters that differ and are not named by `init_partial`.
@@ -193,7 +203,9 @@ def starting_variables(
     if theirs is not None and fresh_adapters is None:
         named = dataclasses.replace(config, init_from=str(path))
         adapted = dataclasses.replace(model, lora=theirs)
-        return _taken_in(variables, named, adapted, precision or PrecisionConfig(), tell)
+        return _taken_in(
+            variables, named, adapted, precision or PrecisionConfig(), tell, fresh_score
+        )
     if fresh_adapters is not None and theirs is None:
         base, _ = split_adapters(variables)
 
@@ -201,7 +213,7 @@ def starting_variables(
             return split_adapters(fresh())[0]
 
         plain = dataclasses.replace(model, lora=without_adapters(model.lora))
-        loaded = starting_variables(base, config, plain, fresh_base, tell)
+        loaded = starting_variables(base, config, plain, fresh_base, tell, fresh_score=fresh_score)
         if config.init_adapters is not None:
             _, adapters = split_adapters(variables)
             place = Path(config.init_adapters)
@@ -212,13 +224,21 @@ def starting_variables(
             return join(loaded, found)
         return with_magnitudes(join(loaded, fresh_adapters()))
     _require_agreement(path, config)
+    new_score = nnx.State({})
+    without_head = model.score and not _has_score(path, directory)
+    if without_head:
+        new_score = fresh_score()
+        model = dataclasses.replace(model, score=False)
+        _, variables = split_score(variables)
+        tell("The score of the model is new; no head is read.")
     if path is None:
         if config.init_partial:
             raise ConfigError(
                 f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, and "
                 f"checkpoint.init_from={config.init_from} is none. Set checkpoint.init_partial=[]."
             )
-        return load_weights(variables, directory, model, tell)
+        loaded = load_weights(variables, directory, model, tell, without_head=without_head)
+        return join(loaded, new_score)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
     names = _names_in_checkpoints(variables)
@@ -227,6 +247,8 @@ def starting_variables(
     arrays_there = all_arrays(path, commit)
     of_model = ("params.", "buffers.")
     there = {name: array for name, array in arrays_there.items() if name.startswith(of_model)}
+    if without_head:
+        there.pop(_HEAD, None)
     quantized = {}
     for name, kernel in stored_kernels(variables).items():
         # A run whose base is quantised has what takes the place of the kernel.
@@ -236,8 +258,36 @@ def starting_variables(
     loaded = _compare(path, wanted, there, config, tell, quantized)
     arrays = _restore(path, loaded, config, quantized)
     if arrays.keys() != set(names):
-        arrays = dict(zip(names, jax.tree.leaves(fresh()), strict=True)) | arrays
-    return jax.tree.unflatten(treedef, [arrays[name] for name in names])
+        initial = fresh()
+        if without_head:
+            _, initial = split_score(initial)
+        arrays = dict(zip(names, jax.tree.leaves(initial), strict=True)) | arrays
+    loaded_variables = jax.tree.unflatten(treedef, [arrays[name] for name in names])
+    return join(loaded_variables, new_score)
+
+
+def split_score(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The score of a model that has one, and all else."""
+
+    def is_score(path: tuple[Any, ...], _: Any) -> bool:
+        return path[0] == "score"
+
+    score, others = nnx.split_state(variables, is_score, ...)
+    return score, others
+
+
+def _has_score(path: Path | None, directory: Path) -> bool:
+    """Whether weights are of a model with a score.
+
+    Args:
+        path: of the step that has them; None: they are those of Hugging Face.
+        directory: of these.
+    """
+    if path is None:
+        return read_config(directory).score
+    _, record = read_step(path)
+    config = yaml.safe_load(config_of(record)) or {}
+    return bool(config.get("model", {}).get("score", False))
 
 
 def _require_fitting_adapters(
@@ -316,6 +366,7 @@ def _taken_in(
     adapted: ModelConfig,
     precision: PrecisionConfig,
     tell: Callable[[str], object],
+    fresh_score: Callable[[], nnx.State],
 ) -> nnx.State:
     """The parameters and buffers of a step with adapters, which its weights have taken in.
 
@@ -324,12 +375,14 @@ def _taken_in(
         config: with the step as `init_from`.
         adapted: the model with the adapters of the step.
         precision: of both.
-        tell: as of `starting_variables`.
+        tell, fresh_score: as of `starting_variables`.
     """
     mesh = jax.tree.leaves(variables)[0].sharding.mesh
     graphdef, abstract = abstract_model(adapted, precision, mesh)
 
-    loaded = starting_variables(abstract, config, adapted, _no_more, tell, _no_more, precision)
+    loaded = starting_variables(
+        abstract, config, adapted, _no_more, tell, _no_more, precision, fresh_score
+    )
     tell(
         f"The adapters of {config.init_from} (model.lora.rank={adapted.lora.rank}) are taken into "
         "the weights."
@@ -340,10 +393,6 @@ def _taken_in(
         return jax.device_put(array, leaf.sharding)
 
     return jax.tree.map(placed, weights, variables)
-
-
-def _no_more() -> nnx.State:
-    raise AssertionError("all weights and adapters of the step are read")
 
 
 def _names_in_checkpoints(variables: nnx.State) -> list[str]:

@@ -16,6 +16,7 @@ from maxtrain.config.schema import (
     GrpoConfig,
     LossConfig,
     RegularizationConfig,
+    RewardConfig,
 )
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
@@ -200,6 +201,7 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
         LossConfig(),
         DistillConfig(),
         DpoConfig(),
+        RewardConfig(),
         GrpoConfig(),
         RegularizationConfig(),
         "tokens",

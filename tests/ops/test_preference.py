@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
+from maxtrain.ops.preference import (
+    FREE_OF_REFERENCE,
+    LOSSES,
+    Answers,
+    Strength,
+    bradley_terry,
+    of_label,
+    off_centre,
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "losses"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -20,6 +28,8 @@ CASES = {
 # The cross-entropy of the chosen answers is a term of the objective, and tested there.
 ALIKE = [name for name in CASES if name != "sft"]
 BETA = 0.3
+OF_ANSWERS = np.load(FOLDER / "answers.npz")
+CASES_OF_ANSWERS = json.loads((FOLDER / "answers.json").read_text())["cases"]
 
 
 def answers(log_probs, reference, mask):
@@ -58,6 +68,54 @@ def test_losses_and_gradients_are_those_of_trl(case):
         ):
             theirs = GOLDEN[f"dpo/{case}/grad_{key}"]
             np.testing.assert_allclose(ours, theirs * mask, rtol=tolerance, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES_OF_ANSWERS if name.startswith("kto/")])
+def test_losses_of_labels_are_those_of_trl(case):
+    """Also where the mean log-ratio of mismatched answers is below 0."""
+    options = CASES_OF_ANSWERS[case]
+    with jax.enable_x64(True):
+        given = {}
+        for key in ("log_probs", "reference", "mask", "mismatched", "mismatched_reference"):
+            given[key] = jnp.asarray(OF_ANSWERS[f"{case}/{key}"], jnp.float64)
+        labels = jnp.where(jnp.asarray(OF_ANSWERS[f"{case}/labels"]), 1.0, -1.0)
+        mean = (given["mismatched"] - given["mismatched_reference"]).sum(-1).mean()
+        assert (mean < 0) == (case == "kto/kto_negative")
+        zero = jnp.zeros_like(labels)
+        if options.get("loss_type", case) != "kto/apo_zero_unpaired":
+            zero += jax.nn.relu(mean)
+        weights = jnp.where(
+            labels > 0, options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
+        )
+
+        def loss(log_probs):
+            log_ratio = ((log_probs - given["reference"]) * given["mask"]).sum(-1)
+            return (weights * of_label(log_ratio, labels, zero, BETA)).mean()
+
+        found, gradient = jax.value_and_grad(loss)(given["log_probs"])
+        np.testing.assert_allclose(found, OF_ANSWERS[f"{case}/loss"], rtol=1e-9)
+        theirs = OF_ANSWERS[f"{case}/grad"] * OF_ANSWERS[f"{case}/mask"]
+        np.testing.assert_allclose(gradient, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES_OF_ANSWERS if name.startswith("reward/")])
+def test_losses_of_rewards_are_those_of_trl(case):
+    options = CASES_OF_ANSWERS[case]
+    with jax.enable_x64(True):
+        rewards = jnp.asarray(OF_ANSWERS[f"{case}/rewards"])
+        margin = jnp.zeros(len(rewards) // 2)
+        if options.get("margin"):
+            margin = jnp.asarray(OF_ANSWERS[f"{case}/margins"])
+
+        def loss(rewards):
+            chosen, rejected = jnp.split(rewards, 2)
+            centre = options.get("center_rewards_coefficient", 0.0)
+            each = bradley_terry(chosen, rejected, margin) + centre * off_centre(chosen, rejected)
+            return each.mean()
+
+        found, gradient = jax.value_and_grad(loss)(rewards)
+        np.testing.assert_allclose(found, OF_ANSWERS[f"{case}/loss"], rtol=1e-9)
+        np.testing.assert_allclose(gradient, OF_ANSWERS[f"{case}/grad"], rtol=1e-9, atol=1e-12)
 
 
 def pair(chosen, rejected, reference=-5.0):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from data_pipeline.config import DataConfig
 from data_pipeline.config_key import UsedBy, key
 
 _DPO = UsedBy(
@@ -24,21 +25,31 @@ _Comparing = Literal[
     "apo_zero",
     "apo_down",
 ]
+# Losses of single answers with a label.
+_Unpaired = Literal["kto", "apo_zero_unpaired"]
+UNPAIRED: frozenset[str] = frozenset(get_args(_Unpaired))
 _SMOOTHED = UsedBy({"dpo.loss_type": ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")})
 _WITH_MARGIN = UsedBy({"dpo.loss_type": ("simpo",)})
 _WITH_REFERENCE = UsedBy(
-    {"dpo.loss_type": get_args(_Comparing)},
+    {"dpo.loss_type": (*get_args(_Comparing), *get_args(_Unpaired))},
     "{key}={value} is not used with {cause}, which is free of a reference. Leave it out.",
+)
+_WITH_LABELS = UsedBy({"dpo.loss_type": get_args(_Unpaired)})
+_OF_PAIRS = UsedBy(
+    {"dpo.loss_type": (*get_args(_Comparing), "simpo", "orpo")},
+    "{key}={value} is not used with {cause}, whose answers are no pairs. Leave it out.",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    """How a model learns from pairs of answers, of which one was preferred."""
+    """How a model learns from pairs of answers, of which one was preferred, or from answers with a
+    label."""
 
-    loss_type: Literal[_Comparing, "simpo", "orpo"] = key(
+    loss_type: Literal[_Comparing, "simpo", "orpo", _Unpaired] = key(
         "sigmoid",
-        "sigmoid: DPO, or cDPO with label_smoothing; robust: rDPO; simpo, orpo: without a reference",
+        "sigmoid: DPO, or cDPO with label_smoothing; robust: rDPO; simpo, orpo: without a "
+        "reference; kto, apo_zero_unpaired: of answers with a label",
         used_by=_DPO,
     )
     beta: float = key(
@@ -68,7 +79,21 @@ class DpoConfig:
         "weight of the cross-entropy of the chosen answers; null: 1 with orpo, else 0",
         low=0,
         high=1000,
-        used_by=_DPO,
+        used_by=(_DPO, _OF_PAIRS),
+    )
+    desirable_weight: float = key(
+        1.0,
+        "weight of answers with a good label",
+        low=0,
+        high=1000,
+        used_by=(_DPO, _WITH_LABELS),
+    )
+    undesirable_weight: float = key(
+        1.0,
+        "weight of answers with a bad label",
+        low=0,
+        high=1000,
+        used_by=(_DPO, _WITH_LABELS),
     )
     reference: str | None = key(
         None,
@@ -88,17 +113,22 @@ def smoothing_problems(objective: str, dpo: DpoConfig) -> Iterator[str]:
         )
 
 
-def packing_problems(objective: str, packing: str, attend_across_documents: bool) -> Iterator[str]:
-    """Batches whose rows do not hold whole pairs."""
-    if objective != "dpo":
+def packing_problems(objective: str, data: DataConfig) -> Iterator[str]:
+    """Batches whose rows do not hold whole answers, each apart from the others."""
+    if objective not in ("dpo", "reward"):
         return
-    if packing == "stream":
+    if data.packing == "stream":
         yield (
-            "data.packing=stream cuts documents, and objective=dpo needs whole pairs. "
+            f"data.packing=stream cuts documents, and objective={objective} needs whole answers. "
             "Set data.packing=bins, balanced or pad."
         )
-    if attend_across_documents:
+    if data.attend_across_documents:
         yield (
-            "data.attend_across_documents=True lets an answer see another one, and objective=dpo "
-            "compares them. Leave it out."
+            "data.attend_across_documents=True lets an answer see another one, and "
+            f"objective={objective} compares them. Leave it out."
+        )
+    if not data.restart_positions:
+        yield (
+            "data.restart_positions=False begins an answer where the one before it ends, and "
+            f"objective={objective} compares them. Leave it out."
         )

@@ -229,6 +229,14 @@ class ModelConfig:
     routing: RoutingConfig = key(
         RoutingConfig(), "how experts are kept busy, and how their products are made"
     )
+    score: bool = key(
+        False,
+        "a score of texts in the place of logits: a reward model",
+        used_by=UsedBy(
+            {"objective": ("reward",)},
+            "{key}={value} is not used with {cause}. Set objective=reward, or leave it out.",
+        ),
+    )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
     attention: Literal["eager", "xla", "cudnn", "flash"] = key(
         "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"

@@ -34,7 +34,10 @@ def read_config(directory: str | Path) -> ModelConfig:
     values = read_json(path)
     given = values.get("architectures")
     for name, family in FAMILIES.items():
-        if given == [family.architecture]:
+        has_score = given == [family.scored_architecture()]
+        if has_score:
+            _require_one_score(values, path)
+        if has_score or given == [family.architecture]:
             settings = Settings(values, path)
         elif family.text_part_of and given == [family.text_part_of]:
             settings = _of_text_part(values, path)
@@ -42,7 +45,7 @@ def read_config(directory: str | Path) -> ModelConfig:
             continue
         read_quantization(settings)
         config = family.read(settings)
-        return dataclasses.replace(config, family=name)
+        return dataclasses.replace(config, family=name, score=has_score)
     known = []
     for family in FAMILIES.values():
         known.append(family.architecture)
@@ -52,6 +55,17 @@ def read_config(directory: str | Path) -> ModelConfig:
         f"{path}: architectures={given} is not known here. Choose a model of one of: "
         f"{', '.join(known)}."
     )
+
+
+def _require_one_score(values: Mapping[str, Any], path: Path) -> None:
+    """DataError: a model classifies texts, and does not score them."""
+    # Without labels, transformers takes it that there are two.
+    labels = values.get("id2label", {"0": "", "1": ""})
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise DataError(
+            f"{path}: id2label={show(labels)} must have one label, that of a score. Choose a reward "
+            "model whose num_labels is 1."
+        )
 
 
 def _of_text_part(values: Mapping[str, Any], path: Path) -> Settings:

@@ -2,6 +2,7 @@
 and weights at Hugging Face."""
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.words import choices, show
 from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
-from maxtrain.weights.codec import Entry
+from maxtrain.weights.codec import Entry, Flatten, Transpose
 
 # Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
 # the head of a model with tied embeddings, which is a copy of its embedding.
@@ -310,7 +311,8 @@ class Family(NamedTuple):
     read: Callable[[Settings], ModelConfig]
     # The keys of a config.json that a ModelConfig decides.
     write: Callable[[ModelConfig], dict[str, Any]]
-    # Where each parameter is in a checkpoint, in the order of transformers.
+    # Where each parameter of a model with logits is in a checkpoint, in the order of transformers;
+    # whoever reads or writes tensors asks `tensors`.
     table: Callable[[ModelConfig], list[Entry]]
     # Names of tensors that may be in a file and are not read.
     ignored: str = IGNORED
@@ -325,3 +327,19 @@ class Family(NamedTuple):
     text_part_of: str = ""
     # Names of the tensors of a model's other parts, by what the parts are called.
     other_parts: Mapping[str, str] = types.MappingProxyType({})
+    # What `architecture` is called of models with a score; empty: as by the usual rule.
+    scored: str = ""
+
+    def scored_architecture(self) -> str:
+        """The class name of models with a score in the place of logits."""
+        usual = re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", self.architecture)
+        return self.scored or usual
+
+    def tensors(self, config: ModelConfig) -> list[Entry]:
+        """Where each parameter of a model is in a checkpoint."""
+        entries = self.table(config)
+        if not config.score:
+            return entries
+        kept = [entry for entry in entries if entry.ours != ("head.kernel",)]
+        score = Entry(("score.kernel",), ("score.weight",), (Flatten(1), Transpose()))
+        return [*kept, score]

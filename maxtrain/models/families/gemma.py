@@ -357,4 +357,5 @@ GEMMA3 = Family(
     presets=GEMMA3_PRESETS,
     text_part_of="Gemma3ForConditionalGeneration",
     other_parts=_OTHER_PARTS,
+    scored="Gemma3TextForSequenceClassification",
 )

@@ -1,0 +1,168 @@
+"""Answers with a label: good ones become more likely than the reference finds them, bad ones less.
+
+A row holds answers as documents, each behind its prompt; the loss mask is 1 for the tokens of
+answers, and the array `value` of a batch has the label of each position's document, 1 or -1.
+
+What an answer is measured against is z0, an estimate of how far the policy is from the reference:
+the mean log-ratio of answers behind prompts that they are no answers to, or 0 if that is below 0.
+It is found over the whole batch before the first gradient, with nothing random, and no gradient
+flows through it: so a gradient does not depend on how the batch is split.
+
+Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As TRL has it, each prompt gets the
+    answer before it in the batch; here those that lie in one row stay there, so that none is cut.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxtrain.config.schema import DpoConfig, RegularizationConfig
+from maxtrain.objectives.next_token import NO_NOISE, noisy_forward, target_log_probs
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    REFERENCE,
+    Batch,
+    FirstPass,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.mismatched import mismatched
+from maxtrain.ops.preference import of_label
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum, sums_of_documents
+
+# The label of each position's document.
+VALUE = "value"
+PREFERENCE = Quantity("preference", "per answer")
+_DIVERGENCE = "divergence"
+
+
+class _LogRatios(NamedTuple):
+    """log(policy / reference) of the answers of each row, nats; of other documents without a
+    meaning."""
+
+    values: Float[Array, "B S"]
+    # It has targets, and is no padding.
+    are_there: Bool[Array, "B S"]
+
+
+def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+    """The mean over answers of KTO's loss, from 0 to 1, each times the weight of its label.
+
+    Recorded beside `nll`, which is of the targets of all answers:
+        reward_chosen, reward_rejected: beta * log(policy / reference), nats, of good answers and of
+            bad ones.
+        reward_accuracy: the share of answers that are above z0 and good, or below it and bad.
+        kl: z0, nats; with `apo_zero_unpaired` there is none.
+        entropy: of the policy's distributions at the targets, nats.
+
+    Args:
+        config: `kto`, or `apo_zero_unpaired`, whose z0 is 0.
+        regularization: what is random where the batch has keys.
+    """
+    has_divergence = config.loss_type == "kto"
+    factors = {"preference": 1.0, LAYERS: 1.0}
+    recorded = [
+        PREFERENCE,
+        Quantity("reward_chosen", "nats per good answer"),
+        Quantity("reward_rejected", "nats per bad answer"),
+        Quantity("reward_accuracy", "share of answers"),
+        Quantity("entropy", "nats per target"),
+    ]
+    first_pass = None
+    if has_divergence:
+        recorded.insert(4, Quantity("kl", "nats per answer"))
+        first_pass = FirstPass(mismatched, _divergence)
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        return {
+            "preference": _are_there(batch).sum().astype(jnp.float32),
+            LAYERS: num_tokens(batch),
+        }
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        mask = batch["loss_mask"].astype(jnp.float32)
+        out = noisy_forward(policy, batch, regularization)
+        found = target_log_probs(policy, out.hidden, batch)
+        ratios = _log_ratios(found.log_probs, _of_reference(models, batch), batch)
+        labels = jnp.sign(sums_of_documents(batch[VALUE] * mask, batch["segment_ids"]))
+        zero = jnp.zeros_like(labels)
+        if has_divergence:
+            zero += jax.nn.relu(batch[_DIVERGENCE])[:, None]
+        weights = jnp.where(labels > 0, config.desirable_weight, config.undesirable_weight)
+        each = weights * of_label(ratios.values, labels, zero, config.beta)
+        preference = jnp.where(ratios.are_there, each, 0.0).sum()
+
+        def over(values: Array, answers: Array) -> Sum:
+            total = jnp.where(answers, values, 0.0).sum()
+            return Sum(total, answers.sum().astype(jnp.float32))
+
+        rewards = config.beta * ratios.values
+        is_right = (labels * (ratios.values - zero) > 0).astype(jnp.float32)
+        good = ratios.are_there & (labels > 0)
+        bad = ratios.are_there & (labels < 0)
+        sums = {
+            "nll": Sum(-(found.log_probs * mask).sum(), mask.sum()),
+            "preference": over(each, ratios.are_there),
+            "reward_chosen": over(rewards, good),
+            "reward_rejected": over(rewards, bad),
+            "reward_accuracy": over(is_right, ratios.are_there),
+            "entropy": Sum((found.entropy * mask).sum(), mask.sum()),
+        }
+        if has_divergence:
+            sums["kl"] = over(zero, ratios.are_there)
+        loss = scales["preference"] * preference
+        return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
+
+    return Objective(
+        factors,
+        denominators,
+        forward,
+        models=(POLICY, REFERENCE),
+        loss=PREFERENCE,
+        recorded=tuple(recorded),
+        evaluated=tuple(recorded),
+        arrays={VALUE: "BT"},
+        first_pass=first_pass,
+    )
+
+
+def _divergence(models: Models, batch: Batch) -> dict[str, Sum]:
+    """The log-ratios of rows of mismatched answers."""
+    policy = models[POLICY]
+    hidden = policy.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    found = target_log_probs(policy, hidden, batch)
+    ratios = _log_ratios(found.log_probs, _of_reference(models, batch), batch)
+    total = jnp.where(ratios.are_there, ratios.values, 0.0).sum()
+    measured = Sum(total, ratios.are_there.sum().astype(jnp.float32))
+    return jax.lax.stop_gradient({_DIVERGENCE: measured})
+
+
+def _of_reference(models: Models, batch: Batch) -> Float[Array, "B T"]:
+    """The log-probability of each target by the reference."""
+    model = models[REFERENCE]
+    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    return jax.lax.stop_gradient(target_log_probs(model, hidden, batch).log_probs)
+
+
+def _log_ratios(
+    log_probs: Float[Array, "B T"], reference: Float[Array, "B T"], batch: Batch
+) -> _LogRatios:
+    of_targets = (log_probs - reference) * batch["loss_mask"].astype(jnp.float32)
+    return _LogRatios(sums_of_documents(of_targets, batch["segment_ids"]), _are_there(batch))
+
+
+def _are_there(batch: Batch) -> Bool[Array, "B S"]:
+    """Which documents are answers with targets."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    lengths = sums_of_documents(mask, batch["segment_ids"])
+    # Padding is no document.
+    return (lengths > 0).at[:, 0].set(False)

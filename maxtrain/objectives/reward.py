@@ -1,0 +1,124 @@
+"""Reward models: a score of answers, by which the chosen answer of a pair is above the rejected one.
+
+Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, with its
+prompt before it and its end mark behind it, and the score at the end mark is its reward. A row is
+such that its targets are the tokens of its documents, end marks among them, so these are read.
+
+Source: Ouyang et al., https://arxiv.org/abs/2203.02155; the loss and the regulariser name theirs in
+    ops/preference.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from maxtrain.config.schema import RegularizationConfig, RewardConfig
+from maxtrain.objectives.next_token import NO_NOISE, noisy_forward
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.preference import bradley_terry, off_centre
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum, sums_of_pairs
+
+PREFERENCE = Quantity("preference", "nats per pair")
+# How much better the chosen answer of each position's pair is.
+_MARGIN = "value"
+_TARGETS = "targets"
+
+
+def reward(config: RewardConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+    """The mean over pairs of Bradley and Terry's loss, plus `centre_weight` times the mean square of
+    the sums of their rewards.
+
+    Recorded:
+        preference: the loss without the regulariser.
+        off_centre: the mean square; only with its weight.
+        reward_chosen, reward_rejected, reward_margin: the rewards, and their difference.
+        reward_accuracy: the share of pairs in which the chosen answer has the higher reward.
+
+    Args:
+        config: weight of the regulariser, and whether the data's margins are read.
+        regularization: what is random where the batch has keys.
+    """
+    factors = {"preference": 1.0, LAYERS: 1.0}
+    recorded = [
+        PREFERENCE,
+        Quantity("reward_chosen", "per answer"),
+        Quantity("reward_rejected", "per answer"),
+        Quantity("reward_margin", "per pair"),
+        Quantity("reward_accuracy", "share of pairs"),
+    ]
+    if config.centre_weight:
+        factors["off_centre"] = config.centre_weight
+        recorded.insert(1, Quantity("off_centre", "squared reward per pair"))
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        count = _are_there(batch).sum().astype(jnp.float32)
+        return {"preference": count, "off_centre": count, LAYERS: num_tokens(batch)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        out = noisy_forward(policy, batch | {"inputs": batch["targets"]}, regularization)
+        is_end = _is_end(batch).astype(jnp.float32)
+        rewards = sums_of_pairs(policy.scores(out.hidden) * is_end, batch["segment_ids"])
+        chosen = rewards[..., 0]
+        rejected = rewards[..., 1]
+        margin = jnp.zeros_like(chosen)
+        if config.margin:
+            margin = sums_of_pairs(batch[_MARGIN] * is_end, batch["segment_ids"])[..., 0]
+        are_there = _are_there(batch)
+        count = are_there.sum().astype(jnp.float32)
+
+        def over_pairs(values: Array) -> Sum:
+            return Sum(jnp.where(are_there, values, 0.0).sum(), count)
+
+        sums = {
+            "preference": over_pairs(bradley_terry(chosen, rejected, margin)),
+            "reward_chosen": over_pairs(chosen),
+            "reward_rejected": over_pairs(rejected),
+            "reward_margin": over_pairs(chosen - rejected),
+            "reward_accuracy": over_pairs((chosen > rejected).astype(jnp.float32)),
+        }
+        loss = scales["preference"] * sums["preference"].total
+        if config.centre_weight:
+            sums["off_centre"] = over_pairs(off_centre(chosen, rejected))
+            loss += scales["off_centre"] * sums["off_centre"].total
+        targets = batch["loss_mask"].astype(jnp.float32).sum()
+        sums[_TARGETS] = Sum(sums["preference"].total, targets)
+        return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
+
+    arrays = {}
+    if config.margin:
+        arrays[_MARGIN] = "BT"
+    return Objective(
+        factors,
+        denominators,
+        forward,
+        loss=PREFERENCE,
+        recorded=tuple(recorded),
+        evaluated=tuple(recorded),
+        arrays=arrays,
+        counted=_TARGETS,
+    )
+
+
+def _are_there(batch: Batch) -> Bool[Array, "B P"]:
+    """Which pairs have targets in both answers."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    return (sums_of_pairs(mask, batch["segment_ids"]) > 0).all(-1)
+
+
+def _is_end(batch: Batch) -> Bool[Array, "B T"]:
+    """Where the documents of rows end."""
+    segments = batch["segment_ids"]
+    after = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+    return (segments > 0) & (segments != after)

@@ -1,0 +1,82 @@
+"""Reward models: the loss that its equation says of scores at the ends of answers, with the same
+gradient for every split of the batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxtrain.config.schema import RewardConfig
+from maxtrain.models.registry import build_model
+from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.reward import reward
+from maxtrain.training.partition import models_from
+from maxtrain.training.step import gradients
+from tests.objectives.test_dpo import pairs, rows_of
+
+pytestmark = pytest.mark.usefixtures("optax_dtypes")
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    """A model with a score, as (structure, parameters)."""
+    config = dataclasses.replace(tiny.model, num_layers=1, score=True)
+    return nnx.split(build_model(config, tiny.precision, 0))
+
+
+def trained(model, objective, batch, accumulation):
+    graphdef, params = model
+
+    @jax.jit
+    def program(params, batch):
+        made = models_from({POLICY: graphdef})
+        return gradients(made, params, batch, objective, objective.scales(batch), accumulation)
+
+    return program(params, batch)
+
+
+def scores(model, here):
+    """Of the answers of each pair, each read alone."""
+    module = nnx.merge(*model)
+    found = []
+    for pair in here:
+        for _, targets, _ in pair:
+            hidden = module.hidden(jnp.asarray(targets, jnp.int32)[None])
+            found.append(float(module.scores(hidden)[0, -1]))
+    return np.array(found).reshape(-1, 2)
+
+
+def test_loss_and_records_are_what_the_equation_says_for_every_split(model):
+    """Rows of three pairs, of one, and of none; a pair without targets does not count."""
+    here = pairs(count=5)
+    batch = rows_of([here[:3], here[3:4], [], here[4:]])
+    margins = np.array([0.5, -1.0, 2.0, 0.25, 9.0])
+    value = np.zeros(batch["loss_mask"].shape, np.float32)
+    segments = np.asarray(batch["segment_ids"])
+    for row, first in ((0, 0), (1, 3), (3, 4)):
+        value[row] = margins[np.minimum(first + (segments[row] - 1) // 2, 4)]
+    mask = np.array(batch["loss_mask"])
+    mask[3] = 0
+    batch |= {"value": jnp.asarray(value), "loss_mask": jnp.asarray(mask)}
+    objective = reward(RewardConfig(margin=True, centre_weight=0.1))
+    result, gradient = trained(model, objective, batch, 1)
+    chosen, rejected = scores(model, here[:4]).T
+    each = np.log1p(np.exp(-(chosen - rejected - margins[:4])))
+    squares = ((chosen + rejected) ** 2).mean()
+    np.testing.assert_allclose(result.sums["preference"].mean(), each.mean(), rtol=1e-5)
+    np.testing.assert_allclose(result.sums["off_centre"].mean(), squares, rtol=1e-5)
+    np.testing.assert_allclose(result.loss, each.mean() + 0.1 * squares, rtol=1e-5)
+    difference = result.sums["reward_margin"]
+    np.testing.assert_allclose(difference.mean(), (chosen - rejected).mean(), rtol=1e-4)
+    wins = (chosen > rejected).mean()
+    np.testing.assert_allclose(result.sums["reward_accuracy"].mean(), wins)
+    assert result.sums["targets"].weight == mask.sum()
+    split, found = trained(model, objective, batch, 4)
+    np.testing.assert_allclose(split.loss, result.loss, rtol=1e-6)
+    apart = jax.tree.map(jnp.subtract, found, gradient)
+    assert float(optax.tree.norm(apart)) <= 2e-6 * float(optax.tree.norm(gradient))
+    assert float(optax.tree.norm(gradient["score"])) > 0
