@@ -2,8 +2,8 @@
 
 Data: the questions of GSM8K as docs/fine_tuning.md prepares them into data/gsm8k-prompts; one pass.
 Reaches: not run. Others report 77.9 % of the test questions for this model with GRPO (verl).
-Costs: computed, not measured: parameters, gradients and optimizer state take 25 GB in float32; a step samples
-    256 completions, whose caches take at most 7.5 GB with grpo.slots=128.
+Costs: computed, not measured: parameters, gradients and optimizer state take 25 GB in float32; a
+    step samples 256 completions, whose caches take at most 7.5 GB with grpo.slots=128.
 """
 
 from maxtrain.config import default_config
@@ -16,7 +16,8 @@ def get_config():
     config.checkpoint_interval = 50
     config.observe.sample_interval = 10
 
-    # The directory of the weights, or a run that was fine-tuned before; the shapes below are theirs.
+    # The directory of the weights, or a run that was fine-tuned before; the shapes below are
+    # theirs.
     config.checkpoint.init_from = "pretrained"
     config.model.family = "qwen2"
     config.model.vocab_size = 151_936

@@ -12,7 +12,8 @@ is communicated. Arithmetic is in whole numbers, so that all hosts get the same 
   number of `row_counts`: multiples of `data.balance_rows` that grow by at most an eighth. Each is a
   shape to compile; the documents of steps are alike enough for a few of them.
 * `pack` makes all rows of the step alike in cost, so that micro-batches and devices, which have as
-  many rows, are at least as alike. A document that is dearer than the mean row can't be made up for.
+  many rows, are at least as alike. A document that is dearer than the mean row can't be made up
+  for.
 * Rows stand in the order of `_interleaved`. With A micro-batches and D devices, row r is in
   micro-batch r mod A, and the rows of a device follow each other. So the devices have rows of
   neighbouring cost in a micro-batch, and a fair share of dear and cheap rows in the step. Neither A

@@ -11,7 +11,8 @@ documents (see `Bins`), long ones in the last rows.
 
 Documents that belong together (`group` of the manifest: pairs) are planned as one: a row has whole
 groups, whose size is the sum of those of their documents, and a plan file has the numbers of
-groups. A group that is longer than a row is left out or refused; cutting one would take its meaning.
+groups. A group that is longer than a row is left out or refused; cutting one would take its
+meaning.
 """
 
 import bisect

@@ -308,8 +308,8 @@ class _Encoded(NamedTuple):
 
 
 def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_Encoded]:
-    """A document, or both of a pair; with the id of the end mark (None: there is none) where that is
-    a target beside others that are not."""
+    """A document, or both of a pair; with the id of the end mark (None: there is none) where that
+    is a target beside others that are not."""
     if document.spans is not None:
         encoded = []
         for spans in document.members:

@@ -93,5 +93,6 @@ class Cache:
             return 0
 
     def _refused(self, path: Path, error: OSError) -> StorageError:
-        mend = "Free space, or set data.cache (prepare: --cache) to a folder of a larger disk, or data.cache_bytes lower"
+        place = "data.cache (prepare: --cache) to a folder of a larger disk"
+        mend = f"Free space, or set {place}, or data.cache_bytes lower"
         return StorageError(f"{path}: the cache can't be written ({error.strerror}). {mend}.")

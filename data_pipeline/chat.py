@@ -149,9 +149,9 @@ def _find_source(
         source = by_name.get("default")
     if not isinstance(source, str):
         raise DataError(
-            f"{option}: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} nor "
-            f"chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template chatml if "
-            "the tokenizer has its tokens."
+            f"{option}: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} "
+            f"nor chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template "
+            "chatml if the tokenizer has its tokens."
         )
     return source, []
 

@@ -1,4 +1,5 @@
-"""How a key of a config is declared: its default, its line of help, its limits, and what reads it."""
+"""How a key of a config is declared: its default, its line of help, its limits, and what reads
+it."""
 
 import copy
 import dataclasses

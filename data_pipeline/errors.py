@@ -179,8 +179,8 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_with_reader() -> Iterator[None]:
-    """Ends the process without a word if nobody reads its standard output any more, as when `head` has
-    read enough. Its exit code is then that of a program that SIGPIPE has ended."""
+    """Ends the process without a word if nobody reads its standard output any more, as when `head`
+    has read enough. Its exit code is then that of a program that SIGPIPE has ended."""
     try:
         try:
             yield

@@ -13,8 +13,8 @@ _ROOT = Path(__file__).parents[1]
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra, as one would type it here: from the checkout that this is a part of, if
-    it is, since no registry has the package."""
+    """What installs an extra, as one would type it here: from the checkout that this is a part of,
+    if it is, since no registry has the package."""
     if not (_ROOT / "pyproject.toml").is_file():
         return f"pip install 'maxtrain[{extra}]'"
     place = str(_ROOT)

@@ -71,9 +71,9 @@ class HostBatch(NamedTuple):
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
     of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
     names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
-    empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected document
-    of its k-th pair. Of data whose documents have a number each, there is also value (float32
-    [b, T]): that of each position's document, 0 in padding.
+    empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
+    document of its k-th pair. Of data whose documents have a number each, there is also value
+    (float32 [b, T]): that of each position's document, 0 in padding.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -277,7 +277,8 @@ class TrainingData(_Dataset):
         to go on from it."""
         config = self.config
         across = config.attend_across_documents
-        # Where attention crosses documents, a row has one segment, and positions restart only there.
+        # Where attention crosses documents, a row has one segment, and positions restart only
+        # there.
         restart = config.restart_positions or across
         # What is done to long documents counts only if there are any. Checkpoints of earlier
         # versions hold digests of False in its place.

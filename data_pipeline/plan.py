@@ -373,7 +373,8 @@ class Plan:
         """Identity of everything drawn before `step`: equal for plans that differ only in what
         comes later."""
         row = self.span(step).row_at(step)
-        # Plain tuples, not the records themselves: their text is what checkpoints hold the digest of.
+        # Plain tuples, not the records themselves: their text is what checkpoints hold the digest
+        # of.
         spans = [
             (span.step, span.row, span.batch_size, span.seq_length)
             for span in self.spans
@@ -566,7 +567,8 @@ def _weight_problems(where: str, weights: dict[str, float], names: list[str]) ->
 
 
 def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) -> str:
-    """What is wrong with the end of a stage, whatever stages there are before it; empty: nothing."""
+    """What is wrong with the end of a stage, whatever stages there are before it; empty:
+    nothing."""
     if stage.until is None:
         if is_last:
             return ""

@@ -82,14 +82,14 @@ _EXAMPLES = "examples:\n" + "".join(
 )
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
-  {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of fsspec
-  {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used for several
-  {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
+  {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of
+  fsspec {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used
+  for several {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT --pair 3      both documents of a pair
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
-Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
-# In a scratch folder of this machine: which output it is of.
+Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run
+it again."""  # In a scratch folder of this machine: which output it is of.
 _OF = "of.json"
 # What OUT is made of, and since when.
 _STATE = ".prepare.json"
@@ -222,8 +222,9 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         default="",
-        help="chat template for --chat, --preferences and --prompts: a jinja file, or chatml (default: the one "
-        "beside the tokenizer; text of --preferences and --prompts is then left as it is)",
+        help="chat template for --chat, --preferences and --prompts: a jinja file, or chatml "
+        "(default: the one beside the tokenizer; text of --preferences and --prompts is then left "
+        "as it is)",
     )
     add(
         "--chat-date",
@@ -237,8 +238,9 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="for --chat and --prompts: the messages that columns become, such as user='{question}' "
-        f"assistant='{{answer}}'; or a name ({', '.join(NAMED)}), or a .json file",
+        help="for --chat and --prompts: the messages that columns become, such as "
+        f"user='{{question}}' assistant='{{answer}}'; or a name "
+        f"({', '.join(NAMED)}), or a .json file",
     )
     add(
         "--system",
@@ -254,8 +256,8 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--margin",
         action="store_true",
-        help="for --preferences: keep how much better the chosen answer is: margin, or score_chosen "
-        "- score_rejected",
+        help="for --preferences: keep how much better the chosen answer is: margin, or "
+        "score_chosen - score_rejected",
     )
 
 
@@ -627,8 +629,9 @@ def _tell_of_entries(spec: str, entries: int) -> None:
     asked = bpe_entries(spec)
     if entries < asked:
         print(
-            f"--tokenizer {spec}: asked for {asked:,} entries, and the text gives {entries:,}: each of "
-            f"its words is one entry then. Train on more text for more, or give bpe:{entries}."
+            f"--tokenizer {spec}: asked for {asked:,} entries, and the text gives {entries:,}: "
+            f"each of its words is one entry then. Train on more text for more, or give "
+            f"bpe:{entries}."
         )
 
 

@@ -222,7 +222,8 @@ def describe_row(
 
 
 def describe_value(value: float, group: int) -> str:
-    """The number of a document, in words: a label, or where documents belong together the margin."""
+    """The number of a document, in words: a label, or where documents belong together the
+    margin."""
     if group == 1:
         return f"label {value:+g}"
     return f"margin {value:g}"
@@ -259,8 +260,8 @@ def coloured_text(
 
 
 def token_lines(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> Iterator[Text]:
-    """A line for each of ids [T]: its number in the document, what it is for the loss, bool [T], its
-    id and its text, with what can't be printed as Python writes it."""
+    """A line for each of ids [T]: its number in the document, what it is for the loss, bool [T],
+    its id and its text, with what can't be printed as Python writes it."""
     yield Text(f"{'token':>7}  {'':6}  {'id':>7}  text", style="bold")
     for number, (token, learnt_here) in enumerate(zip(ids, learnt, strict=True)):
         word = one_line(spell(tokenizer, np.array([token])), _WIDTH)

@@ -128,7 +128,8 @@ def evaluate_sets(
 
 
 def _open_all(reading: Reading, tokenizer: Tokenizer, model: Decoder) -> dict[str, EvaluationData]:
-    """The sets by name. ConfigError: one of another tokenizer, or more entries than the model has."""
+    """The sets by name. ConfigError: one of another tokenizer, or more entries than the model
+    has."""
     return {
         name: _open(name, config, reading, tokenizer, model)
         for name, config in reading.sets.items()
@@ -141,7 +142,8 @@ def _open(
     data = open_evaluation(config.path, reading.data, config.batch_size or reading.rows, name)
     made_with, vocab = data.manifest.tokenizer, model.config.vocab_size or 0
     if made_with["sha256"] != tokenizer.sha256:
-        rule = f"was made with another tokenizer ({made_with['name']}) than the model's, so that ids would mean different text"
+        other = f"was made with another tokenizer ({made_with['name']}) than the model's"
+        rule = f"{other}, so that ids would mean different text"
         raise ConfigError(
             f"eval.sets.{name}={config.path} {rule}. Prepare it with `--tokenizer` of the model's."
         )
@@ -325,7 +327,8 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     for option in (*numbers, "max_completion_length"):
         if (value := getattr(asked, option)) is not None and value < 1:
             raise UsageError(
-                f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default."
+                f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the "
+                "default."
             )
     return asked
 
@@ -355,7 +358,8 @@ def _check_kind(asked: argparse.Namespace) -> None:
         value = getattr(asked, option)
         if value:
             raise UsageError(
-                f"--{option.replace('_', '-')}: is of evaluation sets. Leave it out, or leave out {other}."
+                f"--{option.replace('_', '-')}: is of evaluation sets. Leave it out, or leave out "
+                f"{other}."
             )
 
 

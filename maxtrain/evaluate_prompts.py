@@ -1,5 +1,5 @@
-"""`maxtrain evaluate` of sets of prompts: each prompt is completed once by the likeliest tokens, and
-its completion is rewarded. Rewards are those of a run that learns from them, or of --reward."""
+"""`maxtrain evaluate` of sets of prompts: each prompt is completed once by the likeliest tokens,
+and its completion is rewarded. Rewards are those of a run that learns from them, or of --reward."""
 
 import argparse
 import contextlib

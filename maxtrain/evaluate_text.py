@@ -1,8 +1,8 @@
 """Bits per byte of files of text: every token counted once, sums first, one division at the end.
 
-A file is a document. It is read after what every text begins with (the tokenizer's token for that, or
-the end of another document); a tokenizer without such a token leaves the first token of each file out,
-and its bytes.
+A file is a document. It is read after what every text begins with (the tokenizer's token for that,
+or the end of another document); a tokenizer without such a token leaves the first token of each
+file out, and its bytes.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from maxtrain.score import ROWS, Row, encode_text, read_text, score_long
 
 
 class TextFile(NamedTuple):
-    """A file to evaluate on: its name, its ids of which some are counted, and the bytes of these."""
+    """A file to evaluate on: its name, its ids of which some are counted, and the bytes of
+    these."""
 
     name: str
     row: Row
@@ -138,8 +139,8 @@ def check_window(asked: argparse.Namespace, longest: int) -> None:
     window = asked.seq_length or longest
     if window > longest:
         raise UsageError(
-            f"--seq-length {window}: the model reads at most {longest:,} tokens (model.max_length). "
-            "Leave it out, or set less."
+            f"--seq-length {window}: the model reads at most {longest:,} tokens "
+            "(model.max_length). Leave it out, or set less."
         )
     if asked.stride is not None and asked.stride > window:
         raise UsageError(

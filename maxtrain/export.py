@@ -371,8 +371,8 @@ def _export_gguf(
     )
     print(f"{out}: {written.size / 1e6:,.1f} MB")
     print(
-        "read again: its tensors and keys are what was written; its logits differ from the run's by "
-        f"up to {written.difference:.2g}, where the largest is {written.largest:.3g}."
+        "read again: its tensors and keys are what was written; its logits differ from the run's "
+        f"by up to {written.difference:.2g}, where the largest is {written.largest:.3g}."
     )
     for note in written.notes:
         print(note)
@@ -396,12 +396,11 @@ def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -
         if form != "full":
             print(
                 f"They were trained on the weights of {base} in {form} (model.lora.base). On these "
-                "weights as they are, the model is a little another; --format hf writes the weights "
-                "that they were trained on, with the adapters in them."
+                "weights as they are, the model is a little another; --format hf writes the "
+                "weights that they were trained on, with the adapters in them."
             )
-        print(
-            f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), "{out}")'
-        )
+        loaded = "AutoModelForCausalLM.from_pretrained(...)"
+        print(f'load it: PeftModel.from_pretrained({loaded}, "{out}")')
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`maxtrain export RUN OUT.gguf --format gguf`: a model as one file that llama.cpp loads.
 
-The file is written under a hidden name and read again: every tensor and key must be what was written,
-and what the numbers are worth after rounding is seen from logits. Only then does it get its name.
+The file is written under a hidden name and read again: every tensor and key must be what was
+written, and what the numbers are worth after rounding is seen from logits. Only then does it get
+its name.
 """
 
 import dataclasses
@@ -170,7 +171,8 @@ def _tokenizer_fields(
 
 
 def _template_beside(tokenizer: JsonTokenizer, settings: Mapping[str, Any]) -> str | None:
-    """The chat template that lies beside a tokenizer, or is in its settings; None: there is none."""
+    """The chat template that lies beside a tokenizer, or is in its settings; None: there is
+    none."""
     if CHAT_TEMPLATE in tokenizer.beside:
         return tokenizer.beside[CHAT_TEMPLATE].decode()
     found = settings.get("chat_template")

@@ -158,9 +158,9 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
     if config.model.lora.rank is not None:
         if config.train.only:
             raise ConfigError(
-                f"train.only={list(config.train.only)} trains more than adapters, so that the model "
-                f"without adapters changes and is no reference. Set {key} to the model that the "
-                "run begins with, or leave train.only out."
+                f"train.only={list(config.train.only)} trains more than adapters, so that the "
+                f"model without adapters changes and is no reference. Set {key} to the model that "
+                "the run begins with, or leave train.only out."
             )
         return None
     if config.checkpoint.init_from is None:

@@ -1,7 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness: `maxtrain evaluate RUN --tasks NAME`.
 
-The harness asks; `Answers` answers with our scores and our generation. Its package is imported when it
-is asked for, and needs no torch. What it asks of the log-probability of a text is what its own model of
+The harness asks; `Answers` answers with our scores and our generation. Its package is imported when
+it is asked for, and needs no torch. What it asks of the log-probability of a text is what its own
+model of
 transformers answers: an empty context is the token that texts begin with, a text that is too long
 loses its beginning, and long documents are read in windows that do not overlap.
 """
@@ -194,8 +195,8 @@ def run_tasks(
     missing = [name for name in tasks if not manager.match_tasks([name])]
     if missing:
         raise UsageError(
-            f"--tasks {','.join(missing)}: is no task that the harness knows. Name the directory of its "
-            "YAML file with --tasks-dir, or look at `lm-eval ls tasks`."
+            f"--tasks {','.join(missing)}: is no task that the harness knows. Name the directory "
+            "of its YAML file with --tasks-dir, or look at `lm-eval ls tasks`."
         )
 
     class Adapter(base):  # pyright: ignore[reportGeneralTypeIssues]

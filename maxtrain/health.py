@@ -2,7 +2,8 @@
 a run ends before its plan does.
 
 The device decides about anomalies before the update (training/watch.py). Here the user is told, and
-it is decided whether the run ends or goes back. No records are written here, and no other process is
+it is decided whether the run ends or goes back. No records are written here, and no other process
+is
 asked: all processes see the same metrics and come to the same result.
 """
 

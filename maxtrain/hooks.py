@@ -66,7 +66,8 @@ class CheckSteps(Hook):
     """Fetches the metrics of the steps since the last look, checks them, and writes a training
     record.
 
-    Fetching waits for the devices, so this is due only when a record is, or before a hook that needs
+    Fetching waits for the devices, so this is due only when a record is, or before a hook that
+    needs
     checked steps: an evaluation, a completion of the prompts, a save or a stop.
     """
 

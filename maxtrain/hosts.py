@@ -37,9 +37,9 @@ def compare_batches(origins: Sequence[HostBatch], part: str) -> list[int]:
     for process, theirs in enumerate(said):
         if (theirs["step"], theirs["rows"]) != (first["step"], first["rows"]):
             raise DataError(
-                f"process {process} reads rows {theirs['rows']} at step {theirs['step']}, process 0 "
-                f"rows {first['rows']} at step {first['step']}. Give all processes the same config "
-                f"and data, and go on from the last checkpoint."
+                f"process {process} reads rows {theirs['rows']} at step {theirs['step']}, process "
+                f"0 rows {first['rows']} at step {first['step']}. Give all processes the same "
+                f"config and data, and go on from the last checkpoint."
             )
     mine = np.array([origin.content for origin in origins], np.uint64)
     contents = gather_bytes(mine.view(np.uint8)).view(np.uint64)

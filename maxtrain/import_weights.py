@@ -2,12 +2,12 @@
 
 RUN is made like those of trainings: a resolved config, whose model is that of DIR's config.json; a
 checkpoint of step 0 with digests and a commit record; and the tokenizer, in RUN/tokenizer, so that
-`generate`, `evaluate` and `export` need no data. There are weights alone, no moments of an optimizer: a
-training begins with them by checkpoint.init_from=RUN.
+`generate`, `evaluate` and `export` need no data. There are weights alone, no moments of an
+optimizer: a training begins with them by checkpoint.init_from=RUN.
 
 All is written into a hidden directory beside RUN, read again, and compared: all parameters bit for
-bit, and logits on a few tokens. Only then does the directory get the name RUN, so that an import that
-is killed leaves nothing that looks finished.
+bit, and logits on a few tokens. Only then does the directory get the name RUN, so that an import
+that is killed leaves nothing that looks finished.
 """
 
 import argparse

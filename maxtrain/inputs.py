@@ -191,8 +191,8 @@ def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
 def require_answers(
     config: RunConfig, data: TrainingData, sets: Mapping[str, EvaluationData]
 ) -> None:
-    """ConfigError: training data or a set are not the answers that the objective compares: pairs, or
-    answers with a label."""
+    """ConfigError: training data or a set are not the answers that the objective compares: pairs,
+    or answers with a label."""
     if config.objective not in ("dpo", "reward"):
         return
     read = {}

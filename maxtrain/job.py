@@ -204,7 +204,8 @@ class Parts:
         return program(jax.random.key(self._init_seed))
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
-        """Digests of parameters with buffers, and of the batch, for the metrics of the step that made this state."""
+        """Digests of parameters with buffers, and of the batch, for the metrics of the step that
+        made this state."""
         return {"params_hash": digests(policy_variables(state)), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:

@@ -1,9 +1,9 @@
 """`maxtrain merge RECIPE OUT`: one model of several, by a recipe in mergekit's YAML.
 
-Models are Hugging Face directories, runs (RUN) or their checkpoints (RUN@STEP), with the same tensors
-and the same tokenizer. Tensor by tensor is read, merged in float32, rounded once and written; then
-all are read again, and only then does the directory get the name OUT. merge.json in it says what it
-was made of.
+Models are Hugging Face directories, runs (RUN) or their checkpoints (RUN@STEP), with the same
+tensors and the same tokenizer. Tensor by tensor is read, merged in float32, rounded once and
+written; then all are read again, and only then does the directory get the name OUT. merge.json in
+it says what it was made of.
 """
 
 import argparse
@@ -269,7 +269,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             print(note)
         print(
             f"{out}: {made.num_parameters:,} parameters in {made.num_tensors:,} tensors of "
-            f"{made.dtype}, by {recipe.method} of {', '.join(recipe.places())}; read again: as written"
+            f"{made.dtype}, by {recipe.method} of {', '.join(recipe.places())}; read again: as "
+            "written"
         )
 
     return run_command(job, resumes=False)

@@ -65,7 +65,8 @@ class Tensors(NamedTuple):
 
 
 def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
-    """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`; `held` closes its files.
+    """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`; `held` closes its
+    files.
 
     Raises:
         UserError: there is none, or something is wrong with it.

@@ -72,8 +72,8 @@ def model_card(run: str | Path, model: Model) -> str:
         parts.append(_section("Evaluation of completions", answered, "set"))
     parts.append(_section("Versions", _version_rows()))
     parts.append(
-        "## License and use\n\nThe run does not know them: add the license of the weights and of the "
-        "data, and what the model is meant for.\n"
+        "## License and use\n\nThe run does not know them: add the license of the weights and of "
+        "the data, and what the model is meant for.\n"
     )
     return "\n".join(parts)
 
@@ -200,7 +200,8 @@ def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
 
 
 def _answered_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:
-    """The newest evaluation of each set of prompts, which were completed by the likeliest tokens."""
+    """The newest evaluation of each set of prompts, which were completed by the likeliest
+    tokens."""
     forms = {"accuracy": "{:.1%}", "reward": "{:.4f}", "completion_length": "{:.1f}"}
     rows: _Rows = []
     for name, record in _newest_evaluations(records).items():

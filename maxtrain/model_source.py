@@ -89,8 +89,8 @@ def check_model_arguments(
         )
     if asked.run is not None and asked.dtype is not None:
         raise UsageError(
-            f"--dtype {asked.dtype}: is of Hugging Face directories, and the run {asked.run} has its "
-            "own. Leave it out."
+            f"--dtype {asked.dtype}: is of Hugging Face directories, and the run {asked.run} has "
+            "its own. Leave it out."
         )
     check_step(asked.step)
 
@@ -103,8 +103,8 @@ def _is_of_hugging_face(place: str) -> bool:
     if not (directory / RUN_CONFIG).exists():
         what = _what_is_there(directory, RUN_CONFIG, HF_CONFIG)
         raise UsageError(
-            f"{place}: {what}. Name the directory of a run, such as {_runs_beside(directory)}, or a "
-            f"Hugging Face directory with {HF_CONFIG}."
+            f"{place}: {what}. Name the directory of a run, such as {_runs_beside(directory)}, or "
+            f"a Hugging Face directory with {HF_CONFIG}."
         )
     return False
 
@@ -115,8 +115,8 @@ def _require_weights(place: str) -> None:
     if not (directory / HF_CONFIG).exists():
         what = _what_is_there(directory, HF_CONFIG)
         raise UsageError(
-            f"--hf {place}: {what}. Name a directory with {HF_CONFIG}, weights and tokenizer.json, as "
-            "downloaded from Hugging Face or written by `maxtrain export`."
+            f"--hf {place}: {what}. Name a directory with {HF_CONFIG}, weights and tokenizer.json, "
+            "as downloaded from Hugging Face or written by `maxtrain export`."
         )
 
 
@@ -164,8 +164,8 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
         model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
     if model.config.score:
         raise UsageError(
-            f"{asked.run or asked.hf}: is a reward model, which scores texts and has no logits. Name a "
-            "model of text; what a reward model is worth is in the evaluations of its run."
+            f"{asked.run or asked.hf}: is a reward model, which scores texts and has no logits. "
+            "Name a model of text; what a reward model is worth is in the evaluations of its run."
         )
     return model, tokenizer
 

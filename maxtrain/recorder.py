@@ -1,7 +1,7 @@
 """Records of a run's steps, written to metrics.jsonl, the trackers and the progress display.
 
-Steps arrive with their metrics on the host, already checked (health.py). The recorder sums and writes;
-it decides nothing about the run.
+Steps arrive with their metrics on the host, already checked (health.py). The recorder sums and
+writes; it decides nothing about the run.
 """
 
 import contextlib
@@ -177,8 +177,8 @@ class Recorder:
             self._trackers.log(step, values, kind)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Completions of prompts after this step, all of one set: in samples.jsonl, in the trackers,
-        and shown."""
+        """Completions of prompts after this step, all of one set: in samples.jsonl, in the
+        trackers, and shown."""
         if not samples or not self._samples or not self._is_open:
             return
         for sample in samples:

@@ -134,7 +134,8 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
-        # Digests of frozen models beside the policy, by their roles; those of earlier launches, too.
+        # Digests of frozen models beside the policy, by their roles; those of earlier launches,
+        # too.
         self._frozen_models: dict[str, str] = {}
         self.sample_interval = 0
         if jax.process_count() == 1:

@@ -128,8 +128,8 @@ class RunFolder:
         self._mend_books(tell)
 
     def withdraw(self) -> None:
-        """Takes back what `begin` has made, if nothing has followed it: a launch that failed before its
-        run began leaves no run. To be called by the process that holds the lock."""
+        """Takes back what `begin` has made, if nothing has followed it: a launch that failed before
+        its run began leaves no run. To be called by the process that holds the lock."""
         with contextlib.suppress(OSError):
             if self._made_here and set(os.listdir(self.path)) == {LOCK, FILE_NAME}:
                 (self.path / FILE_NAME).unlink()
@@ -215,8 +215,8 @@ def require_trained(run: Path, saved: RunState | None) -> None:
     """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
     if saved is not None and saved.imported is not None:
         raise ConfigError(
-            f"{run} holds imported weights, without the state of an optimizer or of data, so no run "
-            f"can go on there. Set run_name to another name, and checkpoint.init_from={run}."
+            f"{run} holds imported weights, without the state of an optimizer or of data, so no "
+            f"run can go on there. Set run_name to another name, and checkpoint.init_from={run}."
         )
 
 

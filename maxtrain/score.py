@@ -1,9 +1,10 @@
 """`maxtrain score RUN|DIR`: the log-probability of each token of texts, by the model of a run or of
 a Hugging Face directory.
 
-A row is computed in a program of one shape, which its own length alone decides, beside a fixed number
-of other rows that it can't see: its numbers do not depend on them. A text that is longer than what
-the model reads is read in windows that overlap, and each of its tokens is scored in one of them.
+A row is computed in a program of one shape, which its own length alone decides, beside a fixed
+number of other rows that it can't see: its numbers do not depend on them. A text that is longer
+than what the model reads is read in windows that overlap, and each of its tokens is scored in one
+of them.
 """
 
 import argparse
@@ -53,8 +54,8 @@ class Row(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Of each token that was scored: its natural log-probability, float32 [T], and whether it is the
-    likeliest one, bool [T]."""
+    """Of each token that was scored: its natural log-probability, float32 [T], and whether it is
+    the likeliest one, bool [T]."""
 
     logprobs: np.ndarray
     is_greedy: np.ndarray
@@ -105,8 +106,8 @@ def _check_rows(model: Decoder, rows: Sequence[Row]) -> None:
     for row in rows:
         if not 1 <= row.first < len(row.ids):
             raise UsageError(
-                f"a row of {len(row.ids):,} tokens has none to score from number {row.first} on: the "
-                "first is given. Give more text."
+                f"a row of {len(row.ids):,} tokens has none to score from number {row.first} on: "
+                "the first is given. Give more text."
             )
         if len(row.ids) > longest + 1:
             raise UsageError(
@@ -233,8 +234,8 @@ def _joined(parts: Sequence[Scored]) -> Scored:
 def encode_pair(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, completion: str) -> Row:
     """The ids of a prompt and of what follows it, which is scored.
 
-    Encoded as one text, and cut where the prompt ends: a space between them belongs to what follows,
-    as tokens do that begin with it.
+    Encoded as one text, and cut where the prompt ends: a space between them belongs to what
+    follows, as tokens do that begin with it.
 
     Args:
         tokenizer: of the model.
@@ -329,8 +330,8 @@ def read_text(option: str, file: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{option} {file}: has the byte 0x{content[error.start]:02X} at {error.start:,}, which is "
-            "not UTF-8. Convert it, for example with `iconv -t UTF-8`."
+            f"{option} {file}: has the byte 0x{content[error.start]:02X} at {error.start:,}, which "
+            "is not UTF-8. Convert it, for example with `iconv -t UTF-8`."
         ) from error
 
 
@@ -421,8 +422,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         texts = _read_asked(asked, tokenizer, begin)
         if not begin and (asked.text or asked.file):
             print(
-                "The tokenizer has no token that a text begins with: the first token of each text is "
-                "not scored.",
+                "The tokenizer has no token that a text begins with: the first token of each text "
+                "is not scored.",
                 file=sys.stderr,
             )
         console = Console(highlight=False)

@@ -101,8 +101,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "--cache-tokens",
         type=int,
         metavar="N",
-        help="room for so many tokens of all texts together, in pages that texts share; no text can "
-        "be longer (default: each slot has room for the longest text)",
+        help="room for so many tokens of all texts together, in pages that texts share; no text "
+        "can be longer (default: each slot has room for the longest text)",
     )
     add(
         "--max-body",
@@ -185,8 +185,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
     return UsageError(
-        f"--host {host} --port {port}: can't listen there ({error.strerror or error}). Name another "
-        "port, or 0 for any that is free."
+        f"--host {host} --port {port}: can't listen there ({error.strerror or error}). Name "
+        "another port, or 0 for any that is free."
     )
 
 

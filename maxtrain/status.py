@@ -1,5 +1,5 @@
-"""`maxtrain status RUN`: how far a run has come, how it spent its time, what its attempts ended with,
-and what changed between its launches. Starts no device."""
+"""`maxtrain status RUN`: how far a run has come, how it spent its time, what its attempts ended
+with, and what changed between its launches. Starts no device."""
 
 import argparse
 import datetime

@@ -368,8 +368,8 @@ def begin_trackers(run: Run, trackers: Trackers) -> None:
 def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     """Records a launch that begins after `step` finished steps.
 
-    The config is recorded as the user asked for it, not as it was fitted to this machine, so that it
-    works on others, too.
+    The config is recorded as the user asked for it, not as it was fitted to this machine, so that
+    it works on others, too.
     """
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)

@@ -128,8 +128,9 @@ class Validation:
         if self._asks(name):
             judged = "higher reward"
         since = f"the last {count} of eval.sets.{name} brought no {judged}"
+        than = f"than {best.loss:.4f} after step {best.step:,}"
         mend = "Set eval.stop_patience higher, or to null, to go on"
-        return f"{since} than {best.loss:.4f} after step {best.step:,} ({STOP_PATIENCE}={patience}). {mend}."
+        return f"{since} {than} ({STOP_PATIENCE}={patience}). {mend}."
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
@@ -224,7 +225,8 @@ class Validation:
     def _answered(
         self, name: str, params: Mapping[str, nnx.State]
     ) -> tuple[dict[str, Any], list[Sample]]:
-        """The numbers of a set of prompts, and its first completions. KeyboardInterrupt: as above."""
+        """The numbers of a set of prompts, and its first completions. KeyboardInterrupt: somebody
+        asks to stop."""
         assert self._asking is not None
         model = nnx.merge(self._policy, params[POLICY])
 

@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE = ("data_pipeline", "maxtrain")
+LONGEST_LINE = 100
 CODE = (*CORE, "configs", "benchmarks")
 
 # A room is a package or module with everything below it; "maxtrain" itself stands for its
@@ -509,6 +510,21 @@ def unasserted_tests(project: Project) -> list[str]:
     return problems
 
 
+def long_lines(project: Project) -> list[str]:
+    """Regular expressions and chat templates that others wrote stay as they are."""
+    problems = []
+    for module in project.modules.values():
+        if not module.name.startswith(CORE):
+            continue
+        for number, line in enumerate(module.text.splitlines(), 1):
+            if len(line) > LONGEST_LINE and not re.search(r"\\p\{L|\{%-", line):
+                problems.append(
+                    f"{module.path}:{number} has {len(line)} characters. Write at most "
+                    f"{LONGEST_LINE}: a name for a part, or a text in two pieces."
+                )
+    return problems
+
+
 def forbidden_text(project: Project) -> list[str]:
     listing = subprocess.run(
         ["git", "ls-files", "-z"], cwd=project.root, capture_output=True, text=True
@@ -539,6 +555,7 @@ RULES = [
     root_config_below_the_jobs,
     products_that_are_no_dot,
     unasserted_tests,
+    long_lines,
     forbidden_text,
 ]
 
@@ -700,6 +717,7 @@ BROKEN = [
         {"tests/ops/test_a.py": "def test_it():\n    print(1)"},
         "test_it asserts nothing",
     ),
+    (long_lines, {"maxtrain/ops/a.py": f"A = '{'a' * 100}'"}, "has 106 characters"),
     (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),
     (forbidden_text, {"a.toml": "<<<<" + "<<< HEAD"}, "resolve it"),
 ]

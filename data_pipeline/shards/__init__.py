@@ -7,9 +7,9 @@ a target), `NAME-00000.val` if its documents have a number each (little-endian f
 the margin of a pair), `NAME-00000.cols` if they are prompts (of each, a JSON object in a line, with
 what else is known of it), `NAME-00000.crc` (uint32 crc32 of every 1 MiB block of the .bin, then of
 the .idx, the .mask, the .val and the .cols), a copy of the tokenizer, and `manifest.json`, which is
-written last: a directory without it was never finished. The manifest holds a digest of itself and of every .crc file, so a
-chain of digests leads from it to every byte. Documents never cross shards. Knows nothing of
-batches, rows or tokenizers' insides.
+written last: a directory without it was never finished. The manifest holds a digest of
+itself and of every .crc file, so a chain of digests leads from it to every byte. Documents never
+cross shards. Knows nothing of batches, rows or tokenizers' insides.
 """
 
 from data_pipeline.shards.checked import ranges
@@ -19,6 +19,6 @@ from data_pipeline.shards.reader import TokenShards
 from data_pipeline.shards.writer import ShardWriter, token_dtype
 
 __all__ = [
-    "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "PARTS", "TOKENIZER", "VERSION", "Manifest", "ShardEntry", "ShardWriter",
-    "TokenShards", "move_into", "ranges", "token_dtype", "write_atomic",
+    "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "PARTS", "TOKENIZER", "VERSION", "Manifest", "ShardEntry",
+    "ShardWriter", "TokenShards", "move_into", "ranges", "token_dtype", "write_atomic",
 ]  # fmt: skip

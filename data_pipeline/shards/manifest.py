@@ -35,8 +35,8 @@ class ShardEntry:
     sha256 of the .crc.
 
     A shard with a .mask counts its set bits, `targets`, and those of them at documents' first
-    tokens; None: it has no .mask. `has_values`: it has a .val. `column_bytes`: of its .cols; None: it
-    has none.
+    tokens; None: it has no .mask. `has_values`: it has a .val. `column_bytes`: of its .cols; None:
+    it has none.
     """
 
     path: str

@@ -38,7 +38,8 @@ class ShardWriter:
         self._values: bytearray | None = None
         # JSON lines, if the documents have columns.
         self._columns: bytearray | None = None
-        self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
+        # It lives as long as the writer.
+        self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115
 
     def append(
         self,
@@ -56,9 +57,9 @@ class ShardWriter:
             the shard gets a .mask file.
         `end`: the id that ends this one document, after its tokens; no target if the document has a
             mask.
-        `value`: a finite number of each of these documents, in a shard whose documents all have one.
-        `columns`: a JSON object of this one document, in one line, in a shard whose documents all
-            have one.
+        `value`: a finite number of each of these documents, in a shard whose documents all have
+        one. `columns`: a JSON object of this one document, in one line, in a shard whose documents
+            all have one.
         """
         assert end is None or lengths is None, "an end is one of one document"
         if lengths is None:

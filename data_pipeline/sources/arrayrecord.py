@@ -74,5 +74,6 @@ def _records(piece: Piece) -> Iterator[bytes]:
 
 FORMAT = Format(
     "arrayrecord", "GLOB", "ArrayRecord files, each record one document in UTF-8",
-    "--arrayrecord 'web/*.array_record' --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
+    "--arrayrecord 'web/*.array_record' --tokenizer path/to/tokenizer.json --holdout 0.001", find,
+    documents, any_record,
 )  # fmt: skip

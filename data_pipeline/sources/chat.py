@@ -28,7 +28,8 @@ def find(pattern: str, options: Options) -> list[Piece]:
     if options.vocab_size is None:
         raise UsageError(
             "--chat: needs a tokenizer that has the tokens of its template, not one to be trained. "
-            "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain text)."
+            "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain "
+            "text)."
         )
     if options.chat_map:
         require_answer(options.chat_map)
@@ -143,8 +144,8 @@ def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
 
 
 def find_tools(record: dict[str, Any], chat_map: ChatMap | None = None) -> list[Any] | None:
-    """The tools of a row, in `tools` or the column that a map names; None: none. ChatError: they are
-    no list, nor one in JSON."""
+    """The tools of a row, in `tools` or the column that a map names; None: none. ChatError: they
+    are no list, nor one in JSON."""
     column = "tools"
     if chat_map:
         column = chat_map.tools
@@ -192,6 +193,7 @@ def clean(value: Any, template: Template, problems: list[str]) -> Any:
 
 
 FORMAT = Format(
-    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, or in .parquet, each with messages; needs maxtrain[chat]",
+    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, or in .parquet, each with "
+    "messages; needs maxtrain[chat]",
     "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, records.cut,
 )  # fmt: skip

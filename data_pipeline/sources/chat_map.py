@@ -5,11 +5,13 @@ A map is a JSON object:
 
 * `messages`: a list of messages in their order, each with `role` and `content`, a template in which
   `{column}` stands for the text of a column, `{column.key}` for what is in an object or a list, and
-  `{{` and `}}` for braces. `tool_calls` names a column with a list, or with a list in JSON. With `if`,
-  a message is there only if that column is there and not empty; with `unless`, only if it is not.
-* Instead of a message, `each` names a column with a list, and `messages` those that each of its items
-  becomes: its `{key}` if it is an object, `{0}` and so on if it is a list, and the column's name if it
-  is text. Of several columns, items are taken side by side, by the names of their columns.
+  `{{` and `}}` for braces. `tool_calls` names a column with a list, or with a list in JSON. With
+  `if`, a message is there only if that column is there and not empty; with `unless`, only if it is
+  not.
+* Instead of a message, `each` names a column with a list, and `messages` those that each of its
+  items
+  becomes: its `{key}` if it is an object, `{0}` and so on if it is a list, and the column's name if
+  it is text. Of several columns, items are taken side by side, by the names of their columns.
 * `tools`: the column with the tools of a conversation.
 * `system`: the system message of conversations that have none.
 * `derive`: a name of `DERIVED`, which adds columns to a record.
@@ -99,7 +101,8 @@ def read_map(words: Sequence[str]) -> ChatMap:
         values = loads(Path(os.path.expanduser(first)).read_bytes())
     except OSError as error:
         raise UsageError(
-            f"--map {first}: can't be read ({error.strerror}). Name a file, or one of {', '.join(NAMED)}."
+            f"--map {first}: can't be read ({error.strerror}). Name a file, or one of "
+            f"{', '.join(NAMED)}."
         ) from error
     except ValueError as error:
         raise UsageError(f"--map {first}: is not JSON ({error}). Mend it.") from error
@@ -246,7 +249,8 @@ def require_answer(chat_map: ChatMap) -> None:
 
 
 def map_messages(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record, each with `role` and `content`; the map's `system` is not among them.
+    """The messages of a record, each with `role` and `content`; the map's `system` is not among
+    them.
 
     ChatError: a column is missing or of another type, or a message would be empty.
     """
@@ -257,8 +261,8 @@ def map_messages(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str,
 
 
 def map_prompt(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As `map_messages`, without the answer that a conversation ends with, whose columns need not be
-    there."""
+    """As `map_messages`, without the answer that a conversation ends with, whose columns need not
+    be there."""
     entries = list(chat_map.entries)
     while entries and isinstance(entries[-1], _Message) and entries[-1].role == "assistant":
         entries.pop()
@@ -360,7 +364,8 @@ def _text(columns: Mapping[str, Any], name: str) -> str:
 
 
 def _look_up(columns: Mapping[str, Any], name: str) -> Any:
-    """What a column holds; of a name with points, what is inside it. MissingColumn: it is not there."""
+    """What a column holds; of a name with points, what is inside it. MissingColumn: it is not
+    there."""
     if name in columns:
         return columns[name]
     value: Any = columns

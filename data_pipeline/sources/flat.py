@@ -2,8 +2,8 @@
 end-of-document id.
 
 The ids are little-endian uint16. They are wider if the tokenizer's vocabulary needs more than 16
-bits, or if the upper halves of the file's first ids are all 0. OLMo's files have no header, although
-their names end in .npy. A file with numpy's header is read as the header says.
+bits, or if the upper halves of the file's first ids are all 0. OLMo's files have no header,
+although their names end in .npy. A file with numpy's header is read as the header says.
 """
 
 import io

@@ -1,8 +1,8 @@
 """GSM8K, questions with answers such as "48/2 = <<48/2=24>>24 clips\\n#### 24": its steps in
 <reasoning>, its result in <answer>, which is the form that the rewards `gsm8k` judge.
 
-Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168. Its marks for a calculator are taken out,
-and so are the commas in results such as 1,000.
+Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168. Its marks for a calculator are taken
+out, and so are the commas in results such as 1,000.
 """
 
 import re

@@ -83,9 +83,9 @@ def parse_records(
 
     Args:
         records: those of the piece, in JSON, in their order.
-        parse: gets some of them at a time, and gives a document for each; it need not say where they
-            are. A DataError of it, which is about one of them, ends all, whatever is to be done about
-            bad documents.
+        parse: gets some of them at a time, and gives a document for each; it need not say where
+            they are. A DataError of it, which is about one of them, ends all, whatever is to be
+            done about bad documents.
         place: where a record is, by its number in the piece; exactly, which may take long, only for
             one that a message is about.
         damage: what reading the next record raises when there is any: the rest of the piece is then
@@ -135,8 +135,8 @@ def _parse_batch(
 
 
 def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
-    """The objects among the first lines of a piece, to see what it holds; what can't be read is left
-    to `read_lines`."""
+    """The objects among the first lines of a piece, to see what it holds; what can't be read is
+    left to `read_lines`."""
     reader, damage = _reader(piece.path)
     try:
         for raw in itertools.islice(_lines(piece, reader), _AT_ONCE):
@@ -252,5 +252,6 @@ def is_utf8(raw: bytes) -> bool:
 
 FORMAT = Format(
     "jsonl", "GLOB", "JSON lines, plain, .gz or .zst, each one document, in its --key",
-    "--jsonl 'web/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, cut,
+    "--jsonl 'web/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json --holdout 0.001",
+    find, documents, cut,
 )  # fmt: skip

@@ -129,6 +129,8 @@ def _damaged(index: str, what: str) -> DataError:
 
 
 FORMAT = Format(
-    "megatron", "PREFIX", "Megatron-LM's indexed data sets of token ids, a .bin and an .idx each; globs too",
-    "--megatron 'web_text_document' --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
+    "megatron", "PREFIX", "Megatron-LM's indexed data sets of token ids, a .bin and an .idx each; "
+    "globs too",
+    "--megatron 'web_text_document' --tokenizer path/to/tokenizer.json --holdout 0.001", find,
+    documents, any_record,
 )  # fmt: skip

@@ -38,7 +38,8 @@ def find_records(piece: Piece, wanted_by: str) -> Piece:
     """A file whose rows are records, in rows.
 
     Raises:
-        DataError: it is not Parquet, or two columns have one name, or none has values that JSON has.
+        DataError: it is not Parquet, or two columns have one name, or none has values that JSON
+            has.
         UsageError: pyarrow is missing.
     """
     pyarrow, errors = arrow("parquet", wanted_by)
@@ -64,7 +65,8 @@ def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
 
 
 def records(piece: Piece) -> Iterator[bytes]:
-    """The rows of the piece, in JSON: an object with a key for each column whose values JSON has."""
+    """The rows of the piece, in JSON: an object with a key for each column whose values JSON
+    has."""
     pyarrow, _ = arrow("parquet", piece.path)
     with _file(pyarrow, piece) as file:
         columns = _json_columns(pyarrow, file.schema_arrow)
@@ -101,7 +103,8 @@ def _in_rows(piece: Piece, metadata: Any, columns: Sequence[str]) -> Piece:
 
 
 def _json_columns(pyarrow: Any, schema: Any) -> list[str]:
-    """The columns whose values JSON has: text, numbers, true and false, lists and objects of them."""
+    """The columns whose values JSON has: text, numbers, true and false, lists and objects of
+    them."""
     return [field.name for field in schema if _is_json(pyarrow.types, field.type)]
 
 
@@ -156,6 +159,8 @@ def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[
 
 
 FORMAT = Format(
-    "parquet", "GLOB", "Parquet files, each row one document, in the column --key; needs maxtrain[parquet]",
-    "--parquet 'web/*.parquet' --key content --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
+    "parquet", "GLOB", "Parquet files, each row one document, in the column --key; needs "
+    "maxtrain[parquet]",
+    "--parquet 'web/*.parquet' --key content --tokenizer path/to/tokenizer.json --holdout 0.001",
+    find, documents, any_record,
 )  # fmt: skip

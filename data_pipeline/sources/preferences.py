@@ -1,5 +1,5 @@
-"""Preferences: JSON lines of pairs, an answer that was chosen and one that was rejected, or of single
-answers with a label, in the forms that are usual.
+"""Preferences: JSON lines of pairs, an answer that was chosen and one that was rejected, or of
+single answers with a label, in the forms that are usual.
 
 A record is told by its columns and their types:
 
@@ -40,8 +40,15 @@ from data_pipeline.sources.document import (
 )
 
 NAMES = (
-    "prompt", "chosen", "rejected", "completion", "label", "margin", "score_chosen", "score_rejected",
-)  # fmt: skip
+    "prompt",
+    "chosen",
+    "rejected",
+    "completion",
+    "label",
+    "margin",
+    "score_chosen",
+    "score_rejected",
+)
 _OPTION = "--preferences"
 _MEND = "Name them, such as --columns chosen=win,rejected=lose"
 _MESSAGES = "messages"
@@ -436,7 +443,8 @@ def _mended(spans: list[Span], problems: list[str]) -> list[Span]:
 
 FORMAT = Format(
     "preferences", "GLOB",
-    "pairs of a chosen and a rejected answer, or answers with a label, in JSON lines, plain, .gz or .zst",
+    "pairs of a chosen and a rejected answer, or answers with a label, in JSON lines, plain, .gz "
+    "or .zst",
     "--preferences 'pairs/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
     find, documents, jsonl.cut,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Prompts: records with `prompt`, text or messages, or with `messages`, or with columns that a map
-makes messages of. What else a record has is kept beside its tokens, for those who judge what is made
-of the prompt."""
+makes messages of. What else a record has is kept beside its tokens, for those who judge what is
+made of the prompt."""
 
 import functools
 import json
@@ -125,8 +125,8 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 FORMAT = Format(
     "prompts", "GLOB",
-    "prompts to be completed, in JSON lines, plain, .gz or .zst, or in .parquet, each with prompt or "
-    "messages; other columns are kept for rewards",
+    "prompts to be completed, in JSON lines, plain, .gz or .zst, or in .parquet, each with prompt "
+    "or messages; other columns are kept for rewards",
     "--prompts 'questions/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
     find, documents, records.cut,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Records: objects in JSON, which are the lines of a file, plain, .gz or .zst, or the rows of a Parquet
-file, whose name ends in .parquet."""
+"""Records: objects in JSON, which are the lines of a file, plain, .gz or .zst, or the rows of a
+Parquet file, whose name ends in .parquet."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,8 +39,8 @@ def read(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterat
 
 
 def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
-    """The objects among the first records of a piece, to see what it holds; what can't be read is left
-    to `read`."""
+    """The objects among the first records of a piece, to see what it holds; what can't be read is
+    left to `read`."""
     if not piece.path.endswith(_PARQUET):
         yield from jsonl.first_records(piece)
         return

@@ -55,7 +55,8 @@ def find(value: str, options: Options) -> list[Piece]:
         blame_storage(name, error)
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f"--tfds {value}: is not a data set on disk ({reason}). Build it with `tfds build {name} "
+            f"--tfds {value}: is not a data set on disk ({reason}). Build it with `tfds build "
+            f"{name} "
             "--file_format=array_record`, or name its folder, the one with dataset_info.json."
         ) from error
     found = None

@@ -22,8 +22,9 @@ from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
 from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
 
 __all__ = [
-    "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer",
-    "TiktokenTokenizer", "Tokenizer", "bpe_entries", "load_tokenizer", "train_bpe",
+    "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "CharTokenizer", "JsonTokenizer",
+    "SentencePieceTokenizer", "TiktokenTokenizer", "Tokenizer", "bpe_entries",
+    "load_tokenizer", "train_bpe",
 ]  # fmt: skip
 SETTINGS = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"

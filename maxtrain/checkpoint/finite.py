@@ -23,11 +23,11 @@ _CHUNK_BYTES = 1 << 24
 
 
 def must_be_finite(name: str) -> bool:
-    """Whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is worthless with a NaN
-    or infinity in it.
+    """Whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is worthless
+    with a NaN or infinity in it.
 
-    Weights, their averages, moments and buffers are. What judges steps is not: it holds infinity where it
-    has not seen anything yet.
+    Weights, their averages, moments and buffers are. What judges steps is not: it holds infinity
+    where it has not seen anything yet.
     """
     return name.startswith(("params.", "opt_state.", "buffers."))
 

@@ -93,7 +93,8 @@ def latest_record(
 def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
     """What `read_step` gives for all complete checkpoints below a directory, by step.
 
-    Frozen arrays are among the others. One that a training removes meanwhile is passed over. StorageError: one can't be read.
+    Frozen arrays are among the others. One that a training removes meanwhile is passed over.
+    StorageError: one can't be read.
     """
     found = {}
     for step, path in complete(directory.expanduser()).items():

@@ -30,7 +30,8 @@ def _wide_types(environ: Mapping[str, str]) -> Iterator[str]:
         rule = (
             "makes 64 bits wide what this program lays out in 32: counters, keys, digests of arrays"
         )
-        yield f"JAX_ENABLE_X64={value} in the environment {rule}. Unset it: `env -u JAX_ENABLE_X64 ...`."
+        mend = "Unset it: `env -u JAX_ENABLE_X64 ...`."
+        yield f"JAX_ENABLE_X64={value} in the environment {rule}. {mend}"
 
 
 def _xla_flags(environ: Mapping[str, str]) -> Iterator[str]:

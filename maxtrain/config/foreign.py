@@ -112,7 +112,8 @@ _MAXTEXT = (
     (
         "",
         _NO_CONTEXT,
-        "ici_context_parallelism dcn_context_parallelism ici_sequence_parallelism dcn_sequence_parallelism",
+        "ici_context_parallelism dcn_context_parallelism ici_sequence_parallelism "
+        "dcn_sequence_parallelism",
     ),
     (
         "",

@@ -8,11 +8,12 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.files import SUFFIXES
 from maxtrain.config.words import show
 
-# How README.md and docs/ make the data of the configs that come with the package, by the path that they
-# name.
+# How README.md and docs/ make the data of the configs that come with the package, by the path that
+# they name.
 PREPARED_BY = {
     "data/stdlib/train": (
-        "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05"
+        "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 "
+        "--holdout 0.05"
     ),
     "data/shakespeare_char/train": (
         "python -m data_pipeline.prepare data/shakespeare_char --text input.txt --tokenizer chars "

@@ -1,8 +1,8 @@
 """A recipe in mergekit's YAML: which models are merged, by which method, with which parameters.
 
 A parameter is a number, a list of numbers that are interpolated over layers, or a list of
-`{filter: PART_OF_A_NAME, value: ...}`, of which the first that fits counts. It may stand with a model,
-a slice, or for all.
+`{filter: PART_OF_A_NAME, value: ...}`, of which the first that fits counts. It may stand with a
+model, a slice, or for all.
 """
 
 import dataclasses
@@ -102,7 +102,8 @@ class Recipe:
 
     Attributes:
         method: of METHODS.
-        models: in the order of the recipe; the base is among them only if the recipe names it there.
+        models: in the order of the recipe; the base is among them only if the recipe names it
+            there.
         base: the base model's place; None: there is none.
         parameters: for all models and tensors.
         dtype: of the tensors that are written; None: that of the first model, or of the base.
@@ -128,7 +129,8 @@ class Recipe:
             return
         raise ConfigError(
             f"layer_range={list(self.layers)} must be [0, {num_layers}], since the models have "
-            f"{num_layers} layers and all of them are merged. Set layer_range: [0, {num_layers}], or "
+            f"{num_layers} layers and all of them are merged. Set layer_range: [0, {num_layers}], "
+            "or "
             "leave it out."
         )
 
@@ -216,7 +218,8 @@ def read_recipe(path: str | Path) -> Recipe:
         if isinstance(error, OSError):
             reason = error.strerror
         raise DataError(
-            f"{path}: can't be read as a recipe ({reason}). Name a YAML file in the form of mergekit."
+            f"{path}: can't be read as a recipe ({reason}). Name a YAML file in the form of "
+            "mergekit."
         ) from error
     if not isinstance(values, dict):
         raise DataError(f"{path}: is no recipe, but {type(values).__name__}. Name a YAML file.")
@@ -346,7 +349,8 @@ def _model_problems(
         return
     others = [place for place in places if place != base]
     if method == "slerp" and (len(places) != 2 or base not in places):
-        yield "merge_method=slerp merges two models, of which one is the base_model. Name these two."
+        rule = "merges two models, of which one is the base_model"
+        yield f"merge_method=slerp {rule}. Name these two."
     if method == "nuslerp" and len(others) != 2:
         yield "merge_method=nuslerp merges two models beside the base_model. Name two."
     if method == "model_stock" and len(others) < 2:

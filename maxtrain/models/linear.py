@@ -170,8 +170,8 @@ class ExpertLinear(nnx.Module):
     def parts(self) -> dict[str, ExpertPart]:
         """What the products are made with, by names that `Moe` gives meaning to.
 
-        A kernel is what adapters make of it. Where it is quantised it stays so: what an adapter adds
-        is a product of its own then, whose scale is in b.
+        A kernel is what adapters make of it. Where it is quantised it stays so: what an adapter
+        adds is a product of its own then, whose scale is in b.
         """
         found = {}
         if isinstance(self.kernel, QuantizedKernel):

@@ -1,7 +1,8 @@
 """Low-rank adapters of products with weights.
 
 A product x W becomes x W + s (x A) B, where A has r columns and B has r rows, and s is alpha / r. B
-begins at 0, so that a model with new adapters is the one without them, bit for bit. With magnitudes,
+begins at 0, so that a model with new adapters is the one without them, bit for bit. With
+magnitudes,
 the length of the weights of each output is a parameter of its own, m: the product is x (W + s A B)
 m / |W + s A B|, whose lengths count as constants for gradients. In training, what A is multiplied
 with may have dropout.

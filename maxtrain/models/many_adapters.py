@@ -63,7 +63,8 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         raise UsageError(
             f"the model has adapters of its own (model.lora.rank={model.config.lora.rank}), beside "
             "which there can't be others. Take them into its weights: maxtrain export RUN OUT "
-            "--format hf; or name the model that they are for, and them as --format peft writes them."
+            "--format hf; or name the model that they are for, and them as --format peft writes "
+            "them."
         )
     of_sets = [_of_layers(adapters, model.config) for adapters in sets]
     numbers: dict[str, list[int]] = {}

@@ -251,7 +251,8 @@ class Moe(nnx.Module):
         """What tokens get from their experts, float32."""
         moe = self.spec
         if generates and moe.routing.kernel == "tokamax":
-            # Its tiles are of more rows than a token a text fills, and texts are made on any device.
+            # Its tiles are of more rows than a token a text fills, and texts are made on any
+            # device.
             routing = dataclasses.replace(moe.routing, kernel="blocks")
             moe = dataclasses.replace(moe, routing=routing)
         weights = {}

@@ -64,8 +64,8 @@ class KernelShape(NamedTuple):
 class QuantizedParam(nnx.Param):
     """Codes or scales, which never train.
 
-    Its metadata: `axes`; `weights`, the number of weights that an entry counts as; and `stands_for`, a
-    KernelShape.
+    Its metadata: `axes`; `weights`, the number of weights that an entry counts as; and
+    `stands_for`, a KernelShape.
     """
 
 
@@ -282,7 +282,8 @@ def require_whole_blocks(sizes: Mapping[str, int], lora: LoraConfig) -> None:
 
 
 def axes_on(variable: nnx.Variable, mesh_shape: Mapping[str, int]) -> Axes:
-    """The logical names of the dims of codes or scales, without that of layers. Blocks are not split
+    """The logical names of the dims of codes or scales, without that of layers. Blocks are not
+    split
     over a mesh that does not divide them: each device then has all of them."""
     axes = list(variable.get_metadata("axes"))
     shape = variable.get_metadata("stands_for")

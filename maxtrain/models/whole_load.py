@@ -1,4 +1,5 @@
-"""A model that sees a part of a batch, and knows how many choices of the whole batch fall on each of
+"""A model that sees a part of a batch, and knows how many choices of the whole batch fall on each
+of
 its experts: what `balance_scope=global` compares shares over.
 
 The loss of uneven shares is linear in shares, and choices have no gradient. So the parts of a batch

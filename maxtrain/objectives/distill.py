@@ -130,6 +130,6 @@ def _require(temperature: float, weight: float, kind: str, beta: float) -> None:
         raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}. Set it to forward.")
     if not 0 < beta < 1:
         raise ValueError(
-            f"beta={beta} must be between 0 and 1: it is the teacher's share of the mixture. Set it "
-            "to 0.5, or kind to forward or reverse for what is at its ends."
+            f"beta={beta} must be between 0 and 1: it is the teacher's share of the mixture. Set "
+            "it to 0.5, or kind to forward or reverse for what is at its ends."
         )

@@ -1,4 +1,5 @@
-"""Preferences: of two answers to a prompt, the chosen one becomes more likely than the rejected one.
+"""Preferences: of two answers to a prompt, the chosen one becomes more likely than the rejected
+one.
 
 A row holds pairs as documents of their own, one after the other: documents 2 k - 1 and 2 k of a row
 are the chosen and the rejected answer of a pair, each behind its prompt, and the loss mask is 1 for

@@ -141,8 +141,8 @@ class Objective(NamedTuple):
         return scales
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Sum]:
-        """What is evaluated: what is counted, and what `evaluated` names. Nothing is random. The batch
-        is a whole one to the first pass."""
+        """What is evaluated: what is counted, and what `evaluated` names. Nothing is random. The
+        batch is a whole one to the first pass."""
         batch = {name: x for name, x in batch.items() if name not in ("keys", "steps")}
         if self.first_pass is not None:
             sums = self.first_pass.measure(models, self.first_pass.rows(batch))

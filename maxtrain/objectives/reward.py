@@ -1,4 +1,5 @@
-"""Reward models: a score of answers, by which the chosen answer of a pair is above the rejected one.
+"""Reward models: a score of answers, by which the chosen answer of a pair is above the rejected
+one.
 
 Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, with its
 prompt before it and its end mark behind it, and the score at the end mark is its reward. A row is
@@ -36,8 +37,8 @@ _TARGETS = "targets"
 
 
 def reward(config: RewardConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
-    """The mean over pairs of Bradley and Terry's loss, plus `centre_weight` times the mean square of
-    the sums of their rewards.
+    """The mean over pairs of Bradley and Terry's loss, plus `centre_weight` times the mean square
+    of the sums of their rewards.
 
     Recorded:
         preference: the loss without the regulariser.

@@ -82,8 +82,8 @@ class RunLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 what = f"{self._path} can't be locked ({error.strerror})"
                 raise StorageError(
-                    f"{what}, so two runs could write there at the same time. Set output_dir to a file "
-                    "system with locks."
+                    f"{what}, so two runs could write there at the same time. Set output_dir to a "
+                    "file system with locks."
                 ) from error
             recorded = holder(self._path.parent)
             who = recorded or "a process that has not said which it is"

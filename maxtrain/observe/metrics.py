@@ -68,8 +68,8 @@ _HEADER = "run"  # the kind of the first line
 
 
 class MetricsLog:
-    """Appends records to RUN/metrics.jsonl, or to another log; a record survives a kill of the process as soon as
-    `append` returns.
+    """Appends records to RUN/metrics.jsonl, or to another log; a record survives a kill of the
+    process as soon as `append` returns.
 
     The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do:
     records of what comes after it are dropped, and so is a torn last line. A missing directory is
@@ -103,7 +103,8 @@ class MetricsLog:
         if self.problems:
             aside = put_aside(path, copy=True)
             self.problems.append(
-                f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read."
+                f"{path} as it was is kept as {aside.name}; the run goes on without what can't be "
+                "read."
             )
         before = [record for record in records if not _comes_again(record, resume_step, again)]
         lines = [_line(record) for record in before]
@@ -153,7 +154,8 @@ def read_metrics(run_dir: str | Path, file_name: str = FILE_NAME) -> list[dict[s
     records, problems = _read(Path(run_dir) / file_name)
     if problems:
         raise DataError(
-            f"{problems[0]} Delete that line, or let the run go on: it puts the file aside and leaves the line out."
+            f"{problems[0]} Delete that line, or let the run go on: it puts the file aside and "
+            "leaves the line out."
         )
     return records
 
@@ -214,14 +216,16 @@ def _comes_again(record: Mapping[str, Any], resume_step: int, again: Sequence[st
 def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kept: LogMark) -> str:
     """What to say of records that are not those that were there when a checkpoint was saved."""
     if len(records) >= kept.records:
-        return f"{path}: records up to step {resume_step:,} are not those that were there when it was saved."
+        up_to = f"records up to step {resume_step:,}"
+        return f"{path}: {up_to} are not those that were there when it was saved."
     steps = [record["step"] for record in records if record["kind"] == "train"]
     there = (
         f"{len(records):,} are there, the last of step {max(steps):,}"
         if steps
         else "none of training is there"
     )
-    return f"{path}: of {kept.records:,} records up to step {resume_step:,}, {there}: the others are lost."
+    were = f"{kept.records:,} records up to step {resume_step:,}"
+    return f"{path}: of {were}, {there}: the others are lost."
 
 
 def _crc(lines: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Ends a process in which no Python thread can run any more, because one of them holds Python's lock:
-`python outer_watchdog.py PID`.
+"""Ends a process in which no Python thread can run any more, because one of them holds Python's
+lock: `python outer_watchdog.py PID`.
 
 That process writes a number to stdin every second: within how many seconds it will write the next
-one; 0: no limit. Only time in which this watchdog itself was running counts, so a pause of the whole
-machine, or of the terminal's job, does not.
+one; 0: no limit. Only time in which this watchdog itself was running counts, so a pause of the
+whole machine, or of the terminal's job, does not.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ def end_when_stuck(pid: int) -> None:
             return
     if os.getppid() != pid:
         return  # it has gone, and its number may be another's by now
-    rule = f"process {pid} has not run Python for {waited:.0f} s: something keeps the interpreter's lock. It is ended; its stacks:"
+    seen = f"process {pid} has not run Python for {waited:.0f} s"
+    rule = f"{seen}: something keeps the interpreter's lock. It is ended; its stacks:"
     print(rule, file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)  # which faulthandler answers without the lock

@@ -50,7 +50,8 @@ _OF_ROLLOUTS = (
 
 
 def has_rewards(train: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run learns from rewards: then these, not the loss, are what people look at first."""
+    """Whether a run learns from rewards: then these, not the loss, are what people look at
+    first."""
     return any(REWARD in record for record in train)
 
 

@@ -1,6 +1,7 @@
 """A trace of some steps of a run: what the host and the devices did, and when.
 
-RUN/profile has what TensorBoard's profile plugin shows, and beside it `perfetto_trace.json.gz`, which
+RUN/profile has what TensorBoard's profile plugin shows, and beside it `perfetto_trace.json.gz`,
+which
 https://ui.perfetto.dev opens. Every process writes its own; of several, each has a folder.
 """
 

@@ -190,7 +190,9 @@ class Progress:
         time now."""
         words, width = self._words(), options.max_width - 1
         if self._phase:
-            words = f"{self._steps(self._step)}  {self._phase[0]}  {human.duration(time.monotonic() - self._phase[1])}"
+            name, began = self._phase
+            duration = human.duration(time.monotonic() - began)
+            words = f"{self._steps(self._step)}  {name}  {duration}"
         bar = min(_LONGEST_BAR, width - len(words) - 2)
         if bar >= _SHORTEST_BAR:
             done = bar * self._step // self._total if self._total else bar

@@ -51,7 +51,8 @@ def plot_curves(
         changes: finished steps after which batches had another shape.
         loss: what the losses are, and are called in evaluations.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a run has
+    # Half a second, which only the end of a run has.
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
@@ -231,10 +232,13 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
     columns = max(8, width - gutter - 2)
     line = np.interp(np.linspace(x[0], x[-1], columns), x, _smooth(y))
     eighths = np.ceil((line - low) / spread * 8 * height).astype(int).clip(1)
-    lines = [
-        f"{labels[row]:>{gutter}} {'┤' if labels[row] else '│'}{''.join(_BLOCKS[n] for n in (eighths - 8 * row).clip(0, 8))}"
-        for row in reversed(range(height))
-    ]
+    lines = []
+    for row in reversed(range(height)):
+        axis = "│"
+        if labels[row]:
+            axis = "┤"
+        blocks = "".join(_BLOCKS[n] for n in (eighths - 8 * row).clip(0, 8))
+        lines.append(f"{labels[row]:>{gutter}} {axis}{blocks}")
     first, last = f"{x[0]:,.0f}", f"step {x[-1]:,.0f}"
     return "\n".join(
         [

@@ -122,7 +122,8 @@ def first_and_last(taken: Sequence[Taken]) -> RenderableType | None:
 
 
 def shortened(text: str) -> str:
-    """A text for a line: newlines are signs, and of a long one there is the beginning and the end."""
+    """A text for a line: newlines are signs, and of a long one there is the beginning and the
+    end."""
     text = text.replace("\n", "⏎")
     if len(text) <= _LONGEST:
         return text

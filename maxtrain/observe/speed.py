@@ -45,7 +45,8 @@ class SpeedMeter:
         self._flops = flops
         self._num_devices = num_devices
         self._steps: list[StepSize] = []
-        # Seconds that steps had waited for their batches at the last record, and that rollouts took.
+        # Seconds that steps had waited for their batches at the last record, and that rollouts
+        # took.
         self._waited = 0.0
         self._sampled = 0.0
 

@@ -21,8 +21,8 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
   each head is multiplied with its queries and its results instead. Nothing is differentiated.
 * `maxtrain/models/lora_bank.py`: each row has a weight of its own, its adapter's. Nothing is
   differentiated.
-* `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B of
-  an adapter, whose product is added to a kernel.
+* `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B
+  of an adapter, whose product is added to a kernel.
 * `maxtrain/models/moe.py`: sums what experts made, weighted by how much each was chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
 """

@@ -296,7 +296,8 @@ def _precision(x: Array) -> str | None:
 def expert_dot(
     x: Float[Array, "E R I"], w: Float[Array, "E I O"], recipe: Recipe
 ) -> Float[Array, "E R O"]:
-    """Each expert's rows times its matrix, where all experts have as many; types as in `ops.dot`."""
+    """Each expert's rows times its matrix, where all experts have as many; types as in
+    `ops.dot`."""
     out = contract("eri,eio->ero", x.astype(recipe.inputs), w.astype(recipe.inputs))
     return out.astype(recipe.result)
 
@@ -327,8 +328,8 @@ def quantized_grouped_dot(
     kernel: Kernel,
     recipe: Recipe,
 ) -> Float[Array, "M O"]:
-    """`grouped_dot` with quantised weights [E, I, O], which have no gradient. With "blocks" those of
-    one expert at a time are there in full."""
+    """`grouped_dot` with quantised weights [E, I, O], which have no gradient. With "blocks" those
+    of one expert at a time are there in full."""
     out = _quantized_product(x.astype(recipe.inputs), weights, order, block, kernel, False)
     return out.astype(recipe.result)
 

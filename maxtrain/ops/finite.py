@@ -42,8 +42,8 @@ def compiler_of_finite(tree: PyTree[jax.ShapeDtypeStruct]) -> Callable[[], objec
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:
-    """Names of the leaves that hold NaN or infinity, such as `params.layers.0.mlp.up.kernel`; waits for the
-    device."""
+    """Names of the leaves that hold NaN or infinity, such as `params.layers.0.mlp.up.kernel`; waits
+    for the device."""
     found = jax.device_get(begin_finite(tree)).tolist()
     return [name for name, finite in zip(leaf_names(tree), found, strict=True) if not finite]
 

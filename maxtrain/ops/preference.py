@@ -1,5 +1,5 @@
-"""Losses of answers that people like or don't, as functions of log-probabilities: of pairs, of which
-one was preferred, and of single ones with a label.
+"""Losses of answers that people like or don't, as functions of log-probabilities: of pairs, of
+which one was preferred, and of single ones with a label.
 
 What is compared is how much more likely the policy finds an answer than the reference does: the
 log-ratio of an answer, summed over its targets. A loss that is called free of a reference uses the

@@ -124,8 +124,11 @@ def _nearest_level(relative: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def _levels_of(numbers: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The levels of these numbers, float32. CPUs look them up; accelerators choose one after another,
-    which is arithmetic of vectors there, where XLA's CPU compiler would write each choice to memory."""
+    """The levels of these numbers, float32.
+
+    CPUs look them up. Accelerators choose one after another, which is arithmetic of vectors there,
+    where XLA's CPU compiler would write each choice to memory.
+    """
     return jax.lax.platform_dependent(numbers, cpu=_looked_up, default=_chosen)
 
 

@@ -1,4 +1,5 @@
-"""The one place that knows tokamax: its grouped products for TPUs (v5 and later), written in Pallas.
+"""The one place that knows tokamax: its grouped products for TPUs (v5 and later), written in
+Pallas.
 
 Source: https://pypi.org/project/tokamax, version 0.0.17, implementation `mosaic_tpu`, which follows
 Gale et al. 2022, https://arxiv.org/abs/2211.15841. Its second one for TPUs makes no products of the

@@ -24,7 +24,8 @@ _SPLIT = "split it over more devices (mesh.fsdp, mesh.tensor)"
 # Which keys need less memory, for a program and for what is kept between steps.
 STEP_MEND = (
     "Lower data.batch_size or data.seq_length, raise optimizer.accumulation, "
-    f"set model.remat=full, lower model.loss_chunk, or {_SPLIT}. `maxtrain probe` finds the largest batch that fits"
+    f"set model.remat=full, lower model.loss_chunk, or {_SPLIT}. `maxtrain probe` finds the "
+    "largest batch that fits"
 )
 STATE_MEND = f"Take a smaller model, set precision.params=bfloat16, or {_SPLIT}"
 # Of a control group, in its second and first version: files with its limit, what it uses, and what

@@ -27,7 +27,8 @@ class Advantages(NamedTuple):
     values: one for each row.
     applies: whether a reward applies to the row; otherwise its advantage is 0.
     num_groups: groups of the batch.
-    equal_groups: groups whose rewards are all exactly equal, so that their advantages are exactly 0.
+    equal_groups: groups whose rewards are all exactly equal, so that their advantages are exactly
+        0.
     empty_groups: groups in which no reward applies to any row.
     """
 
@@ -129,8 +130,8 @@ def advantages(
         ConfigError: an argument is not one of these, or rows are not whole groups.
         DataError: a reward is infinite.
 
-    Source: GRPO, arXiv 2402.03300 (section 4.1.2); without the deviation Dr. GRPO, arXiv 2503.20783;
-        RLOO, arXiv 2402.14740; rewards one by one GDPO, arXiv 2601.05242.
+    Source: GRPO, arXiv 2402.03300 (section 4.1.2); without the deviation Dr. GRPO, arXiv
+        2503.20783; RLOO, arXiv 2402.14740; rewards one by one GDPO, arXiv 2601.05242.
     Differs: a group whose rewards are all exactly equal has advantage exactly 0; others divide the
         rounding error of its mean by epsilon.
     """

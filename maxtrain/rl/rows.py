@@ -1,4 +1,5 @@
-"""Completions behind their prompts as rows of a batch: a pure function of a rollout, on the host."""
+"""Completions behind their prompts as rows of a batch: a pure function of a rollout, on the
+host."""
 
 from typing import NamedTuple
 
@@ -58,7 +59,8 @@ def count_rows(least: int, unit: int) -> int:
 def batch_arrays(
     rollout: Rollout, shape: Shape, is_first: bool
 ) -> tuple[dict[str, np.ndarray], Places]:
-    """The arrays of a batch [B, T], as data_pipeline.loader.HostBatch and objectives/grpo.py have them.
+    """The arrays of a batch [B, T], as data_pipeline.loader.HostBatch and objectives/grpo.py have
+    them.
 
     Args:
         rollout: what is learnt from.

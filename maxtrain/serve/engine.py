@@ -1,10 +1,10 @@
 """The engine of generation: prompts go in at any time, tokens come out as they are made.
 
-The engine has slots, which are the rows of one batch. A prompt is read into a slot of its own, piece
-by piece, and from then on its row takes part in decoding, in which each row gets one token at a
-time. Where texts are being made, they wait for one piece at most between two chunks of their tokens.
-A row that ends leaves its slot to the next prompt. Caches stay where they are: a slot remembers what
-it has read, and a prompt that begins like that is read from there on.
+The engine has slots, which are the rows of one batch. A prompt is read into a slot of its own,
+piece by piece, and from then on its row takes part in decoding, in which each row gets one token at
+a time. Where texts are being made, they wait for one piece at most between two chunks of their
+tokens. A row that ends leaves its slot to the next prompt. Caches stay where they are: a slot
+remembers what it has read, and a prompt that begins like that is read from there on.
 
 Caches are either rings, of which each slot has its own, as long as the longest text; or pages, of
 which there is a fixed number for all texts together, and of which texts that begin alike share
@@ -329,8 +329,8 @@ class Engine:
     # Reading prompts.
 
     def _admit(self) -> None:
-        """Gives free slots to texts that wait, in their order. One that begins like a prompt that is
-        being read waits until that is read."""
+        """Gives free slots to texts that wait, in their order. One that begins like a prompt that
+        is being read waits until that is read."""
         postponed: list[Generation] = []
         try:
             while self._waiting and self.num_active < len(self._slots):

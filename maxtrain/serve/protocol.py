@@ -341,8 +341,8 @@ def _asked(
     max_tokens = _integer(length_key, max_tokens, 1)
     if max_tokens > most:
         raise RequestError(
-            f"{length_key}={max_tokens:,} is too much: after a prompt of {longest:,} tokens there is "
-            f"room for {most:,}. Ask for fewer.",
+            f"{length_key}={max_tokens:,} is too much: after a prompt of {longest:,} tokens there "
+            f"is room for {most:,}. Ask for fewer.",
             param=length_key,
             code="context_length_exceeded",
         )

@@ -10,7 +10,8 @@ from data_pipeline.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 # Ids at the end of a prompt that are tried as the context of what follows it.
 _LEAST_CONTEXT = 8
-# Ends of a context that are tried: of a character that takes more tokens, all of the prompt is read.
+# Ends of a context that are tried: of a character that takes more tokens, all of the prompt is
+# read.
 _ENDS_TRIED = 5
 
 

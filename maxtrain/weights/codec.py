@@ -28,8 +28,8 @@ class LazyArray:
     Args:
         shape: of the whole array.
         read: gives the numbers of a part of it.
-        write: puts the numbers of a part into memory that is there, of any type and strides, at once
-            or when whoever reads the files comes to them; None: it copies what `read` gives.
+        write: puts the numbers of a part into memory that is there, of any type and strides, at
+            once or when whoever reads the files comes to them; None: it copies what `read` gives.
     """
 
     shape: Shape

@@ -1,9 +1,9 @@
 """Weights of Hugging Face directories: config.json beside model.safetensors, whole or in shards
 with an index.
 
-Of each array just the part is read that a device holds, into the memory where it stays if the device
-is a CPU, so that no host holds more than what its devices do. Nothing is guessed: every tensor must be
-there, of the right shape, and none left over.
+Of each array just the part is read that a device holds, into the memory where it stays if the
+device is a CPU, so that no host holds more than what its devices do. Nothing is guessed: every
+tensor must be there, of the right shape, and none left over.
 """
 
 import concurrent.futures
@@ -167,8 +167,8 @@ def _read_together(
     table: Sequence[Entry], leaves: Sequence[jax.ShapeDtypeStruct], is_quantized: bool
 ) -> Iterator[Sequence[Entry]]:
     """Entries that are in this host's memory at one time: the files are then read from their
-    beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in its
-    memory anyway, unless some of them are quantised as they come."""
+    beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in
+    its memory anyway, unless some of them are quantised as they come."""
     platforms = {device.platform for leaf in leaves for device in leaf.sharding.device_set}
     if platforms == {"cpu"} and not is_quantized:
         yield table
@@ -213,7 +213,8 @@ def _ask_for(
     asked: list[Read],
     threads: concurrent.futures.Executor,
 ) -> dict[str, _Array]:
-    """The parameters of an entry, whose numbers will be there when all that is asked for is read."""
+    """The parameters of an entry, whose numbers will be there when all that is asked for is
+    read."""
     ours = [leaves[name] for name in entry.ours]
     shapes = [leaf.shape for leaf in ours]
     tensors = {}

@@ -2,8 +2,8 @@
 
 Tensors are written one after the other, so that no more than one of them is in memory beside the
 parameters. Names, order and division into shards are those of transformers' `save_pretrained`, and
-so are the bytes of model.safetensors. Where the directory is, and whether what it holds is right, is
-for the caller to see to.
+so are the bytes of model.safetensors. Where the directory is, and whether what it holds is right,
+is for the caller to see to.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Numbers copied from one place in memory to another, where they are transposed or of another type.
 
-Files of Hugging Face have matrices as [outputs, inputs], and ours are [inputs, outputs]. A plain copy
-between the two takes a line of the cache from memory for each number, and is several times as slow
-as one that goes through a tile that stays in the cache.
+Files of Hugging Face have matrices as [outputs, inputs], and ours are [inputs, outputs]. A plain
+copy between the two takes a line of the cache from memory for each number, and is several times as
+slow as one that goes through a tile that stays in the cache.
 """
 
 import jax.numpy as jnp

@@ -279,7 +279,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file; adapters are small."""
     try:
         with safe_open(path, "flax") as file:
-            return {name: np.asarray(file.get_tensor(name), jnp.float32) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            return {name: np.asarray(file.get_tensor(name), jnp.float32) for name in names}
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: can't be read ({error}). Get the file again.") from error
 

@@ -1,5 +1,5 @@
-"""What adapter_config.json says of adapters in PEFT's files, written and held against a model. No jax
-here."""
+"""What adapter_config.json says of adapters in PEFT's files, written and held against a model. No
+jax here."""
 
 import math
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """Weights to start from, of whatever kind: a Hugging Face directory, or a run of maxtrain or one of
 its checkpoints.
 
-Parameters and buffers alone are read, onto this run's mesh: its optimizer, its data and its steps begin anew.
-Nothing is padded, truncated or cast; what may be missing or different, and stays as it was
-initialised, is named by `checkpoint.init_partial`.
+Parameters and buffers alone are read, onto this run's mesh: its optimizer, its data and its steps
+begin anew. Nothing is padded, truncated or cast; what may be missing or different, and stays as it
+was initialised, is named by `checkpoint.init_partial`.
 """
 
 import dataclasses
@@ -133,8 +133,8 @@ def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
 
 
 def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
-    """The ids of the data mean what they mean to the weights of a Hugging Face directory, or of a run
-    that was imported from one, if that has a tokenizer.
+    """The ids of the data mean what they mean to the weights of a Hugging Face directory, or of a
+    run that was imported from one, if that has a tokenizer.
 
     Args:
         config: with `init_from`.
@@ -193,7 +193,8 @@ def starting_variables(
         fresh_score: makes an initial score; called only if it is needed.
 
     Raises:
-        ConfigError: another model, adapters that do not fit, or parameters that differ and are not named by `init_partial`.
+        ConfigError: another model, adapters that do not fit, or parameters that differ and are not
+            named by `init_partial`.
         StorageError, DataError: the directory is not what it should be.
     """
     directory = Path(config.init_from or "").expanduser().absolute()
@@ -234,8 +235,9 @@ def starting_variables(
     if path is None:
         if config.init_partial:
             raise ConfigError(
-                f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, and "
-                f"checkpoint.init_from={config.init_from} is none. Set checkpoint.init_partial=[]."
+                f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, "
+                f"and checkpoint.init_from={config.init_from} is none. Set "
+                "checkpoint.init_partial=[]."
             )
         loaded = load_weights(variables, directory, model, tell, without_head=without_head)
         return join(loaded, new_score)
@@ -345,7 +347,8 @@ def _problems_of_adapters(
 
 
 def _adapters_of(path: Path | None) -> LoraConfig | None:
-    """The section `model.lora` of the run of a step; None: it has no adapters, or there is no step."""
+    """The section `model.lora` of the run of a step; None: it has no adapters, or there is no
+    step."""
     if path is None:
         return None
     _, record = read_step(path)
@@ -424,8 +427,8 @@ def _restore(
     config: CheckpointConfig,
     quantized: Mapping[str, StoredKernel],
 ) -> dict[str, Any]:
-    """The arrays of a step that were asked for; kernels that are quantised one after another, and in
-    the place of each its codes and scales."""
+    """The arrays of a step that were asked for; kernels that are quantised one after another, and
+    in the place of each its codes and scales."""
     together = {name: leaf for name, leaf in loaded.items() if name not in quantized}
     alone = [{name: leaf} for name, leaf in loaded.items() if name in quantized]
     checkpoints = Checkpoints(path.parent, CheckpointConfig())

@@ -3,15 +3,16 @@ for: each has the name, the shape and the numbers that it would have in a plain 
 
 A part is dequantised when it is read, some rows at a time, straight to where it is needed.
 
-* MXFP4, as GPT-OSS: `NAME_blocks` uint8 [E, outputs, groups, 16] holds two numbers of 4 bits (e2m1) a byte,
-  the first one in the lower half; `NAME_scales` uint8 [E, outputs, groups] holds the power of two of
-  each group of 32, plus 127. NAME is [E, inputs, outputs]: the other way round. All of its numbers are
-  numbers of bfloat16.
-* FP8, as DeepSeek V3 and Qwen 3: `NAME` is of 8 bits (e4m3) [outputs, inputs], and `NAME_scale_inv` is
-  what each block of 128x128 is multiplied by, the last ones of which may be smaller. Products are
-  those of float32, rounded once to the type that is asked for.
+* MXFP4, as GPT-OSS: `NAME_blocks` uint8 [E, outputs, groups, 16] holds two numbers of 4 bits (e2m1)
+  a byte, the first one in the lower half; `NAME_scales` uint8 [E, outputs, groups] holds the power
+  of two of each group of 32, plus 127. NAME is [E, inputs, outputs]: the other way round. All of
+  its numbers are numbers of bfloat16.
+* FP8, as DeepSeek V3 and Qwen 3: `NAME` is of 8 bits (e4m3) [outputs, inputs], and `NAME_scale_inv`
+  is what each block of 128x128 is multiplied by, the last ones of which may be smaller. Products
+  are those of float32, rounded once to the type that is asked for.
 
-Sources: https://arxiv.org/abs/2310.10537 (MXFP4); https://arxiv.org/abs/2412.19437, section 3.3 (FP8).
+Sources: https://arxiv.org/abs/2310.10537 (MXFP4); https://arxiv.org/abs/2412.19437, section 3.3
+    (FP8).
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Files of tensors (safetensors), read with few copies, in the order in which they lie on the disk.
 
-A tensor's numbers are read straight to where they are needed, if they lie there as in the file; what
-is transposed, cut or of another type goes through a small buffer that stays in the processor's
+A tensor's numbers are read straight to where they are needed, if they lie there as in the file;
+what is transposed, cut or of another type goes through a small buffer that stays in the processor's
 cache. Nothing is mapped into memory: pages of the file would count as the process's own.
 """
 

@@ -35,7 +35,8 @@ def expert_kernel_problems(config: RunConfig) -> Iterator[str]:
         )
     if model.routing.capacity_factor is not None:
         yield (
-            f"{key} is not used with model.routing.capacity_factor={model.routing.capacity_factor}, "
+            f"{key} is not used with "
+            f"model.routing.capacity_factor={model.routing.capacity_factor}, "
             "whose products are of one size. Set model.routing.kernel=blocks."
         )
 

@@ -16,11 +16,11 @@ def score_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.loss.adversarial:
         yield (
-            f"loss.adversarial={config.loss.adversarial} is of losses of tokens, and objective=reward "
-            "has none. Leave it out."
+            f"loss.adversarial={config.loss.adversarial} is of losses of tokens, and "
+            "objective=reward has none. Leave it out."
         )
     if config.observe.prompts:
         yield (
-            "observe.prompts are to be completed, and a model with objective=reward writes no text. "
-            "Leave them out."
+            "observe.prompts are to be completed, and a model with objective=reward writes no "
+            "text. Leave them out."
         )

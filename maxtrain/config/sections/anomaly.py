@@ -126,6 +126,7 @@ def window_problems(anomaly: AnomalyConfig) -> Iterator[str]:
     window = anomaly.window
     if least > window:
         yield (
-            f"anomaly.min_steps={least} must be at most anomaly.window={window}, the window's length. "
-            f"Set anomaly.min_steps to at most {window}, or anomaly.window to at least {least}."
+            f"anomaly.min_steps={least} must be at most anomaly.window={window}, the window's "
+            f"length. Set anomaly.min_steps to at most {window}, or anomaly.window to at least "
+            f"{least}."
         )

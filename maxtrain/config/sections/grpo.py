@@ -21,8 +21,8 @@ class GrpoConfig:
 
     rewards: tuple[str, ...] = key(
         (),
-        "what rewards completions: names of ours, such as 'overlong(max_tokens=512, cache_tokens=64)', "
-        "or module:function of yours",
+        "what rewards completions: names of ours, such as 'overlong(max_tokens=512, "
+        "cache_tokens=64)', or module:function of yours",
         used_by=_GRPO,
     )
     reward_weights: tuple[float, ...] = key(
@@ -82,7 +82,8 @@ class GrpoConfig:
     )
     scale_rewards: Literal["group", "batch", "none"] = key(
         "group",
-        "what deviations from a group's mean reward are divided by: a standard deviation, or nothing",
+        "what deviations from a group's mean reward are divided by: a standard deviation, or "
+        "nothing",
         used_by=_GRPO,
     )
     num_iterations: int = key(
@@ -162,8 +163,8 @@ def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
             high = grpo.epsilon_high
         if grpo.delta <= 1 + high:
             yield (
-                f"grpo.delta={grpo.delta} must be above 1 + grpo.epsilon_high={1 + high:g}: a lower "
-                f"one would clip before it does. Set grpo.delta={2 * (1 + high):g}, or null."
+                f"grpo.delta={grpo.delta} must be above 1 + grpo.epsilon_high={1 + high:g}: a "
+                f"lower one would clip before it does. Set grpo.delta={2 * (1 + high):g}, or null."
             )
 
 
@@ -188,7 +189,7 @@ def prompt_problems(objective: str, grpo: GrpoConfig, data: DataConfig) -> Itera
         )
     if grpo.max_completion_length >= data.seq_length:
         yield (
-            f"grpo.max_completion_length={grpo.max_completion_length:,} leaves no room for a prompt "
-            f"in rows of data.seq_length={data.seq_length:,}. Set "
+            f"grpo.max_completion_length={grpo.max_completion_length:,} leaves no room for a "
+            f"prompt in rows of data.seq_length={data.seq_length:,}. Set "
             f"grpo.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length higher."
         )

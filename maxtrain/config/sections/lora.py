@@ -21,7 +21,8 @@ class LoraConfig:
 
     rank: int | None = key(
         None,
-        "rank of low-rank adapters, which alone train then, beside train.only; null: there are none",
+        "rank of low-rank adapters, which alone train then, beside train.only; null: there are "
+        "none",
         low=1,
         high=1 << 16,
     )
@@ -49,7 +50,8 @@ class LoraConfig:
     )
     dropout: float = key(
         0.0,
-        "probability of dropping each input of an adapter in training; adapters of experts have none",
+        "probability of dropping each input of an adapter in training; adapters of experts have "
+        "none",
         low=0,
         used_by=_ADAPTED,
     )

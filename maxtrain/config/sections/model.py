@@ -269,8 +269,8 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
         )
     if model.family == "gpt2" and model.num_kv_heads != model.num_heads:
         yield (
-            f"model.num_kv_heads={model.num_kv_heads} must be {heads} with model.family=gpt2, which "
-            f"has no groups of queries. Set model.num_kv_heads={model.num_heads}."
+            f"model.num_kv_heads={model.num_kv_heads} must be {heads} with model.family=gpt2, "
+            f"which has no groups of queries. Set model.num_kv_heads={model.num_heads}."
         )
     if model.family in DEEPSEEK:
         yield from _latent_problems(model)

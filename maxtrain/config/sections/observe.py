@@ -88,8 +88,8 @@ class ObserveConfig:
     )
     num_samples: int = key(
         4,
-        "first prompts of an evaluation set, or of those that are trained on, whose completions are "
-        "kept over time in samples.jsonl",
+        "first prompts of an evaluation set, or of those that are trained on, whose completions "
+        "are kept over time in samples.jsonl",
         low=0,
         high=1000,
         used_by=UsedBy(

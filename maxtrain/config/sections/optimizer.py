@@ -61,7 +61,8 @@ class OptimizerConfig:
     )
     weight_decay: float = key(
         0.1,
-        "weight decay of matrices; decoupled, but in the gradient for adam, sgd, momentum, nesterov",
+        "weight decay of matrices; decoupled, but in the gradient for adam, sgd, momentum, "
+        "nesterov",
         low=0,
         high=1e6,
     )

@@ -168,8 +168,8 @@ def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
     if end_of_last is not None:
         key = f"schedule.pieces[{len(ends)}].until"
         raise ConfigError(
-            f"{key}={schedule.pieces[-1].until} would end the last piece, which lasts until the run "
-            "ends. Add a piece after it, such as {name: constant}, or leave it out."
+            f"{key}={schedule.pieces[-1].until} would end the last piece, which lasts until the "
+            "run ends. Add a piece after it, such as {name: constant}, or leave it out."
         )
     borders = [min(schedule.warmup_steps, num_steps)]
     for index, end in enumerate([*ends, num_steps]):

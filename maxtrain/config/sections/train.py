@@ -7,7 +7,8 @@ from data_pipeline.config_key import key
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Which parameters train. The others are frozen: no gradient, no moments, saved once per run."""
+    """Which parameters train. The others are frozen: no gradient, no moments, saved once per
+    run."""
 
     only: tuple[str, ...] = key(
         (),

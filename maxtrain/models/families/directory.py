@@ -63,8 +63,8 @@ def _require_one_score(values: Mapping[str, Any], path: Path) -> None:
     labels = values.get("id2label", {"0": "", "1": ""})
     if not isinstance(labels, dict) or len(labels) != 1:
         raise DataError(
-            f"{path}: id2label={show(labels)} must have one label, that of a score. Choose a reward "
-            "model whose num_labels is 1."
+            f"{path}: id2label={show(labels)} must have one label, that of a score. Choose a "
+            "reward model whose num_labels is 1."
         )
 
 

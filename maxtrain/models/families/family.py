@@ -44,8 +44,8 @@ class Settings:
         is_number = isinstance(value, allowed) and not isinstance(value, bool)
         if not is_number or not value > 0:
             raise DataError(
-                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from where "
-                "the model is."
+                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from "
+                "where the model is."
             )
         return kind(value)
 
@@ -322,8 +322,8 @@ class Family(NamedTuple):
     presets: Mapping[str, ModelConfig] = types.MappingProxyType({})
     # Its positions have learned vectors, as many as max_length.
     learns_positions: bool = False
-    # The class name of models that also see pictures, whose part for text is one of this family: its
-    # config is `text_config` there. Empty: there are none.
+    # The class name of models that also see pictures, whose part for text is one of this family:
+    # its config is `text_config` there. Empty: there are none.
     text_part_of: str = ""
     # Names of the tensors of a model's other parts, by what the parts are called.
     other_parts: Mapping[str, str] = types.MappingProxyType({})

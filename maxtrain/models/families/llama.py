@@ -1,7 +1,8 @@
 """Llama 2, 3, 3.1 and 3.2, and models with the same blocks; Mistral, whose layers also have a
 window; and Mixtral, whose layers have experts.
 
-Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825; Mixtral:
+Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825;
+    Mixtral:
 https://arxiv.org/abs/2401.04088.
 """
 

@@ -1,5 +1,5 @@
-"""How the weights of a Hugging Face directory are stored, if in fewer bits: what its config.json says
-in `quantization_config`. No jax here."""
+"""How the weights of a Hugging Face directory are stored, if in fewer bits: what its config.json
+says in `quantization_config`. No jax here."""
 
 import dataclasses
 from typing import Any, Literal
@@ -15,8 +15,8 @@ class Quantization:
 
     Attributes:
         method: "mxfp4", numbers of 4 bits with a power of two for each 32, as GPT-OSS has them; or
-            "fp8", numbers of 8 bits (e4m3) with a scale for each block of a matrix, as DeepSeek V3 and
-            Qwen 3 have them.
+            "fp8", numbers of 8 bits (e4m3) with a scale for each block of a matrix, as DeepSeek V3
+            and Qwen 3 have them.
         block: rows and columns of a block of "fp8".
     """
 

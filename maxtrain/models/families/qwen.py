@@ -105,7 +105,8 @@ def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
 
 
 def _read(settings: Settings, **more: Any) -> ModelConfig:
-    """The sliding window counts only with `use_sliding_window`, and is there if the key is missing."""
+    """The sliding window counts only with `use_sliding_window`, and is there if the key is
+    missing."""
     if settings.values.get("use_sliding_window"):
         values = {"sliding_window": _WINDOW, **settings.values}
         dataclasses.replace(settings, values=values).require("sliding_window")

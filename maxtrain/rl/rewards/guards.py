@@ -20,9 +20,9 @@ _FACTORIAL_OF_NUMBER = re.compile(r"(\d+)\s*!")
 _FACTORIAL_OF_MORE = re.compile(r"[)}\]!]\s*!")
 # Words of a formula; any other word of three letters or more says that a text is none.
 _KNOWN_WORDS = frozenset(
-    "sqrt cbrt sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan log exp abs "
-    "max min det gcd lcm mod inf oo alpha beta gamma delta theta lambda mu phi psi omega sigma rho tau "
-    "and cup cap frac".split()
+    "sqrt cbrt sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan log exp "
+    "abs max min det gcd lcm mod inf oo alpha beta gamma delta theta lambda mu phi psi omega sigma "
+    "rho tau and cup cap frac".split()
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _PLACE_OF_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-z*]*\}(?:\{[clr|]*\})?")

@@ -9,7 +9,8 @@ _POWER = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 
 def plain(text: str) -> str:
-    """A text in the compatibility forms of Unicode (NFKC), in which all kinds of minus signs are one.
+    """A text in the compatibility forms of Unicode (NFKC), in which all kinds of minus signs are
+    one.
 
     Differs from NFKC: powers and fractions keep their meaning. 5\u00b2 is `5^{2}`, not 52, and
     1\u00bd is `1 1/2`, not 11/2.

@@ -1,5 +1,6 @@
 """Numbers as people and models write them, read exactly: "1,000", "$ -5", "72.0", "3/4",
-"\\frac{3}{4}", "1 1/2", "12 km". No parser of mathematics is needed for these, and none is as exact.
+"\\frac{3}{4}", "1 1/2", "12 km". No parser of mathematics is needed for these, and none is as
+exact.
 """
 
 import re
@@ -35,10 +36,10 @@ _SCALES = {
 }
 # After these, more of the number would have to come, or what is there is no unit.
 _NO_UNITS = frozenset(
-    "and or to of half halves third thirds quarter quarters fourth fourths fifth fifths sixth tenth "
-    "tenths hundredth hundredths thousandth thousandths times plus minus over squared cubed mod modulo "
-    "if when where with not is are equals approximately about percentage pi sqrt log ln sin cos tan exp "
-    "inf infinity nan dozens hundreds thousands millions billions trillions".split()
+    "and or to of half halves third thirds quarter quarters fourth fourths fifth fifths sixth "
+    "tenth tenths hundredth hundredths thousandth thousandths times plus minus over squared cubed "
+    "mod modulo if when where with not is are equals approximately about percentage pi sqrt log ln "
+    "sin cos tan exp inf infinity nan dozens hundreds thousands millions billions trillions".split()
 )
 # Single letters that are units and hardly ever variables.
 _LETTERS = frozenset("mgshLl")

@@ -1,5 +1,6 @@
 """Runs one program that a model wrote, with limits: of CPU time, memory, files and time, in an
-empty folder, and where the system lets a user do so without a network and with processes of its own.
+empty folder, and where the system lets a user do so without a network and with processes of its
+own.
 
 It keeps accidents from this machine: endless loops, memory, files, processes that stay. It is no
 wall against a program that looks for a way out: whatever this user may read, the program may read.

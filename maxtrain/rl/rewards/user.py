@@ -36,7 +36,8 @@ def check(path: str, pool: RewardWorkers) -> None:
     (result,) = pool.run(_NOTHING, [()], imports=[path])
     if result.outcome == ERROR:
         raise ConfigError(
-            f"{path} cannot be used as a reward: {result.detail} Mend the module, or the path to it."
+            f"{path} cannot be used as a reward: {result.detail} Mend the module, or the path to "
+            "it."
         )
 
 

@@ -51,8 +51,8 @@ _PROGRAM = (
 
 
 class Result(NamedTuple):
-    """What became of an item: OK, TIMEOUT, CRASH, SKIPPED or ERROR, the value if it is "ok", and words about what
-    went wrong."""
+    """What became of an item: OK, TIMEOUT, CRASH, SKIPPED or ERROR, the value if it is "ok", and
+    words about what went wrong."""
 
     outcome: str
     value: Any = None
@@ -221,8 +221,8 @@ class RewardWorkers:
         return self._server._process.pid
 
     def close(self) -> None:
-        """Ends all processes, and the batch of another thread, whose other items are then lost. They
-        start again with the next batch."""
+        """Ends all processes, and the batch of another thread, whose other items are then lost.
+        They start again with the next batch."""
         self._is_closing = True
         server = self._server
         if server is not None:

@@ -30,11 +30,11 @@ ARCHITECTURES = {
 }
 # By key, of which type it is and what it says.
 Values = dict[str, tuple[Kind, int | float | str]]
-# Of llama.cpp's programs, the one that turns neighbours in a head, where all others turn numbers that
-# are half a head apart. It is also the one that reads factors of rotary frequencies.
+# Of llama.cpp's programs, the one that turns neighbours in a head, where all others turn numbers
+# that are half a head apart. It is also the one that reads factors of rotary frequencies.
 TURNS_NEIGHBOURS = "llama"
-# With so many layers, Gemma 3 is taken for the one of 27 billion parameters, which divides scores by
-# the root of embed_dim / num_heads.
+# With so many layers, Gemma 3 is taken for the one of 27 billion parameters, which divides scores
+# by the root of embed_dim / num_heads.
 _GEMMA3_27B_LAYERS = 62
 
 
@@ -64,7 +64,8 @@ def describe(config: ModelConfig) -> Description:
         # Within the window, there is none.
         notes.append(
             f"llama.cpp has no windows in models of family {config.family}: the file says that its "
-            f"context is {window:,} tokens, the window. Up to there it computes what the model does."
+            f"context is {window:,} tokens, the window. Up to there it computes what the model "
+            "does."
         )
         length = window
     size = head_dim(config)
@@ -112,7 +113,8 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def frequency_factors(config: ModelConfig) -> list[float] | None:
-    """What each rotary frequency is divided by, one for each pair of a head, where a tensor says so;
+    """What each rotary frequency is divided by, one for each pair of a head, where a tensor says
+    so;
     None: there is no such tensor."""
     rope = _rope(FAMILIES[config.family].spec(config).stack.layers())
     if rope.scaling != "llama3":

@@ -105,10 +105,10 @@ def describe_tokenizer(
             rule = _rule(name, record, tokenizer)
         if rule in _ASCII_CAPITALS:
             notes.append(
-                f"llama.cpp's rules for words of {rule} know capital letters of ASCII alone, and no "
-                "accents apart from their letters: words such as \u201caÉb\u201d, with a capital letter of "
-                "another alphabet inside, and those of scripts with marks, as Devanagari and Thai, "
-                "may have other ids there."
+                f"llama.cpp's rules for words of {rule} know capital letters of ASCII alone, and "
+                "no accents apart from their letters: words such as \u201caÉb\u201d, with a "
+                "capital letter of another alphabet inside, and those of scripts with marks, as "
+                "Devanagari and Thai, may have other ids there."
             )
         fields = _byte_level(name, record, tokenizer, vocab_size, rule)
         if record.get("normalizer"):
@@ -197,8 +197,8 @@ def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
 
 
 def _merges_reach_all(tokenizer: JsonTokenizer, record: Any) -> bool:
-    """Whether each token is what the merges make of its own text, so that it does not matter whether
-    words that are tokens are merged."""
+    """Whether each token is what the merges make of its own text, so that it does not matter
+    whether words that are tokens are merged."""
     merges = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
     plain = tokenizers.models.BPE(record["model"]["vocab"], merges, ignore_merges=False)
     added = {token.content for token in tokenizer.inner.get_added_tokens_decoder().values()}
@@ -274,8 +274,8 @@ def _scores(name: str, record: Any) -> dict[str, float]:
     """The score of each token that merges make: the earlier its merges come, the higher.
 
     There, any two pieces are joined whose union is a token, and its score says when; here a list of
-    pairs says which, and in which order. Both are the same if the list has all pairs of a token, one
-    after the other.
+    pairs says which, and in which order. Both are the same if the list has all pairs of a token,
+    one after the other.
     """
     vocabulary = record["model"]["vocab"]
     pairs = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
