@@ -18,10 +18,11 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.anomaly import counted
+from maxtrain.observe.curves import plot_curves
 from maxtrain.observe.goodput import goodput, read_clock
 from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
-from maxtrain.observe.report import plot_curves, summary
+from maxtrain.observe.report import summary
 from maxtrain.observe.samples import FILE_NAME as SAMPLES
 from maxtrain.observe.samples import first_and_last, read_samples
 from maxtrain.ops.quantity import NLL, Quantity

@@ -1,7 +1,6 @@
-"""The end of a run for people: its curves as a picture and as text, and a summary. Works on records
-of `read_metrics`."""
+"""The end of a run for people, as text: its curve, and a summary. Works on records of
+`read_metrics`."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,205 +12,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
-from maxtrain.observe.panels import REWARD, Curves, has_rewards, panels_of
-from maxtrain.ops.quantity import NLL, Quantity
+from maxtrain.observe.panels import REWARD, has_rewards
+from maxtrain.observe.series import columns, evaluation_series, smooth
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LONG = 1e6  # a perplexity that would make the table too wide
-_SMOOTHING = 50  # a point is the mean of at most one part in so many of the curve, to each side
-_LEAST_SMOOTHED = 2 * _SMOOTHING
-_PANEL_INCHES = 1.2
-
-
-def plot_curves(
-    records: Sequence[Mapping[str, Any]],
-    path: str | Path,
-    title: str,
-    subtitle: str = "",
-    left_out: Sequence[Sequence[int]] = (),
-    resumes: Sequence[int] = (),
-    changes: Sequence[int] = (),
-    loss: Quantity = NLL,
-) -> None:
-    """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which
-    appears in one piece. Of a run that learns from rewards, draw these instead of the loss, and the
-    panels of panels.py.
-
-    Steps with anomalies are marked.
-
-    Args:
-        records: of `read_metrics`.
-        path: of the picture.
-        title: in large print.
-        subtitle: one line in small print; empty for none.
-        left_out: first and last of steps that a rollback left out, to be shaded.
-        resumes: finished steps at which the run went on after a stop.
-        changes: finished steps after which batches had another shape.
-        loss: what the losses are, and are called in evaluations.
-    """
-    # Half a second, which only the end of a run has.
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    train = [record for record in records if record["kind"] == "train"]
-    evals = [record for record in records if record["kind"] == "eval"]
-    panels = panels_of(train, evals)
-    first = "loss"
-    of_sets = loss.name
-    first_label = f"loss, {loss.unit}"
-    if has_rewards(train):
-        first = of_sets = first_label = REWARD
-    heights = (4, *[1] * (len(panels) + 3))
-    size = (9, 8 + _PANEL_INCHES * len(panels))
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    top, *drawn, norm, speed, rate = figure.subplots(
-        len(heights), 1, sharex=True, height_ratios=heights
-    )
-    top.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
-    top.annotate(
-        subtitle,
-        (0, 1),
-        xytext=(0, 7),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        size=9,
-    )
-    steps, losses = _columns(train, first)
-    if is_smoothed := len(losses) >= _LEAST_SMOOTHED:
-        top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
-    top.plot(
-        steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train"
-    )
-    for i, (name, series) in enumerate(evaluation_series(evals).items()):
-        steps, values = _columns(series, of_sets)
-        # A set of text beside rewards.
-        if of_sets == REWARD and not len(values):
-            continue
-        last = f", {values[-1]:.4f} at step {steps[-1]:,.0f}" if len(values) else ""
-        top.plot(
-            steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}"
-        )
-    for i, (first, last) in enumerate(left_out):
-        top.axvspan(
-            first - 0.5,
-            last + 0.5,
-            color="C3",
-            alpha=0.15,
-            linewidth=0,
-            label=None if i else "left out",
-        )
-    counts = [sum(v for k, v in r.items() if k.startswith("anomalies/")) for r in train]
-    if found := [
-        r["step"] for r, before, count in zip(train, [0, *counts], counts) if count > before
-    ]:
-        top.plot(
-            found,
-            [0.02] * len(found),
-            "^",
-            color="C3",
-            transform=top.get_xaxis_transform(),
-            label="anomalies",
-        )
-    for marked, style, label in ((resumes, ":", "resumed"), (changes, "--", "other batches")):
-        for i, step in enumerate(marked):
-            top.axvline(
-                step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label
-            )
-    # Losses fall, and rewards rise.
-    corner = "upper right"
-    if first == REWARD:
-        corner = "lower right"
-    top.legend(loc=corner, frameon=False)
-    norm.plot(*_columns(train, "grad_norm"), color="C5")
-    speed.plot(*_columns(train, "tokens_per_second"), color="C2", label="training")
-    sampled = _columns(train, "sampled_tokens_per_second")
-    if sampled.size:
-        speed.plot(*sampled, color="C1", label="sampling")
-        _put_legend_beside(speed)
-    rate.plot(*_columns(train, "learning_rate"), color="C4")
-    for axes, panel in zip(drawn, panels, strict=True):
-        _draw_panel(axes, panel, train, evals)
-    labels = (
-        (top, first_label),
-        *[(axes, panel.label) for axes, panel in zip(drawn, panels, strict=True)],
-        (norm, "gradient norm"),
-        (speed, "tokens/s"),
-        (rate, "learning rate"),
-    )
-    for axes, label in labels:
-        axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-    speed.set_ylim(bottom=0)
-    speed.yaxis.set_major_formatter(lambda value, _: human.count(value))
-    rate.set_xlabel("step")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    write_atomic(Path(path), picture.getvalue())
-
-
-def _draw_panel(
-    axes: Any,
-    panel: Curves,
-    train: Sequence[Mapping[str, Any]],
-    evals: Sequence[Mapping[str, Any]],
-) -> None:
-    """The lines of a panel; of what is evaluated, too, as points of the set's colour."""
-    for name, words in panel.lines.items():
-        columns = _columns(train, name)
-        # Some are only evaluated.
-        if columns.size:
-            axes.plot(*columns, label=words or "train")
-    has_evaluations = False
-    for i, (name, series) in enumerate(evaluation_series(evals).items()):
-        for number, words in panel.lines.items():
-            steps, values = _columns(series, number)
-            if words or not len(values):
-                continue
-            has_evaluations = True
-            color = f"C{1 + i % 9}"
-            axes.plot(steps, values, ":o", color=color, markersize=4, label=f"eval {name}")
-    if has_evaluations or any(panel.lines.values()):
-        _put_legend_beside(axes)
-
-
-def _put_legend_beside(axes: Any) -> None:
-    """A small chart has no room for it."""
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7)
-
-
-def evaluation_series(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Records of evaluations that can be compared, by set; one that was exchanged goes on under a
-    name of its own."""
-    series: dict[str, list[Mapping[str, Any]]] = {}
-    names: dict[str, list[str]] = {}  # of each set, the different texts that it was, in their order
-    for record in evals:
-        texts = names.setdefault(record["set"], [])
-        text = record.get("data", texts[-1] if texts else "")
-        if text not in texts:
-            texts.append(text)
-        number = texts.index(text) + 1
-        series.setdefault(
-            record["set"] if number == 1 else f"{record['set']} ({number})", []
-        ).append(record)
-    return series
-
-
-def _columns(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """Steps and values of the records in which that number is finite, as [2, records]."""
-    pairs = np.array(
-        [(r["step"], r[name]) for r in records if r.get(name) is not None], float
-    ).reshape(-1, 2)
-    return pairs[np.isfinite(pairs[:, 1])].T
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centred window of up to a 25th of the curve, narrower at its ends; short curves
-    as they are."""
-    index, sums = np.arange(len(values)), np.concatenate([[0.0], np.cumsum(values)])
-    half = np.minimum(len(values) // _SMOOTHING, np.minimum(index, index[::-1]))
-    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
 def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height: int = 12) -> str:
@@ -229,8 +35,8 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
         f"{low + spread * (row + 1) / height:.4g}" if row % 3 == 2 else "" for row in range(height)
     ]
     gutter = max(map(len, labels))
-    columns = max(8, width - gutter - 2)
-    line = np.interp(np.linspace(x[0], x[-1], columns), x, _smooth(y))
+    num_columns = max(8, width - gutter - 2)
+    line = np.interp(np.linspace(x[0], x[-1], num_columns), x, smooth(y))
     eighths = np.ceil((line - low) / spread * 8 * height).astype(int).clip(1)
     lines = []
     for row in reversed(range(height)):
@@ -243,8 +49,8 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
     return "\n".join(
         [
             *lines,
-            f"{'':{gutter}} └{'─' * columns}",
-            f"{'':{gutter + 2}}{first}{last:>{columns - len(first)}}",
+            f"{'':{gutter}} └{'─' * num_columns}",
+            f"{'':{gutter + 2}}{first}{last:>{num_columns - len(first)}}",
         ]
     )
 
@@ -300,7 +106,7 @@ def summary(
     drawn = "loss"
     if has_rewards(train):
         drawn = REWARD
-    steps_drawn, values = _columns(train, drawn)
+    steps_drawn, values = columns(train, drawn)
     if curve := terminal_curve(steps_drawn, values):
         if drawn == REWARD:
             parts += ["", Text("reward", "bold")]
@@ -308,9 +114,9 @@ def summary(
     if asked:
         parts += ["", _table(_HEADS_OF_PROMPTS, _answered(asked))]
     if evaluations:
-        columns = ("evaluation", "nats/token", "perplexity", "bits/byte", "targets")
+        heads = ("evaluation", "nats/token", "perplexity", "bits/byte", "targets")
         cells = {name: _evaluation(record) for name, record in evaluations.items()}
-        parts += ["", _table(columns, cells)]
+        parts += ["", _table(heads, cells)]
         others = _beside_the_loss(evaluations, units or {})
         if others:
             parts += ["", _table(("also evaluated", "", "unit"), others)]
@@ -363,7 +169,7 @@ def _answered(asked: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def _last_reward(train: Sequence[Mapping[str, Any]]) -> list[str]:
     """The reward of the first rollout and of the last one."""
-    _, rewards = _columns(train, REWARD)
+    _, rewards = columns(train, REWARD)
     if not len(rewards):
         return []
     return [f"reward {rewards[0]:.4f} at first and {rewards[-1]:.4f} in the end"]

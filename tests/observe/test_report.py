@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from maxtrain.observe.report import plot_curves, summary, terminal_curve
+from maxtrain.observe.curves import plot_curves
+from maxtrain.observe.report import summary, terminal_curve
 
 
 def train(step, **values):
