@@ -9,7 +9,6 @@ ends would depend on all that was sampled before.
 
 import concurrent.futures
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -21,9 +20,11 @@ from data_pipeline.errors import UserError
 from data_pipeline.loader import TrainingData
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.samples import as_text
 from maxtrain.parallel.agreement import raise_together
-from maxtrain.rl.advantages import advantages, has_signal, weighted_sum
+from maxtrain.rl.advantages import advantages, has_signal
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of
+from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores
 from maxtrain.rl.rollout import Rollout
@@ -90,7 +91,7 @@ class RolloutMaker:
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
         texts = [
-            _shown(begun.prompts[0].original),
+            as_text(begun.prompts[0].original),
             self._rewarder.texts(begun.prompts, begun.rollout)[0],
         ]
         rollout = begun.rollout
@@ -165,7 +166,8 @@ class RolloutMaker:
             "further_prompts": float(len(rollout.prompt_lengths) - count),
             "groups_replaced": float(np.mean(np.array(places) >= count)),
         }
-        scores = scores._replace(values=values.reshape(len(values), -1))
+        right = scores.right.reshape(-1, group)[places].reshape(-1)
+        scores = scores._replace(values=values.reshape(len(values), -1), right=right)
         return rollout.taken(places), Counted(scores, reward_seconds), numbers
 
 
@@ -200,27 +202,9 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
     return places
 
 
-def _shown(prompt: Any) -> str:
-    """A prompt, text or messages, in words."""
-    if isinstance(prompt, str):
-        return prompt
-    return json.dumps(prompt, ensure_ascii=False)
-
-
 def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
-    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
-    for name, values in zip(scores.names, scores.values):
-        rewards[f"reward/{name}"] = values
-    numbers = {}
-    for name, values in rewards.items():
-        applies = values[~np.isnan(values)]
-        # A reward that applies to no completion has no mean.
-        if applies.size:
-            numbers[name] = float(applies.mean())
-    for name, outcomes in scores.outcomes.items():
-        for outcome, count in outcomes.items():
-            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
+    numbers = reward_numbers(scores)
     numbers["completion_length"] = float(rollout.lengths.mean())
     numbers["longest_completion"] = float(rollout.lengths.max())
     numbers["truncated"] = float(rollout.truncated.mean())

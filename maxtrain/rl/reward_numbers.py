@@ -16,8 +16,7 @@ def reward_numbers(scores: Scores) -> dict[str, float]:
     values = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
     for name, row in zip(scores.names, scores.values, strict=True):
         values[f"reward/{name}"] = row
-    if scores.right is not None:
-        values["accuracy"] = scores.right
+    values["accuracy"] = scores.right
     numbers = {}
     for name, row in values.items():
         applies = row[~np.isnan(row)]

@@ -104,14 +104,19 @@ class Rewarder:
             return own
         said = gather(_told(own), _MOST_BYTES)
         rows = [theirs["rows"] for theirs in said]
-        values = np.zeros((len(self._rewards.rewards), max(rows)), np.float64)
-        values[:, : rows[jax.process_index()]] = own.scores.values
+        # A row for each reward, and one for what is right.
+        values = np.zeros((len(self._rewards.rewards) + 1, max(rows)), np.float64)
+        values[:-1, : rows[jax.process_index()]] = own.scores.values
+        values[-1, : rows[jax.process_index()]] = own.scores.right
         gathered = gather_bytes(values.view(np.uint8).reshape(-1)).view(np.float64)
         found = self._nothing(0)
         for theirs, count, numbers in zip(said, rows, gathered, strict=True):
             of_process = numbers.reshape(values.shape)[:, :count]
             scores = found._replace(
-                values=of_process, outcomes=theirs["outcomes"], details=theirs["details"]
+                values=of_process[:-1],
+                right=of_process[-1],
+                outcomes=theirs["outcomes"],
+                details=theirs["details"],
             )
             found = joined(found, scores)
         return Counted(found, max(theirs["seconds"] for theirs in said))
@@ -155,6 +160,7 @@ class Rewarder:
             weights=tuple(reward.weight for reward in rewards),
             outcomes={},
             details={},
+            right=np.zeros(rows),
         )
 
 
@@ -169,6 +175,7 @@ def joined(first: Scores, second: Scores) -> Scores:
         values=np.concatenate([first.values, second.values], axis=1),
         outcomes=outcomes,
         details=second.details | first.details,
+        right=np.concatenate([first.right, second.right]),
     )
 
 

@@ -84,7 +84,7 @@ class Scores(NamedTuple):
     outcomes: by the name of a reward, how many rows had which outcome.
     details: by the name of a reward, the first words about what went wrong, if anything did.
     right: 1 where every reward that verifies and applies calls the answer right, else 0; NaN where
-        none applies. None: there is no such reward.
+        there is none.
     """
 
     values: Float[np.ndarray, "R N"]
@@ -92,7 +92,7 @@ class Scores(NamedTuple):
     weights: tuple[float, ...]
     outcomes: dict[str, dict[str, int]]
     details: dict[str, str]
-    right: Float[np.ndarray, " N"] | None = None
+    right: Float[np.ndarray, " N"]
 
 
 class RewardSet:
@@ -173,7 +173,7 @@ class RewardSet:
                 details[reward.name] = said[0]
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
-        return Scores(values, names, weights, outcomes, details, _right(verdicts))
+        return Scores(values, names, weights, outcomes, details, _right(verdicts, len(completions)))
 
 
 def names_of_ours() -> list[str]:
@@ -195,10 +195,10 @@ def _verdict(name: str, scored: Scored) -> float:
     return float(scored.value != 0)
 
 
-def _right(verdicts: list[list[float]]) -> np.ndarray | None:
+def _right(verdicts: list[list[float]], rows: int) -> np.ndarray:
     """Whether all verdicts that there are call an answer right; see `Scores`."""
     if not verdicts:
-        return None
+        return np.full(rows, np.nan)
     of_rewards = np.array(verdicts, np.float64)
     is_known = ~np.isnan(of_rewards)
     is_right = np.where(is_known, of_rewards, 1.0).min(axis=0)
