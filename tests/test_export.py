@@ -22,7 +22,7 @@ from maxtrain import export as job
 from maxtrain import generate
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
-from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.export import export
 from maxtrain.model_source import load_run
 from maxtrain.models.families.directory import read_config
@@ -85,7 +85,7 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     assert [note.endswith("`maxtrain generate --hf DIR` does.") for note in exported.notes] == [
         True
     ]
-    last = job._describe(tmp_path / "out", exported, "float32", "float32")[-1]
+    last = job._describe(tmp_path / "out", exported, "float32", RunConfig())[-1]
     assert last.startswith("load its weights: AutoModelForCausalLM")
     theirs = (PARITY / case / "model.safetensors").read_bytes()
     assert (tmp_path / "out/model.safetensors").read_bytes() == theirs

@@ -53,6 +53,9 @@ class SpeedMeter:
     def restart(self) -> None:
         """Forgets the steps since the last record, which are made again."""
         self._steps = []
+        seconds = self._clock.seconds()
+        self._waited = seconds.get("data_wait", 0.0)
+        self._sampled = seconds.get(ROLLOUT, 0.0)
 
     def add(self, targets: int, rows: int, length: int) -> None:
         """A step that is finished."""

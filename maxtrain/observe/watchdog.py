@@ -23,6 +23,7 @@ from maxtrain.config.schema import WatchdogConfig
 from maxtrain.observe import outer_watchdog
 from maxtrain.observe.goodput import Ledger
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.speed import ROLLOUT
 from maxtrain.parallel.agreement import Board
 
 _TICK = outer_watchdog.TICK
@@ -99,7 +100,11 @@ class Watchdog:
         """Seconds that the run may spend at once on a cause; infinite if there is no limit."""
         config = self._config
         laps = self._clock.laps
-        fixed = {"compile": config.compile_seconds, "eval": config.eval_seconds}
+        fixed = {
+            "compile": config.compile_seconds,
+            "eval": config.eval_seconds,
+            ROLLOUT: config.rollout_seconds,
+        }
         fixed |= dict.fromkeys(("save", "restore"), config.save_seconds)
         if cause in fixed:
             return fixed[cause] or float("inf")

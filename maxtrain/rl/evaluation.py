@@ -14,8 +14,9 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample, as_text
+from maxtrain.parallel.agreement import raise_together
 from maxtrain.rl.advantages import weighted_sum
-from maxtrain.rl.prompts import Prompt, read_prompt
+from maxtrain.rl.prompts import Prompt, read_prompt, read_together
 from maxtrain.rl.reward_calls import make_pool, make_rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores
@@ -134,7 +135,7 @@ class Asking:
             sign_of_life: called every few tokens. What it raises ends the evaluation.
         """
         began = time.perf_counter()
-        prompts = [read_prompt(shards, number) for number in range(count)]
+        prompts = read_together(_first_prompts, shards, count)
         ends = stop_ids(self._tokenizer, shards)
         engine = Engine(model, slots=self._slots, eager=True)
         made = []
@@ -159,7 +160,15 @@ class Asking:
             ids.append(whole)
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        scores = self._rewards([prompt.original for prompt in prompts], texts, ids, columns)
+        scores = None
+        error = None
+        try:
+            scores = self._rewards([prompt.original for prompt in prompts], texts, ids, columns)
+        except Exception as problem:
+            error = problem
+        # One that fails in one process alone ends all of them.
+        raise_together(error)
+        assert scores is not None
         return Answers(
             prompts=prompts,
             texts=texts,
@@ -169,6 +178,10 @@ class Asking:
             scores=scores,
             seconds=time.perf_counter() - began,
         )
+
+
+def _first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+    return [read_prompt(shards, number) for number in range(count)]
 
 
 def _number(value: float) -> float | None:

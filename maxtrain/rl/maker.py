@@ -10,20 +10,17 @@ ends would depend on all that was sampled before.
 import concurrent.futures
 import itertools
 import time
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
-from data_pipeline.errors import UserError
 from data_pipeline.loader import TrainingData
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
-from maxtrain.parallel.agreement import raise_together
 from maxtrain.rl.advantages import advantages, has_signal
-from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of
+from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores
@@ -73,7 +70,8 @@ class RolloutMaker:
         """
         prompts = self._prompts(steps)
         self._progress.phase("sampling")
-        sampled = self._sampler.sampled(prompts, steps.start, 0, state)
+        slots = self._slots(prompts)
+        sampled = self._sampler.sampled(prompts, steps.start, 0, state, slots)
         self._progress.phase("")
         return self._begun(steps, prompts, sampled._replace(about=sampled.about | about))
 
@@ -109,10 +107,10 @@ class RolloutMaker:
         self._progress.phase("scoring")
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
-        seconds = rollout.about["sampling_seconds"]
+        first_seconds = begun.rollout.about["sampling_seconds"]
+        numbers = {"sampling_seconds": first_seconds} | numbers
         numbers |= {
-            "sampling_seconds": seconds,
-            "sampled_tokens_per_second": float(begun.rollout.lengths.sum()) / seconds,
+            "sampled_tokens_per_second": float(begun.rollout.lengths.sum()) / first_seconds,
             "reward_seconds": counted.seconds,
             "scoring_seconds": time.perf_counter() - began,
         }
@@ -132,7 +130,12 @@ class RolloutMaker:
 
     def _prompts(self, steps: range) -> list[Prompt]:
         """Those that the plan reads at these steps."""
-        return _read_together(prompts_of, self._data, steps)
+        return read_together(prompts_of, self._data, steps)
+
+    def _slots(self, prompts: list[Prompt]) -> int:
+        """Completions of a rollout of these prompts that are made at once, also where further
+        prompts are fewer: another number has programs of its own."""
+        return min(len(prompts) * self._config.num_generations, self._config.slots)
 
     def _has_signal(self, scores: Scores) -> Bool[np.ndarray, "P"]:
         return has_signal(scores.values, self._config.num_generations, scores.weights)
@@ -145,16 +148,19 @@ class RolloutMaker:
         rollout = begun.rollout
         scores = counted.scores
         reward_seconds = counted.seconds
+        sampling_seconds = 0.0
         count = len(begun.prompts)
         later = later_prompts(self._data, begun.steps)
         for _ in range(self._config.dynamic_sampling):
             missing = count - int(self._has_signal(scores).sum())
             if missing <= 0:
                 break
-            prompts = _read_together(itertools.islice, later, missing)
+            prompts = read_together(itertools.islice, later, missing)
             before = len(rollout.prompt_lengths)
             self._progress.phase(f"sampling {missing:,} more prompts")
-            more = self._sampler.sampled(prompts, begun.steps.start, before, state)
+            slots = self._slots(begun.prompts)
+            more = self._sampler.sampled(prompts, begun.steps.start, before, state, slots)
+            sampling_seconds += more.about["sampling_seconds"]
             counted = self._rewarder.finish(self._rewarder.begin(prompts, more))
             reward_seconds += counted.seconds
             rollout = rollout.joined(more)
@@ -165,23 +171,11 @@ class RolloutMaker:
         numbers = {
             "further_prompts": float(len(rollout.prompt_lengths) - count),
             "groups_replaced": float(np.mean(np.array(places) >= count)),
+            "sampling_seconds": rollout.about["sampling_seconds"] + sampling_seconds,
         }
         right = scores.right.reshape(-1, group)[places].reshape(-1)
         scores = scores._replace(values=values.reshape(len(values), -1), right=right)
         return rollout.taken(places), Counted(scores, reward_seconds), numbers
-
-
-def _read_together(read: Callable[..., Iterable[Prompt]], *of: Any) -> list[Prompt]:
-    """What a function of these arguments reads in this process. UserError: one of the processes
-    can't read it; in all."""
-    prompts: list[Prompt] = []
-    error = None
-    try:
-        prompts = list(read(*of))
-    except (UserError, OSError) as problem:
-        error = problem
-    raise_together(error)
-    return prompts
 
 
 def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:

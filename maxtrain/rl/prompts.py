@@ -1,15 +1,16 @@
 """Prompts of a run: which a step reads, and whether all of them have room for a completion."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.loader import TrainingData
 from data_pipeline.shards import TokenShards
 from data_pipeline.sources.prompts import PROMPT
+from maxtrain.parallel.agreement import raise_together
 
 
 class Prompt(NamedTuple):
@@ -106,3 +107,16 @@ def read_prompt(shards: TokenShards, number: int) -> Prompt:
     (columns,) = shards.columns([number])
     original = columns.pop(PROMPT)
     return Prompt(tuple(ids), original, columns)
+
+
+def read_together(read: Callable[..., Iterable[Prompt]], *of: Any) -> list[Prompt]:
+    """What a function of these arguments reads in this process. UserError: one of the processes
+    can't read it; in all."""
+    prompts: list[Prompt] = []
+    error = None
+    try:
+        prompts = list(read(*of))
+    except (UserError, OSError) as problem:
+        error = problem
+    raise_together(error)
+    return prompts

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,20 @@ from data_pipeline.shards import write_atomic
 
 _ABOUT = "about"
 _DIGEST = "digest"
+
+
+# What numpy, zipfile and json raise where bytes are not those of an archive.
+_UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class DamagedRolloutError(Exception):
@@ -157,7 +172,7 @@ def from_bytes(content: bytes) -> Rollout:
         rollout = Rollout(**found, about=said[_ABOUT])
         expected = said[_DIGEST]
         digest = rollout.digest()
-    except (ValueError, LookupError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise DamagedRolloutError(f"it can't be read ({error})") from error
     if digest != expected:
         raise DamagedRolloutError(f"expected digest {expected}, found {digest}")

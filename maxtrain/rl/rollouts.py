@@ -14,6 +14,7 @@ them, would meet in another order on each host.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -22,12 +23,13 @@ from maxtrain.config import RunConfig
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.rl.batches import RolloutBatches
 from maxtrain.rl.maker import Begun, RolloutMaker
 from maxtrain.rl.rewarder import Rewarder
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
-from maxtrain.rl.sampler import CAUSE, Sampler, stop_ids
+from maxtrain.rl.sampler import Sampler, stop_ids
 from maxtrain.rl.store import RolloutStore
 from maxtrain.training.state import TrainState, policy_variables
 
@@ -158,8 +160,11 @@ class Rollouts:
         for step in range(start, self._num_steps):
             steps = self._batches.steps_of(step)
             if self._newest is None or self._newest[0] != steps:
-                with self._clock.during(CAUSE):
-                    self._newest = (steps, self._rollout(steps, step, state()))
+                now = state()
+                # The time of the steps before is not that of the rollout.
+                jax.block_until_ready(now)
+                with self._clock.during(ROLLOUT):
+                    self._newest = (steps, self._rollout(steps, step, now))
             yield self._batches.batch(step, self._newest[1], step in left_out)
 
     def _rollout(self, steps: range, step: int, state: TrainState) -> Rollout:

@@ -24,6 +24,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.speed import ROLLOUT
 from maxtrain.rl.batches import RolloutBatches
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rollout import Rollout
@@ -33,9 +34,6 @@ from maxtrain.serve.generation import Generation
 from maxtrain.serve.sampling import Sampling
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState, policy_variables
-
-# What the time of rollouts is booked as.
-CAUSE = "rollout"
 
 
 class Sampler:
@@ -73,7 +71,7 @@ class Sampler:
         self._score = jax.jit(self._scores, out_shardings=whole)
 
     def sampled(
-        self, prompts: Sequence[Prompt], step: int, before: int, state: TrainState
+        self, prompts: Sequence[Prompt], step: int, before: int, state: TrainState, slots: int
     ) -> Rollout:
         """Completions of these prompts, without rewards.
 
@@ -82,6 +80,7 @@ class Sampler:
             step: numbered from 0, the first that trains on them.
             before: how many prompts were sampled for that step before these.
             state: whose weights sample.
+            slots: completions that are made at once. For each number, programs are compiled.
 
         Raises:
             DivergedError: a log-probability is not finite.
@@ -94,8 +93,7 @@ class Sampler:
             # Two programs at a time may read each other's messages.
             jax.block_until_ready(state)
         model: Decoder = nnx.merge(structure, policy_variables(state))
-        count = len(prompts) * config.num_generations
-        engine = Engine(model, slots=min(count, config.slots), eager=True)
+        engine = Engine(model, slots=slots, eager=True)
         seed = _seed_of_step(self._seed, step)
         generations = []
         for number, prompt in enumerate(prompts, before):
@@ -111,7 +109,7 @@ class Sampler:
                 generations.append(generation)
         # Each chunk is a sign of life.
         while engine.step():
-            with self._clock.during(CAUSE):
+            with self._clock.during(ROLLOUT):
                 pass
         if any(generation.reason == "failed" for generation in generations):
             raise DivergedError(

@@ -90,8 +90,8 @@ def start(folder, index=0, count=1, address="", seconds=1.0, where="python"):
 
 def test_each_cause_has_its_limit_and_steps_the_one_of_their_usual_time(tmp_path):
     clock = Stopwatch(iter((0, 8, 9, 10, 12, 112)).__next__)
-    dog = Watchdog(WatchdogConfig(10, 15, 600, 50, 40), tmp_path, clock, str)
-    limits = {"compile": 600, "eval": 50, "save": 40, "restore": 40}
+    dog = Watchdog(WatchdogConfig(10, 15, 600, 50, 60, 40), tmp_path, clock, str)
+    limits = {"compile": 600, "eval": 50, "rollout": 60, "save": 40, "restore": 40}
     assert {cause: dog.limit(cause) for cause in limits} == limits
     clock.lap()
     assert dog.limit("step") == dog.limit("data_wait") == 600, (
@@ -109,10 +109,10 @@ def test_each_cause_has_its_limit_and_steps_the_one_of_their_usual_time(tmp_path
 
 def test_zero_is_no_limit(tmp_path):
     clock = Stopwatch()
-    dog = Watchdog(WatchdogConfig(0, 15, 0, 0, 0), tmp_path, clock, str)
+    dog = Watchdog(WatchdogConfig(0, 15, 0, 0, 0, 0), tmp_path, clock, str)
     for _ in range(3):
         clock.lap()
-    assert {dog.limit(cause) for cause in ("compile", "eval", "save", "restore", "step")} == {
+    assert {dog.limit(cause) for cause in ("compile", "eval", "rollout", "save", "step")} == {
         math.inf
     }
 

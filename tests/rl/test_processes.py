@@ -41,7 +41,7 @@ def config(tmp_path_factory, tiny_run):
             "packing": "pad",
         },
         grpo={
-            "rewards": ["length(max_tokens=6)"],
+            "rewards": ["exact", "length(max_tokens=6)"],
             "num_generations": 4,
             "max_completion_length": 6,
             "num_iterations": 2,
@@ -75,8 +75,10 @@ def test_two_processes_learn_from_the_same_completions_as_one(config):
                 np.testing.assert_allclose(together.arrays()[array], values, atol=1e-4)
             else:
                 np.testing.assert_array_equal(together.arrays()[array], values)
-        assert alone.about["numbers"]["reward"] == together.about["numbers"]["reward"]
-        assert alone.about["numbers"]["further_prompts"] > 0
+        numbers = [rollout.about["numbers"] for rollout in (alone, together)]
+        for name in ("reward", "reward/length", "accuracy", "groups_without_signal"):
+            assert numbers[0][name] == numbers[1][name]
+        assert numbers[0]["further_prompts"] > 0
         assert alone.about["outcomes"] == together.about["outcomes"]
     np.testing.assert_allclose(losses(config, "on-2"), losses(config, "on-1"), rtol=1e-3, atol=1e-4)
 

@@ -24,6 +24,12 @@ class WatchdogConfig:
         high=1e8,
     )
     eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0, high=1e8)
+    rollout_seconds: float = key(
+        3600.0,
+        "limit of what a rollout does without a sign of life, such as its rewards; 0: none",
+        low=0,
+        high=1e8,
+    )
     save_seconds: float = key(
         1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0, high=1e8
     )

@@ -192,6 +192,9 @@ def _verdict(name: str, scored: Scored) -> float:
         return np.nan
     if is_math:
         return float(scored.outcome == CORRECT)
+    # What a user's call that failed is worth says nothing of the answer.
+    if name not in names_of_ours() and scored.outcome != OK:
+        return np.nan
     return float(scored.value != 0)
 
 

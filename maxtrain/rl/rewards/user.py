@@ -61,7 +61,8 @@ def user(
             None: it does not apply to them.
         seconds: limit of a row; None: that of the pool.
         verifies: the function tells whether an answer is right: it gives 0 to one that is wrong,
-            and something else to one that is right. Evaluations count that as accuracy.
+            and something else to one that is right. Records of training and evaluations count that
+            as accuracy.
 
     Raises, when it is called:
         DataError: the function returned something else than a list of as many numbers (or None) as

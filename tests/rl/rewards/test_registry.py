@@ -158,6 +158,11 @@ def test_right_is_what_every_reward_that_verifies_and_applies_says(pool):
     told = ["none", "1", "raise"]
     _, scores = score([path], told, pool=pool, options={path: {"verifies": True}})
     np.testing.assert_array_equal(scores.right, [np.nan, 1.0, np.nan])
+    # Whatever a call that failed is worth, it says nothing of the answer.
+    options = {path: {"verifies": True, "on_failure": -1.0}}
+    _, scores = score([path], told, pool=pool, options=options)
+    assert scores.values[0, 2] == -1.0
+    np.testing.assert_array_equal(scores.right, [np.nan, 1.0, np.nan])
 
 
 @pytest.mark.parametrize(
