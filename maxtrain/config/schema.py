@@ -105,8 +105,8 @@ class RunConfig:
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo"] = key(
         "next_token",
-        "the loss: cross-entropy of the next token; distill: and of a teacher; dpo: of "
-        "preferences; reward: of scores of answers; grpo: of rewards",
+        "the loss: cross-entropy of the next token; distill: and of a teacher; dpo, reward: of "
+        "preferences; grpo: of rewards",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")

@@ -48,8 +48,8 @@ class DpoConfig:
 
     loss_type: Literal[_Comparing, "simpo", "orpo", _Unpaired] = key(
         "sigmoid",
-        "sigmoid: DPO, or cDPO with label_smoothing; robust: rDPO; simpo, orpo: without a "
-        "reference; kto, apo_zero_unpaired: of answers with a label",
+        "sigmoid: DPO, or cDPO with label_smoothing; simpo, orpo: without a reference; kto, "
+        "apo_zero_unpaired: of labels",
         used_by=_DPO,
     )
     beta: float = key(
