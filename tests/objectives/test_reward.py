@@ -50,6 +50,7 @@ def scores(model, here):
     return np.array(found).reshape(-1, 2)
 
 
+@pytest.mark.long
 def test_loss_and_records_are_what_the_equation_says_for_every_split(model):
     """Rows of three pairs, of one, and of none; a pair without targets does not count."""
     here = pairs(count=5)
