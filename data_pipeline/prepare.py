@@ -82,14 +82,15 @@ _EXAMPLES = "examples:\n" + "".join(
 )
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
-  {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of
-  fsspec {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used
-  for several {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
+  {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'    or any URL of fsspec
+  {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    for several corpora
+  {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT --pair 3      both documents of a pair
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
-Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run
-it again."""  # In a scratch folder of this machine: which output it is of.
+Interrupted, the same command goes on where it was.
+Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
+# In a scratch folder of this machine: which output it is of.
 _OF = "of.json"
 # What OUT is made of, and since when.
 _STATE = ".prepare.json"

@@ -83,11 +83,12 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
                     shutil.rmtree(left)
     directory = out.parent / f"{prefix}{os.getpid()}"
     directory.mkdir()
-    try:
-        with unfinished(directory), _locked(directory):
-            yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with unfinished(directory):
+        try:
+            with _locked(directory):
+                yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

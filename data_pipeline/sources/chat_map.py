@@ -261,8 +261,8 @@ def map_messages(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str,
 
 
 def map_prompt(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As `map_messages`, without the answer that a conversation ends with, whose columns need not
-    be there."""
+    """As `map_messages`, without the answer that a conversation ends with. Its columns need not be
+    there, unless the map derives others of them."""
     entries = list(chat_map.entries)
     while entries and isinstance(entries[-1], _Message) and entries[-1].role == "assistant":
         entries.pop()

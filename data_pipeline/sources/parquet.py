@@ -3,6 +3,7 @@ formats, a record of all of its columns."""
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -66,7 +67,11 @@ def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
 
 def records(piece: Piece) -> Iterator[bytes]:
     """The rows of the piece, in JSON: an object with a key for each column whose values JSON
-    has."""
+    has.
+
+    Objects inside have no keys that are null, since Arrow gives all objects of a column the keys of
+    all of them. NaN, with which pandas says that there is nothing, and infinity are null.
+    """
     pyarrow, _ = arrow("parquet", piece.path)
     with _file(pyarrow, piece) as file:
         columns = _json_columns(pyarrow, file.schema_arrow)
@@ -77,7 +82,8 @@ def records(piece: Piece) -> Iterator[bytes]:
             # pyarrow does not look where values lie when it makes objects of them.
             part.validate(full=True)
             for row in part.to_pylist():
-                yield json.dumps(row).encode()
+                whole = {name: _in_json(value) for name, value in row.items()}
+                yield json.dumps(whole).encode()
 
 
 def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tuple[Any, Any]:
@@ -119,6 +125,18 @@ def _is_json(types: Any, kind: Any) -> bool:
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     is_number = types.is_integer(kind) or types.is_floating(kind)
     return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
+
+
+def _in_json(value: Any) -> Any:
+    """A value of a column as a record in JSON would have it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_in_json(each) for each in value]
+    if isinstance(value, dict):
+        known = {name: _in_json(each) for name, each in value.items()}
+        return {name: each for name, each in known.items() if each is not None}
+    return value
 
 
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:

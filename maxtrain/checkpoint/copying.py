@@ -57,7 +57,8 @@ def copy_step(
             remove_step(final)
         os.rename(partial, final)
         sync(folder)
-    except Exception:
+    except BaseException:
+        # Ctrl-C, too: the copy is made anew.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final

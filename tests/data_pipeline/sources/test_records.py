@@ -96,3 +96,21 @@ def test_files_that_can_not_be_used_are_named(tmp_path, prepared, options):
     table.write_bytes(data)
     error = prepared.error(65, "--chat", table, *options, *MAP)
     assert "a.parquet, row " in error and "can't be read" in error
+
+
+def test_objects_have_the_keys_that_they_were_given_and_nan_is_nothing(tmp_path, prepared, options):
+    """Arrow gives each object of a column the keys of all; pandas writes NaN where there is none."""
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
+    ]
+    records = [{"messages": turns}, {"messages": [turns[0], turns[1] | {"tool_calls": None}]}]
+    del records[1]["messages"][1]["tool_calls"]
+    score = pyarrow.array([float("nan"), 1.0])
+    lines, table = write(tmp_path, records, score=score)
+    template = options[-1]
+    seen = "{% if 'tool_calls' in m %}calls{% endif %}{{ m.role }}"
+    template.write_text(PLAIN.replace("{{ m.role }}", seen))
+    of_lines = prepared.read(prepared.out("--chat", lines, *options))
+    assert prepared.read(prepared.out("--chat", table, *options)) == of_lines
+    assert len(of_lines) == 2
