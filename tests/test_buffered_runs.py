@@ -110,6 +110,7 @@ def test_evaluation_and_generation_leave_them(config, capfd):
         assert after[name].tobytes() == value.tobytes()
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_them(config):
     runs = config.parent / "runs"
     begins = f"checkpoint.init_from={runs / 'whole'}"

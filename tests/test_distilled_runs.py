@@ -75,6 +75,7 @@ def final_state(folder: Path) -> dict[str, bytes]:
     return {name: np.asarray(x).tobytes() for name, x in state.items()}
 
 
+@pytest.mark.slow
 def test_a_student_is_closer_to_its_teacher_than_who_learns_from_the_data(config, capfd):
     runs = config.parent / "runs"
     records = [r for r in read_metrics(runs / "student") if r["kind"] == "eval"]

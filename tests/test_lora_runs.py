@@ -209,6 +209,7 @@ def test_what_trains_beside_adapters_is_not_left_out_in_silence(config, capfd):
     assert export.main([str(runs / "partly"), str(out)]) == 0
 
 
+@pytest.mark.slow
 def test_magnitudes_begin_as_lengths_of_the_weights_that_were_read(config):
     """The loss of the first step is that without them."""
     runs = config.parent / "runs"

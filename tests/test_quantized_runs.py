@@ -96,6 +96,7 @@ def test_codes_and_scales_are_saved_once(config):
     assert "params.layers.0.mlp.up.kernel" not in once
 
 
+@pytest.mark.slow
 def test_it_goes_on_replays_and_begins_with_a_run_to_the_same_bits(config):
     runs = config.parent / "runs"
     expected = saved_digests(runs / "nf4" / "checkpoints")[12]
@@ -123,6 +124,7 @@ def test_all_commands_see_the_adapted_model(config, capfd):
     assert score.main([run, "--text", "the of and to in"]) == 0
 
 
+@pytest.mark.slow
 def test_export_takes_adapters_into_the_weights_that_were_multiplied_with(config, capfd):
     run = config.parent / "runs" / "nf4"
     out = config.parent / "merged"

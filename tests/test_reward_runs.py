@@ -126,6 +126,7 @@ def test_what_is_exported_is_read_back_with_its_score_and_goes_on(config, capsys
     assert first["reward_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_adapters_train_with_the_score(config):
     overrides = rewards(config, "model.lora.rank=2", "optimizer.learning_rate=0.02")
     assert train(config, "adapters", *overrides) == 0

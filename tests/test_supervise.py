@@ -374,7 +374,7 @@ def test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers(co
     assert ended == [("SIGKILL", 4), ("exit 0", 12)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_that_dies_at_several_places_ends_with_the_same_numbers(config):
     undisturbed = train(config, "undisturbed", "")

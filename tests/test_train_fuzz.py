@@ -78,7 +78,7 @@ def test_every_key_is_drawn_or_named_as_not():
         assert left_out or path in drawn or path.rpartition(".")[0] in drawn, key.path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_drawn_is_mostly_accepted_once_the_refused_is_out(scene):
     words = scene.words("x")[:1]
     kept = [
