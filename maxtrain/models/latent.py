@@ -130,7 +130,8 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(shared, (*keys.shape[:-1], shared.shape[-1]))
         k = jnp.concatenate([keys, shared], axis=-1)
         k = constrain(k, "activation_batch", "activation_length", "heads", "head_dim")
-        v = constrain(self.v(latent), "activation_batch", "activation_length", "heads", "head_dim")
+        v = self.v(latent, context.noise)
+        v = constrain(v, "activation_batch", "activation_length", "heads", "head_dim")
         return attention(
             q,
             k,

@@ -313,6 +313,26 @@ def test_dropout_of_what_experts_see_is_refused():
     nnx.eval_shape(lambda: build_model(dataclasses.replace(config, lora=attention), EXACT, 0))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v2"])
+def test_dropout_reaches_every_product_of_attention(case):
+    """Each of them alone has adapters: then the pass with noise is another one."""
+    config = dataclasses.replace(case_config(case), num_layers=1)
+    names = {"q", "k", "v", "o"}
+    if case == "deepseek_v2":
+        names = {"q", "kv_down", "k_rope", "k", "v", "o"}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 8)), jnp.int32)
+    segments = jnp.ones((2, 8), jnp.int32)
+    noise = Noise(RegularizationConfig(), jax.random.split(jax.random.key(2), 2))
+    for name in names:
+        lora = LoraConfig(rank=2, alpha=8.0, dropout=0.5, targets=(rf"attention\.{name}$",))
+        model = busy(build(dataclasses.replace(config, lora=lora)))
+        plain, dropped = [
+            model.forward(tokens, segments, noise=given).hidden for given in (None, noise)
+        ]
+        assert np.abs(plain - dropped).max() > 1e-4, name
+
+
 @pytest.mark.parametrize("magnitudes", [True, False])
 def test_dropout_is_of_what_adapters_see(magnitudes):
     """As PEFT has it, with its masks: W x + (m / l - 1) W d + (m / l) s B A d, where d is what is

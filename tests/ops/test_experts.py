@@ -95,7 +95,8 @@ def test_products_equal_those_of_every_expert_forward_and_backward(kernel, like,
     found = arrays(1, experts)
 
     def loss(function):
-        return lambda *values: (jnp.sin(function(*values)) ** 2).sum()
+        # A quarter: slopes of large arguments would have the rounding of these.
+        return lambda *values: (jnp.sin(function(*values) / 4) ** 2).sum()
 
     def fast(x, w, bias, weights):
         return forward(x, w, bias, weights, experts, block, kernel)

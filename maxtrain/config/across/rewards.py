@@ -19,6 +19,11 @@ def score_problems(config: RunConfig) -> Iterator[str]:
             f"loss.adversarial={config.loss.adversarial} is of losses of tokens, and "
             "objective=reward has none. Leave it out."
         )
+    if config.data.corruption.rate:
+        yield (
+            f"data.corruption.rate={config.data.corruption.rate} replaces tokens of inputs, and "
+            "objective=reward reads answers as they are. Leave it out."
+        )
     if config.observe.prompts:
         yield (
             "observe.prompts are to be completed, and a model with objective=reward writes no "
