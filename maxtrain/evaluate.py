@@ -59,6 +59,7 @@ from maxtrain.observe.metrics import as_json
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.rl.prompts import num_prompts
 from maxtrain.training.evaluate import evaluate, make_eval_step, not_finite
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
@@ -395,7 +396,9 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
         results = evaluate_sets(model, mesh, texts, reading, comparison)
     answered = {}
     if prompts and completing is not None:
-        counts = {name: _num_prompts(name, data, reading) for name, data in prompts.items()}
+        counts = {
+            name: num_prompts(data, reading.batches_of(name)) for name, data in prompts.items()
+        }
         with jax.set_mesh(mesh):
             answered = evaluate_prompts(
                 model, tokenizer, prompts, counts, completing, asked.show or 0
@@ -434,15 +437,6 @@ def _print(what: str, results: dict[str, dict[str, Any]], answered: Mapping[str,
     if answered:
         show_samples(console, answered)
         console.print(table_of_prompts(answered))
-
-
-def _num_prompts(name: str, data: EvaluationData, reading: Reading) -> int:
-    """How many prompts of a set are completed."""
-    batches = reading.batches_of(name)
-    count = data.shards.num_documents
-    if batches >= 0:
-        count = min(count, batches * data.batch_size)
-    return count
 
 
 def _name_of_model(asked: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ from maxtrain.observe.samples import Sample
 from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.evaluation import REWARD, Asking
+from maxtrain.rl.prompts import num_prompts
 from maxtrain.run_state import Best, ValidationState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
@@ -103,7 +104,7 @@ class Validation:
         held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
         if self._asks(name):
             grpo = self._config.grpo
-            count = self._num_prompts(name)
+            count = num_prompts(held_out, steps)
             longest = grpo.max_completion_length
             rewards = [list(grpo.rewards), list(grpo.reward_weights)]
             return (
@@ -153,14 +154,6 @@ class Validation:
     def _asks(self, name: str) -> bool:
         """Whether a set holds prompts that are completed and rewarded."""
         return self._asking is not None and self._sets[name].shards.has_columns
-
-    def _num_prompts(self, name: str) -> int:
-        """How many prompts of a set are completed."""
-        eval_set = self._sets[name]
-        count = eval_set.shards.num_documents
-        if self._steps(name) >= 0:
-            count = min(count, self._steps(name) * eval_set.batch_size)
-        return count
 
     def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
         """The record of one evaluation set after this step: read whole, unless its steps say
@@ -237,7 +230,9 @@ class Validation:
             with self._clock.during("eval"):
                 pass
 
-        answers = self._asking(model, self._sets[name].shards, self._num_prompts(name), look_up)
+        eval_set = self._sets[name]
+        count = num_prompts(eval_set, self._steps(name))
+        answers = self._asking(model, eval_set.shards, count, look_up)
         # A reward that takes too long may do so on one host alone: what the first one found counts.
         record = gather({"record": answers.record()}, _MOST_NUMBERS)[0]["record"]
         return record, answers.samples(name, self._config.observe.num_samples)

@@ -152,12 +152,7 @@ class Asking:
         while engine.step():
             sign_of_life()
         texts = [decode_new(self._tokenizer, each.prompt, each.ids) for each in made]
-        ids = []
-        for each in made:
-            whole = list(each.ids)
-            if each.ended_by is not None:
-                whole.append(each.ended_by)
-            ids.append(whole)
+        ids = [each.ids_with_end() for each in made]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         scores = None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.shards import TokenShards
 from data_pipeline.sources.prompts import PROMPT
 from maxtrain.parallel.agreement import raise_together
@@ -67,6 +67,15 @@ def require_room(key: str, shards: TokenShards, length: int, max_completion_leng
         f"{section}.seq_length to at least {int(lengths.max()) + max_completion_length:,}, "
         "grpo.max_completion_length lower, or leave such prompts out."
     )
+
+
+def num_prompts(data: EvaluationData, batches: int) -> int:
+    """How many prompts of an evaluation set are completed, by the batches that are asked for;
+    negative: all."""
+    count = data.shards.num_documents
+    if batches >= 0:
+        count = min(count, batches * data.batch_size)
+    return count
 
 
 def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:

@@ -151,12 +151,7 @@ def _seed_of_step(seed: int, step: int) -> int:
 def _as_sampled(
     prompts: Sequence[Prompt], generations: Sequence[Generation], about: dict[str, Any]
 ) -> Rollout:
-    tokens = []
-    for generation in generations:
-        ids = list(generation.ids)
-        if generation.ended_by is not None:
-            ids.append(generation.ended_by)
-        tokens.append(np.array(ids, np.int32))
+    tokens = [np.array(generation.ids_with_end(), np.int32) for generation in generations]
     sampled = [logprob for each in generations for logprob in each.logprobs]
     return Rollout(
         prompts=np.concatenate([np.array(prompt.ids, np.int32) for prompt in prompts]),

@@ -55,6 +55,12 @@ class Generation:
         """Of the prompt, all but the last, which is read when the first new token is made."""
         return np.array(self.prompt[:-1], np.int32)
 
+    def ids_with_end(self) -> list[int]:
+        """Of all new tokens, with the one that ended it, if there is one."""
+        if self.ended_by is None:
+            return list(self.ids)
+        return [*self.ids, self.ended_by]
+
     def take(self, tokens: Sequence[int], logprobs: Sequence[float], max_length: int) -> None:
         """New tokens, up to where the text ends."""
         for token, logprob in zip(tokens, logprobs, strict=True):
