@@ -400,7 +400,7 @@ def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     for phase, count in phases.most_common():
         failed = sum(f", {phase}:" in problem for problem in tally.failures)
         tally.rows.append((f"of these in: {phase}", count, failed))
-    of_variants = ", ".join(f"{variant} {count}" for variant, count in variants.items())
+    of_variants = "; ".join(f"{variant} {count}" for variant, count in variants.items())
     tally.notes = [
         f"{runs} runs of {CHANGES['steps']} steps, a checkpoint every "
         f"{CHANGES['checkpoint_interval']}. Kills by variant: {of_variants}",
