@@ -98,7 +98,7 @@ _STATE = ".prepare.json"
 _WORK = ".prepare"
 _FILES = (
     r"tokens-\d+\.(bin|idx|mask|val|cols|crc)|bins-\d+(\.\w+)?\.plan"
-    r"|manifest\.json|tokenizer\.json|prepare\.json"
+    r"|reference-\w+(\.\w+)?\.logprobs|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
 _OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})(\.tmp)?|train|eval|\.prepare")
