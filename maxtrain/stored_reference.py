@@ -31,6 +31,7 @@ from data_pipeline.shards import TokenShards
 from maxtrain.frozen_model import digest_of, function_of
 from maxtrain.job import Job
 from maxtrain.models.adapt import split_adapters
+from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.next_token import document_log_probs
 from maxtrain.objectives.objective import POLICY, REFERENCE, REFERENCE_SUM, Batch
 from maxtrain.observe.metrics import Stopwatch
@@ -346,7 +347,7 @@ def with_reference(
     return state, {}
 
 
-def _program(model: Callable[[nnx.State], nnx.Module]) -> Callable[[nnx.State, Batch], Array]:
+def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batch], Array]:
     """The jitted function from the parameters of a model and a batch to what `Measure` gives."""
 
     def measure(params: nnx.State, batch: Batch) -> Float[Array, "B S"]:
