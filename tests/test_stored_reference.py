@@ -2,7 +2,11 @@
 are not its own, and passes that were stopped."""
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from tests.preference_runs import STEPS, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
+REPOSITORY = Path(__file__).parents[1]
 STORED = "dpo.reference_logprobs=stored"
 
 
@@ -201,3 +206,40 @@ def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, mo
     assert path.parent == tmp_path / "run"
     assert file.found() == path
     np.testing.assert_array_equal(file.parsed(path, path.read_bytes()), numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_read_and_compute_together(config):
+    """The numbers of the data are there, those of the evaluation set are not."""
+    (held_out,) = files(config, "eval")
+    _, _, expected = held_out.read_bytes().partition(b"\n")
+    held_out.unlink()
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    job = [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2", "mesh.simulated_devices=4"]
+    words = [f"config={config}", "run_name=two", *job, *preferences(config, STORED, "steps=4")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "maxtrain.train", *words, f"mesh.process_id={number}"],
+            cwd=REPOSITORY,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+    assert f"196 log-probabilities from {files(config)[0]}" in told[0]
+    found = np.frombuffer(held_out.read_bytes().partition(b"\n")[2], "<f4")
+    np.testing.assert_allclose(found, np.frombuffer(expected, "<f4"), rtol=1e-6)
+    # A shorter run has another learning rate from its end on, and another last evaluation.
+    losses_of_one = losses(config, "computed")[:2]
+    np.testing.assert_allclose(losses(config, "two")[:2], losses_of_one, rtol=0, atol=1e-6)
