@@ -39,6 +39,7 @@ from data_pipeline.packing import (
 )
 from data_pipeline.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
+from data_pipeline.teacher_files import TeacherFiles, empty_arrays
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
@@ -73,7 +74,8 @@ class HostBatch(NamedTuple):
     names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
     document of its k-th pair. Of data whose documents have a number each, there is also value
-    (float32 [b, T]): that of each position's document, 0 in padding.
+    (float32 [b, T]): that of each position's document, 0 in padding. What a teacher said of the
+    data is there as teacher_files.py has it.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -102,6 +104,8 @@ class _Dataset:
         self.group = sources[0].group
         # Whether batches have an array `value`.
         self.valued = sources[0].valued
+        # What a teacher said of the tokens, if batches are to have that.
+        self.teacher: TeacherFiles | None = None
         self._sizes = np.array([source.num_tokens for source in sources])
 
     def limit_vocabulary(self, entries: int) -> None:
@@ -114,6 +118,18 @@ class _Dataset:
             return
         self.vocab_size = entries
         _check_corruption(self.config, entries)
+
+    @property
+    def _begins_of_sources(self) -> np.ndarray | None:
+        """Of tokens that are numbered through, where batches need to know which ones they hold."""
+        if self.teacher is None:
+            return None
+        return self.teacher.begins
+
+    def _add_teacher(self, arrays: dict[str, np.ndarray]) -> None:
+        """Puts what a teacher said into a batch, in the place of which tokens it holds."""
+        if self.teacher is not None:
+            arrays |= self.teacher.arrays(arrays.pop("place"))
 
     def _read(
         self,
@@ -142,7 +158,15 @@ class _Dataset:
         if self.bins:
             bins = self.bins[length]
             arrays = pack_documents(
-                self.sources, bins, source, row, length, restart, across, columns
+                self.sources,
+                bins,
+                source,
+                row,
+                length,
+                restart,
+                across,
+                columns,
+                self._begins_of_sources,
             )
         else:
             num_targets = (self._sizes[source] - row * length).clip(0, length)
@@ -154,6 +178,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         arrays["source"] = source.astype(np.int32)
         return _batch(step, arrays, batch, place, rows, first_column)
 
@@ -233,7 +258,8 @@ class TrainingData(_Dataset):
         self._num_rows = functools.lru_cache(maxsize=4096)(self._count_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingData, (self.config, self.plan, self.shards, self.bins, self.start)
+        content = (self.config, self.plan, self.shards, self.bins, self.start)
+        return TrainingData, content, {"teacher": self.teacher}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -491,6 +517,7 @@ class TrainingData(_Dataset):
             restart,
             across,
             first_columns,
+            self._begins_of_sources,
         )
         if self.config.corruption.rate:
             self._corrupt(documents, batch, Part(mine, first_columns), length)
@@ -511,6 +538,7 @@ class TrainingData(_Dataset):
 
         first_column, _, _ = columns.indices(length)
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         begins_row = column == 0
         of_row = np.zeros(len(held), np.int32)
         of_row[row[begins_row]] = source[begins_row]
@@ -620,13 +648,14 @@ def carry_errors(
     steps: range,
     part: Callable[[int], Part],
     valued: bool = False,
+    teacher: TeacherFiles | None = None,
 ) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
-    with both ends; `valued`: batches have an array `value`.
+    with both ends; `valued`: batches have an array `value`; `teacher`: and what it said.
     """
     read = 0
     try:
@@ -647,6 +676,8 @@ def carry_errors(
             }
             if valued:
                 arrays["value"] = zeros.astype(np.float32)
+            if teacher is not None:
+                arrays |= empty_arrays(zeros.shape, teacher.top)
             yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 

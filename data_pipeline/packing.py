@@ -110,13 +110,16 @@ def pack_documents(
     restart_positions: bool,
     attend_across_documents: bool,
     columns: slice = slice(None),
+    begins_of_sources: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Read B rows of whole documents, of `length` positions the T `columns`, and build the arrays
     of a batch, as `pack` does.
 
     Row i is row `row[i]` of `bins[source[i]]`, both int64 [B]; one that is not there is padding.
     The rest of a row is padding. Where the documents of the sources have numbers, there is also
-    value, float32 [B, T]: that of each position's document.
+    value, float32 [B, T]: that of each position's document. With `begins_of_sources`, int64, there
+    is also place, int64 [B, T]: 1 + the number of each target in the stream of its source, whose
+    first token has the number that is given; 0 in padding.
     """
     first_column, end, _ = columns.indices(length)
     # One column more, if there is one: its target is the first input.
@@ -130,6 +133,9 @@ def pack_documents(
     value = None
     if shards[0].valued:
         value = np.zeros(shape, np.float32)
+    place = None
+    if begins_of_sources is not None:
+        place = np.zeros(shape, np.int64)
     marks = []
     for number in np.unique(source).tolist():
         reader = shards[number]
@@ -154,6 +160,9 @@ def pack_documents(
         targets[filled], loss_mask[filled] = reader.spans((first + skip)[some], kept[some])
         if value is not None:
             value[filled] = np.repeat(reader.values(documents), kept)
+        if place is not None and begins_of_sources is not None:
+            numbers = ranges((first + skip)[some], kept[some])
+            place[filled] = 1 + begins_of_sources[number] + numbers
 
         is_before_end = column < end
         begins[of_row[is_before_end], column[is_before_end]] = not attend_across_documents
@@ -174,7 +183,9 @@ def pack_documents(
     loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
     if value is not None:
         value = np.ascontiguousarray(value[:, wanted])
-    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, value)
+    if place is not None:
+        place = np.ascontiguousarray(place[:, wanted])
+    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, value, place)
 
 
 def fold_documents(
@@ -194,8 +205,8 @@ def fold_documents(
     segment.
 
     Args:
-        documents: inputs, targets, loss_mask, segment_ids and, where there is one, value [n, t] of
-            `pack_documents`.
+        documents: inputs, targets, loss_mask, segment_ids and, where there are such, value and
+            place [n, t] of `pack_documents`.
         sizes: int64 [n], targets of each of these rows.
         row, column: int64 [n], where each begins.
         shape: rows and positions of the batch; what no document fills is padding.
@@ -223,6 +234,9 @@ def fold_documents(
     value = None
     if "value" in documents:
         value = folded("value")
+    place = None
+    if "place" in documents:
+        place = folded("place")
     return _batch(
         folded("inputs"),
         folded("targets"),
@@ -231,6 +245,7 @@ def fold_documents(
         counts,
         restart_positions,
         value,
+        place,
     )
 
 
@@ -242,6 +257,7 @@ def _batch(
     counts: np.ndarray,
     restart_positions: bool,
     value: np.ndarray | None = None,
+    place: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
 
@@ -261,6 +277,8 @@ def _batch(
     }
     if value is not None:
         batch["value"] = value
+    if place is not None:
+        batch["place"] = place
     if (counts < end).any():
         padding = np.arange(first, end) >= counts[:, None]
         for array in batch.values():
