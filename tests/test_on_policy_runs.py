@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
 from maxtrain import replay
@@ -17,7 +18,6 @@ from maxtrain.observe.metrics import read_metrics
 from maxtrain.observe.samples import read_samples
 from maxtrain.rl.rollout import load
 from maxtrain.train import main
-from tests.rl import additions
 
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 6
@@ -29,7 +29,7 @@ NOT_REPEATED = ("seconds", "per_second", "bytes", "mfu")
 def config(tmp_path_factory, tiny_run) -> Path:
     """A config file of students beside prompts and a teacher, which has learnt from a text."""
     folder = tmp_path_factory.mktemp("on-policy")
-    additions.write_prompts(folder / "prompts.jsonl")
+    task.write_prompts(folder / "prompts.jsonl")
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1", "--holdout", "0.2"]
     assert prepare.main([str(folder / "prompts"), *prompts]) == 0
     path = tiny_run(

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from maxtrain import teach
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.rl import additions
 from tests.test_processes import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("this_process")]
@@ -23,7 +23,7 @@ def losses(config, run_name):
 
 
 def test_two_processes_learn_what_one_learns(tmp_path, tiny_run, monkeypatch):
-    additions.write_prompts(tmp_path / "prompts.jsonl")
+    task.write_prompts(tmp_path / "prompts.jsonl")
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--workers", "1", "--holdout", "0.2"]
     assert prepare.main([str(tmp_path / "prompts"), *prompts]) == 0
     config = tiny_run(
