@@ -34,6 +34,8 @@ class Settings(NamedTuple):
     # As of `next_token`.
     normalize: str
     num_sources: int
+    # As of `grpo`.
+    is_exact: bool = False
 
 
 def _next_token(settings: Settings) -> Objective:
@@ -66,7 +68,7 @@ def _reward(settings: Settings) -> Objective:
 
 
 def _grpo(settings: Settings) -> Objective:
-    return grpo(settings.grpo, settings.regularization)
+    return grpo(settings.grpo, settings.regularization, settings.is_exact)
 
 
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
