@@ -156,7 +156,7 @@ class Run:
             # As many slots as rollouts have, for which programs are compiled anyway.
             slots = config.data.batch_size * config.grpo.num_iterations
             slots = min(slots * config.grpo.num_generations, config.grpo.slots)
-            self._asking = Asking(config.grpo, job.data.tokenizer, slots)
+            self._asking = Asking(config.grpo, job.data.tokenizer, slots, self.rollouts.rewards)
         self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
@@ -344,8 +344,6 @@ class Run:
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
-            if self._asking is not None:
-                self._asking.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:

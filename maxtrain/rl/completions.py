@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from maxtrain.rl.rollout import Rollout
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.generation import Generation
 from maxtrain.serve.sampling import Sampling
@@ -95,3 +98,17 @@ def complete(
     while engine.step():
         sign_of_life()
     return made
+
+
+def completions_of(rollout: Rollout) -> list[Completion]:
+    """Those of a rollout."""
+    ends = np.cumsum(rollout.lengths)[:-1]
+    found = []
+    for ids, logprobs, is_cut in zip(
+        np.split(rollout.tokens, ends),
+        np.split(rollout.sampled, ends),
+        rollout.truncated.tolist(),
+        strict=True,
+    ):
+        found.append(Completion(ids.tolist(), not is_cut, logprobs.tolist()))
+    return found

@@ -20,6 +20,7 @@ from maxtrain.config.schema import GrpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
 from maxtrain.rl.advantages import advantages, has_signal
+from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
@@ -88,9 +89,10 @@ class RolloutMaker:
         self._progress.phase("computing rewards")
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
+        of_first = completions_of(begun.rollout.taken([0]))
         texts = [
             as_text(begun.prompts[0].original),
-            self._rewarder.texts(begun.prompts, begun.rollout)[0],
+            self._rewarder.rewards.texts(begun.prompts[:1], of_first)[0],
         ]
         rollout = begun.rollout
         if self._config.dynamic_sampling:
