@@ -182,7 +182,7 @@ def decode(
         pages = jnp.asarray(rows.pages)
 
     def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
-        keys = token_keys(keys_of_rows, rows.made + number)
+        keys = token_keys(keys_of_rows, jnp.asarray(rows.made) + number)
         return choose(logits, rows.settings, keys, seen, program)
 
     def one(step: _Step) -> _Step:
