@@ -33,6 +33,7 @@ from jaxtyping import Array, Int, Key, UInt32
 
 from data_pipeline.errors import ConfigError, DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
+from maxtrain import failpoints
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, scored
@@ -124,8 +125,12 @@ class Sampler:
             for sample in range(config.num_generations):
                 wanted.append(Wanted(prompt.ids, number * config.num_generations + sample))
 
+        def sign_of_life() -> None:
+            failpoints.hit("sampling", step + 1)
+            self._sign_of_life()
+
         def completed(wanted: Sequence[Wanted]) -> list[Completion]:
-            made = complete(engine, wanted, manner, self._sign_of_life)
+            made = complete(engine, wanted, manner, sign_of_life)
             _require_finite(all(each.reason != "failed" for each in made), step)
             return [Completion.of(each) for each in made]
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.additions import task
 from benchmarks.families import PARITY
 from data_pipeline import prepare
 from data_pipeline.config import DataConfig
@@ -40,7 +41,6 @@ from maxtrain.train import main
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState
 from maxtrain.training.step import gradients
-from tests.rl import additions
 
 STEPS = 4
 
@@ -49,7 +49,7 @@ STEPS = 4
 def config(tmp_path_factory, tiny_run) -> Path:
     """A config file of runs whose sampler is exact."""
     folder = tmp_path_factory.mktemp("exact")
-    additions.write_prompts(folder / "prompts.jsonl")
+    task.write_prompts(folder / "prompts.jsonl")
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1"]
     assert prepare.main([str(folder / "prompts"), *prompts]) == 0
     return tiny_run(
