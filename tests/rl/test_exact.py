@@ -2,6 +2,7 @@
 tokens those that training draws."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,20 +112,21 @@ class Small(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sampling(case: str, compute: str) -> Iterator[Small]:
-    """A model of a family, inside its mesh of one device."""
+def sampling(case: str, compute: str, axes: dict[str, int]) -> Iterator[Small]:
+    """A model of a family, inside its mesh."""
     model = dataclasses.replace(read_config(PARITY / case), routing=RoutingConfig(kernel="eager"))
     config = RunConfig(
         determinism="full",
         objective="grpo",
         model=model,
-        mesh=MeshConfig(fsdp=1),
+        mesh=MeshConfig(**({"fsdp": 1} | axes)),
         data=DataConfig(seq_length=32, batch_size=2 * len(PROMPTS), packing="pad"),
         optimizer=OptimizerConfig(accumulation=2),
         precision=PrecisionConfig(compute=compute),
         grpo=GrpoConfig(num_generations=GROUP, max_completion_length=LONGEST),
     )
-    parts = make_parts(config, jax.devices()[:1], 1, 0)
+    devices = jax.devices()[: math.prod(axes.values())]
+    parts = make_parts(config, devices, 1, 0)
     data = create_autospec(TrainingData, instance=True)
     data.shapes.return_value = [(2 * len(PROMPTS), 32)]
     data.plan = SimpleNamespace(num_steps=1, spans=[SimpleNamespace(step=0)])
@@ -152,20 +154,21 @@ def all_wrong(*arguments, **options) -> list[Generation]:
 
 
 CASES = [
-    pytest.param("llama3", "float32", marks=pytest.mark.long),
+    pytest.param("llama3", "float32", {}, marks=pytest.mark.long),
     *(
-        pytest.param(case, compute, marks=pytest.mark.slow)
-        for case, compute in (
-            ("llama3", "bfloat16"),
-            ("mistral", "float32"),
-            ("mixtral", "float32"),
-            ("deepseek_v3", "float32"),
+        pytest.param(case, compute, axes, marks=pytest.mark.slow)
+        for case, compute, axes in (
+            ("llama3", "bfloat16", {}),
+            ("llama3", "float32", {"data": 2, "tensor": 2}),
+            ("mistral", "float32", {}),
+            ("mixtral", "float32", {}),
+            ("deepseek_v3", "float32", {}),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("case", "compute"), CASES, scope="module")
+@pytest.mark.parametrize(("case", "compute", "axes"), CASES, scope="module")
 def test_the_step_computes_what_was_sampled(sampling):
     """Bit for bit, in two micro-batches, and whatever the engine had proposed: where all of it is
     wrong, each token is drawn by a pass of its own."""
