@@ -119,6 +119,9 @@ class RolloutMaker:
             "reward_seconds": counted.seconds,
             "scoring_seconds": time.perf_counter() - began,
         }
+        for name in ("sampling_passes", "tokens_replaced"):
+            if name in begun.rollout.about:
+                numbers[name] = float(begun.rollout.about[name])
         self._progress.phase("")
         about = about | {
             "names": list(scores.names),

@@ -178,7 +178,7 @@ class Sampler:
             self._sign_of_life()
             mended = with_first_replaced(made, found[DRAWN], manner)
             if not mended:
-                about = {"passes": passes, "tokens_replaced": num_replaced}
+                about = {"sampling_passes": passes, "tokens_replaced": num_replaced}
                 return rollout._replace(sampled=found[OLD], about=about)
             num_replaced += len(mended)
             unfinished = {}

@@ -89,6 +89,7 @@ def test_there_is_no_gap_between_sampler_and_training(config):
     assert [line["ratio"] == 1.0 for line in lines] == [True, False] * (STEPS // 2)
     for line in lines[::2]:
         assert line["clipped_low"] == line["clipped_high"] == 0.0
+        assert line["sampling_passes"] >= 1 and line["tokens_replaced"] >= 0
 
 
 PROMPTS = [Prompt(ids, "", {}) for ids in ((1, 2, 3), (4,), (5, 6), (7, 8, 9, 10))]
@@ -183,5 +184,5 @@ def test_the_step_computes_what_was_sampled(sampling):
         patch.setattr("maxtrain.rl.sampler.complete", all_wrong)
         again = sampling.sampled()
     assert again.content() == rollout.content()
-    assert again.about["passes"] == rollout.lengths.max() + 1
+    assert again.about["sampling_passes"] == rollout.lengths.max() + 1
     assert again.about["tokens_replaced"] == rollout.lengths.sum()
