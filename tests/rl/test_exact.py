@@ -77,6 +77,7 @@ def config(tmp_path_factory, tiny_run) -> Path:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_there_is_no_gap_between_sampler_and_training(config):
     assert main(load_config([f"config={config}", "run_name=exact"])) == 0
