@@ -2,9 +2,11 @@
 
 Rewards are computed in a thread, so that steps may be made between `begin` and `finish`. With
 grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
-of prompts that the plan reads later. These are read again in their own turn: if a step moved on in
-the data by as many prompts as it happened to need, what a step reads and when a pass over the data
-ends would depend on all that was sampled before.
+of prompts that the plan reads later. These are completed by the weights that are about to train,
+also where older ones have sampled the rest one rollout ahead: each token has the log-probability of
+what has sampled it. The prompts are read again in their own turn: if a step moved on in the data by
+as many prompts as it happened to need, what a step reads and when a pass over the data ends would
+depend on all that was sampled before.
 """
 
 import concurrent.futures
