@@ -59,11 +59,7 @@ class FrozenModel:
     def function(self) -> str:
         """What is computed with its arrays, as a hash: a change of its config may be another
         model with the same weights."""
-        model = dataclasses.asdict(self.model)
-        # Models with a score are refused.
-        decides = {key: value for key, value in model.items() if key not in {*FREE, "score"}}
-        text = json.dumps([decides, dataclasses.asdict(self.precision)], sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return function_of(self.model, self.precision)
 
     def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """The structure, and the parameters as shapes with shardings on this mesh.
@@ -143,6 +139,16 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         return find_model(TEACHER, config.distill.teacher or "", "distill.teacher=")
     if REFERENCE not in objective.models:
         return None
+    return find_reference(config)
+
+
+def find_reference(config: RunConfig) -> FrozenModel | None:
+    """The reference of a run; None: it is the policy without adapters.
+
+    Raises:
+        ConfigError: there is none where the config says, or it says nothing.
+        UserError: something is wrong with its config.
+    """
     asked_for = config.dpo.reference
     needed_by = f"dpo.loss_type={config.dpo.loss_type}"
     without = ", or dpo.loss_type=simpo"
@@ -224,8 +230,21 @@ def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, s
     with them, the same on every mesh; empty: there is none."""
     if frozen is None:
         return {}
-    arrays = hash_text(digests(state.frozen[frozen.role]))
-    return {frozen.role: f"{arrays}-{frozen.function()}"}
+    return {frozen.role: digest_of(state.frozen[frozen.role], frozen.function())}
+
+
+def digest_of(variables: nnx.State, function: str) -> str:
+    """One digest of all arrays of a model, and of what is computed with them (`function_of`), the
+    same on every mesh."""
+    return f"{hash_text(digests(variables))}-{function}"
+
+
+def function_of(model: ModelConfig, precision: PrecisionConfig) -> str:
+    """What is computed with the arrays of a model without a score, as a hash."""
+    values = dataclasses.asdict(model)
+    decides = {key: value for key, value in values.items() if key not in {*FREE, "score"}}
+    text = json.dumps([decides, dataclasses.asdict(precision)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def require_same_frozen_model(

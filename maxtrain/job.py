@@ -25,12 +25,18 @@ from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
-from maxtrain.frozen_model import FrozenModel, find_for
+from maxtrain.frozen_model import FrozenModel, find_for, find_reference
 from maxtrain.inputs import open_data, require_answers, with_vocabulary
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
-from maxtrain.objectives.objective import POLICY, REFERENCE, Batch, Objective
+from maxtrain.objectives.objective import (
+    POLICY,
+    REFERENCE,
+    REFERENCE_SUM,
+    Batch,
+    Objective,
+)
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.observe.metrics import require_free_names
@@ -88,6 +94,19 @@ class Parts:
     of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
     frozen_model: FrozenModel | None
+    # Batches have what it gives their documents, and it is no part of the state; None: there is
+    # none, or it is the policy without its adapters.
+    stored_reference: FrozenModel | None
+
+    @property
+    def other_model(self) -> FrozenModel | None:
+        """The model that the objective needs beside the one that trains."""
+        return self.frozen_model or self.stored_reference
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether batches need what `StoredReference` attaches."""
+        return REFERENCE_SUM in self.objective.arrays
 
     @property
     def policy_graphdef(self) -> nnx.GraphDef:
@@ -273,9 +292,9 @@ class Job(Parts):
         parts = {shape: layout.part for shape, layout in self.layouts.items()}
         host = self.data.iterate(start, parts, stop)
         if jax.process_count() > 1:
-            valued = self.data.valued
+            numbers = self.data.numbers
             host = carry_errors(
-                host, range(start, stop), lambda step: self.layout(step).part, valued
+                host, range(start, stop), lambda step: self.layout(step).part, numbers
             )
         return prefetch(map(place, host), self.config.data.prefetch)
 
@@ -328,9 +347,10 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if parts.frozen_model is not None:
-        parts.frozen_model.require_same_tokenizer(tokenizer)
-        parts.frozen_model.require_length(max(row_lengths(fitted).values()))
+    other = parts.other_model
+    if other is not None:
+        other.require_same_tokenizer(tokenizer)
+        other.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
@@ -380,8 +400,12 @@ def make_parts(
     )
     objective = make_objective(config.objective, settings)
     frozen_model = find_for(objective, config)
-    if frozen_model is not None:
-        frozen_model.require_same_tokens(config.model.vocab_size or 0)
+    stored_reference = None
+    if REFERENCE_SUM in objective.arrays:
+        stored_reference = find_reference(config)
+    for other in (frozen_model, stored_reference):
+        if other is not None:
+            other.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, variables = abstract_model(config.model, config.precision, mesh)
@@ -414,6 +438,7 @@ def make_parts(
         abstract,
         of_layers,
         frozen_model,
+        stored_reference,
     )
 
 
@@ -432,7 +457,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
-    frozen = job.frozen_model
+    frozen = job.other_model
     if frozen is not None:
         fields[frozen.role] = f"step {frozen.step}, {frozen.function()}"
         if frozen.run is None:

@@ -46,6 +46,7 @@ from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
+from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, outcome
@@ -59,6 +60,7 @@ from maxtrain.parallel.memory import (
     memory_limit,
     size,
 )
+from maxtrain.stored_reference import with_reference
 
 # In which steps are made to measure their speed.
 _SECONDS_OF_A_TRY = 1.0
@@ -273,7 +275,8 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     losses: list[float] = []
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
         progress.phase("compiling the step")
-        state = job.initial_state()
+        folder = Path(config.output_dir, config.run_name)
+        state, _ = with_reference(job, folder, job.initial_state, progress, Stopwatch())
         for batch, _ in job.batches(0, steps):
             state, metrics = step(state, batch)
             rates.append(float(metrics["learning_rate"]))

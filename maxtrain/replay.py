@@ -45,6 +45,7 @@ from maxtrain.rl.rollouts import RolloutParts
 from maxtrain.rl.store import RolloutStore
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
+from maxtrain.stored_reference import with_reference
 from maxtrain.training.state import TrainState, policy_variables, saved_part
 
 # What gives the batches of some steps: from and up to a step, by the state before each, and without
@@ -145,9 +146,16 @@ def replay(
     job = open_job(accepting, begun_at, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
-        state = _start(job, folder, begin, saved, findings)
-        found = frozen_digests(job.frozen_model, state)
-        require_same_frozen_model(job.frozen_model, found, frozen_models)
+        state, found = with_reference(
+            job,
+            folder,
+            lambda: _start(job, folder, begin, saved, findings),
+            Progress("off", job.num_steps),
+            Stopwatch(),
+            writes=False,
+        )
+        found |= frozen_digests(job.frozen_model, state)
+        require_same_frozen_model(job.other_model, found, frozen_models)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])

@@ -43,6 +43,7 @@ from maxtrain.rl.rollouts import Rollouts
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.stored_reference import with_reference
 from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
@@ -137,6 +138,8 @@ class Run:
         # Digests of frozen models beside the policy, by their roles; those of earlier launches,
         # too.
         self._frozen_models: dict[str, str] = {}
+        # Of a reference that is not in memory; None: batches do not have its numbers yet.
+        self._stored_reference: dict[str, str] | None = None
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -201,32 +204,40 @@ class Run:
             if jax.process_index() == 0:
                 self.folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(saved.step if saved else -1)
-        if saved is None:
-            self._make_initial_state(frozen)
+
+        def start() -> TrainState:
+            if saved is None:
+                return self._initial_state(frozen)
+            return self._restored_arrays(saved, frozen, has_other_data)
+
+        if self._stored_reference is None:
+            self.state, self._stored_reference = with_reference(
+                self.job, self.folder.path, start, self.progress, self.clock
+            )
         else:
-            self._restore_arrays(saved, frozen, has_other_data)
-        found = frozen_digests(self.job.frozen_model, self.state)
-        require_same_frozen_model(self.job.frozen_model, found, before.frozen_models)
+            self.state = start()
+        found = frozen_digests(self.job.frozen_model, self.state) | self._stored_reference
+        require_same_frozen_model(self.job.other_model, found, before.frozen_models)
         # A run may learn from one of before again later.
         self._frozen_models = {**before.frozen_models, **found}
 
-    def _make_initial_state(self, frozen: nnx.State | None) -> None:
+    def _initial_state(self, frozen: nnx.State | None) -> TrainState:
         weights = self.config.checkpoint.init_from
         doing = f"reading weights from {weights}" if weights else "making the initial weights"
         self.progress.phase(doing)
         with self.clock.during("compile"):
-            self.state = self.job.initial_state(self.progress.message, frozen)
+            return self.job.initial_state(self.progress.message, frozen)
 
-    def _restore_arrays(
+    def _restored_arrays(
         self, saved: RunState, frozen: nnx.State | None, has_other_data: bool
-    ) -> None:
+    ) -> TrainState:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
             self._require_same_frozen(step)
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
-            self.state = self.job.with_frozen_model(state, frozen)
+            state = self.job.with_frozen_model(state, frozen)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if has_other_data:
             self.progress.message(
@@ -241,6 +252,7 @@ class Run:
                 f"the learning rate follows the new plan from here on.",
                 style="yellow",
             )
+        return state
 
     def _require_same_frozen(self, step: int) -> None:
         """ConfigError: the checkpoint is of a run that trained other parameters."""

@@ -194,7 +194,7 @@ class Validation:
         host = eval_set.iterate(layout.part, num_batches)
         if jax.process_count() > 1:
             count = min(num_batches or eval_set.num_batches, eval_set.num_batches)
-            host = carry_errors(host, range(count), lambda _: layout.part, eval_set.valued)
+            host = carry_errors(host, range(count), lambda _: layout.part, eval_set.numbers)
         errors: list[Exception] = []
 
         def placed() -> Iterator[Batch]:

@@ -90,6 +90,10 @@ def test_the_commands_of_preferences_work_in_order(tmp_path):
     assert first["preference"] == pytest.approx(0.693, abs=1e-3)
     assert last["preference"] < 0.5 * first["preference"]
     assert last["reward_accuracy"] > 0.9
+    records = read_metrics(tmp_path / "runs" / "stored")
+    assert [record for record in records if record["kind"] == "eval"][-1]["reward_accuracy"] > 0.9
+    for part in ("train", "eval"):
+        assert len(list((tmp_path / "data" / "pairs" / part).glob("reference-*.logprobs"))) == 1
 
 
 def write_labels(path):

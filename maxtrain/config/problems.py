@@ -25,7 +25,7 @@ from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RewardC
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
-from maxtrain.config.sections.dpo import packing_problems, smoothing_problems
+from maxtrain.config.sections.dpo import packing_problems, smoothing_problems, stored_problems
 from maxtrain.config.sections.grpo import grpo_problems, prompt_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.lora import lora_problems
@@ -106,6 +106,7 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from teacher_problems(config.objective, config.distill)
     yield from _idle_in_section(idle, DpoConfig, "dpo.")
     yield from smoothing_problems(config.objective, config.dpo)
+    yield from stored_problems(config.objective, config.dpo, config.data)
     yield from packing_problems(config.objective, config.data)
     yield from _idle_in_section(idle, RewardConfig, "reward.")
     yield from idle_among(idle, "model.score")

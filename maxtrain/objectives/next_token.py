@@ -136,6 +136,15 @@ def _form(model: Decoder, batch: Batch, temperature: float) -> Form:
     )
 
 
+def document_log_probs(model: Decoder, batch: Batch) -> Float[Array, "B S"]:
+    """The sum of the log-probabilities of the targets of each document of each row by a model that
+    does not train, nats, at the number of its segment."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    found = target_log_probs(model, hidden, batch).log_probs
+    return jax.lax.stop_gradient(sums_of_documents(found * mask, batch["segment_ids"]))
+
+
 def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:
     """The pass through a model that trains: with what is random where the batch has keys, and
     at the embeddings nearby that the batch may ask for."""
