@@ -24,6 +24,7 @@ from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for
 from maxtrain.inputs import open_data, require_answers, with_vocabulary
@@ -65,6 +66,7 @@ from maxtrain.weights.start import (
     require_same_meaning,
     require_same_tokenizer,
     split_score,
+    split_value,
     starting_variables,
 )
 
@@ -131,7 +133,7 @@ class Parts:
             return self.with_frozen_model(state, frozen)
 
         def random_variables() -> nnx.State:
-            return policy_variables(self._random_state())
+            return split_value(policy_variables(self._random_state()))[1]
 
         def adapters_of(variables: nnx.State) -> nnx.State:
             return split_adapters(variables)[1]
@@ -139,19 +141,25 @@ class Parts:
         def score_of(variables: nnx.State) -> nnx.State:
             return split_score(variables)[0]
 
+        def value_of(variables: nnx.State) -> nnx.State:
+            return split_value(variables)[0]
+
         fresh_adapters = None
         if config.model.lora.rank is not None:
             fresh_adapters = functools.partial(self._random_part, adapters_of)
+        # A value is always new: it is that of one task and its rewards.
         variables = starting_variables(
-            policy_variables(self.abstract),
+            split_value(policy_variables(self.abstract))[1],
             config.checkpoint,
-            config.model,
+            dataclasses.replace(config.model, value=False),
             random_variables,
             tell,
             fresh_adapters,
             config.precision,
             functools.partial(self._random_part, score_of),
         )
+        if config.model.value:
+            variables = join(variables, self._random_part(value_of))
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
         return self.with_frozen_model(state, frozen)
@@ -295,7 +303,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     require_answers(config, data, sets)
-    if config.objective == "grpo":
+    if config.objective in FROM_REWARDS:
         longest = config.grpo.max_completion_length
         require_prompts(data, longest)
         for name, eval_set in sets.items():
@@ -373,6 +381,7 @@ def make_parts(
         config.dpo,
         config.reward,
         config.grpo,
+        config.ppo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,

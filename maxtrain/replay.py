@@ -7,7 +7,7 @@ It starts at the newest checkpoint of step A or before, or at the initial state,
 It compares every number that the run's records have for these steps, with the hashes of batch and
 parameters, and every array of the checkpoints on the way. It writes nothing into the run's folder.
 
-Steps of a run with objective=grpo read the rollouts that are stored with it; with --rollouts again
+Steps of a run with objective=grpo or ppo read the rollouts that are stored with it; with --rollouts again
 these are made again as well, from the weights that had made them, and compared.
 """
 
@@ -28,6 +28,7 @@ from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import to_yaml
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.job import Job, open_job
 from maxtrain.objectives.objective import Batch
@@ -103,7 +104,7 @@ def replay(
 ) -> str:
     """Replays the steps after `first` up to `end`; a line about what is the same.
 
-    `makes_rollouts`: with objective=grpo, rollouts are made again and compared.
+    `makes_rollouts`: with objective=grpo or ppo, rollouts are made again and compared.
 
     Raises:
         DifferentError: something differs; says what, where first, and what the likely cause is.
@@ -127,7 +128,7 @@ def replay(
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = launched_config(folder, launch, overrides)
-    if makes_rollouts and config.objective != "grpo":
+    if makes_rollouts and config.objective not in FROM_REWARDS:
         raise UsageError(
             f"--rollouts again: {folder} has objective={config.objective}, whose batches are no "
             "rollouts. Leave it out."
@@ -222,7 +223,7 @@ def _start(
 @contextlib.contextmanager
 def _batches(job: Job, folder: Path, makes_rollouts: bool, findings: Findings) -> Iterator[Batches]:
     """What gives the batches of steps, as of `ReplayedRollouts.batches`."""
-    if job.config.objective != "grpo":
+    if job.config.objective not in FROM_REWARDS:
 
         def of_data(
             start: int, stop: int, state: Callable[[], TrainState], left_out: frozenset[int]
@@ -391,7 +392,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "--rollouts",
         choices=("stored", "again"),
         default="stored",
-        help="with objective=grpo: read the stored ones, or also make them again and compare",
+        help="with objective=grpo or ppo: read the stored ones, or also make them again and compare",
     )
     parser.add_argument(
         "overrides",

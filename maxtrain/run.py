@@ -20,6 +20,7 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
@@ -83,7 +84,7 @@ class Run:
         evaluated_again: those of them that an earlier launch may have read before it died without
             saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
-        rollouts: where batches come from with objective=grpo; else None.
+        rollouts: where batches come from with objective=grpo or ppo; else None.
         sample_interval: steps between completions of the prompts; 0: none, also where no process
             holds all of the model.
     """
@@ -124,7 +125,7 @@ class Run:
             config.log_interval,
             config.observe.layer_norms_interval,
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
-            keeps_samples=config.objective == "grpo",
+            keeps_samples=config.objective in FROM_REWARDS,
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
@@ -142,7 +143,7 @@ class Run:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
         self._asking: Asking | None = None
-        if config.objective == "grpo":
+        if config.objective in FROM_REWARDS:
             self.rollouts = Rollouts(
                 config,
                 job.data,

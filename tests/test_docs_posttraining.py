@@ -140,7 +140,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
-    section = TEXT[TEXT.index("## GRPO") :]
+    section, _, of_ppo = TEXT[TEXT.index("## GRPO") :].partition("## PPO")
     prepares, trains, evaluates, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
@@ -164,3 +164,9 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     words = shlex.split(replays)
     assert words[:2] == ["maxtrain", "replay"]
     assert replay.main(words[2:]) == 0
+    # In the same folder: PPO begins with the same model and reads the same prompts.
+    (trains,) = blocks(of_ppo, "bash")
+    words = shlex.split(trains.replace("\\\n", " "))
+    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    last = read_metrics(Path("runs/ppo"))[-2]
+    assert {"value_loss", "score", "kl"} <= last.keys()

@@ -50,8 +50,11 @@ OLD = "old_log_probs"
 SAMPLED = "sampled_log_probs"
 # By the reference; only where there is a weight on the divergence from it.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-# Of each token's completion.
+# Of each token's completion; with objective=ppo of the token itself.
 ADVANTAGES = "advantages"
+# By the policy, when the completion was taken up: what was to be expected before the token; only
+# where it has values.
+VALUES = "old_values"
 # 1 in the first step that reads these completions: the policy is the old one still.
 IS_FIRST = "is_first"
 # How many completions a row holds, also those that are masked.
@@ -173,13 +176,15 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
 
 def scored(models: Models, batch: Batch, temperature: float) -> dict[str, Array]:
     """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
-    reference; nothing is random."""
+    reference, and the policy's value if it has one; nothing is random."""
     names = {POLICY: OLD, REFERENCE: REFERENCE_LOG_PROBS}
     found = {}
     for model, name in names.items():
         if model in models:
             hidden = models[model].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
             found[name] = target_log_probs(models[model], hidden, batch, temperature).log_probs
+            if model == POLICY and models[POLICY].value is not None:
+                found[VALUES] = models[POLICY].values(hidden)
     return found
 
 

@@ -8,6 +8,7 @@ from maxtrain.config.schema import (
     DpoConfig,
     GrpoConfig,
     LossConfig,
+    PpoConfig,
     RegularizationConfig,
     RewardConfig,
 )
@@ -19,6 +20,7 @@ from maxtrain.objectives.grpo import grpo
 from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
+from maxtrain.objectives.ppo import ppo
 from maxtrain.objectives.reward import reward
 
 
@@ -30,6 +32,7 @@ class Settings(NamedTuple):
     dpo: DpoConfig
     reward: RewardConfig
     grpo: GrpoConfig
+    ppo: PpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
     normalize: str
@@ -69,12 +72,17 @@ def _grpo(settings: Settings) -> Objective:
     return grpo(settings.grpo, settings.regularization)
 
 
+def _ppo(settings: Settings) -> Objective:
+    return ppo(settings.ppo, settings.grpo.temperature, settings.regularization)
+
+
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
     "dpo": _dpo,
     "reward": _reward,
     "grpo": _grpo,
+    "ppo": _ppo,
 }
 
 

@@ -33,7 +33,7 @@ class RolloutBatches:
     """Batches of rollouts. To be used inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of the run, with objective=grpo or ppo.
         data: the prompts.
         mesh: that batches lie on.
     """
@@ -72,6 +72,8 @@ class RolloutBatches:
             "grpo": settings,
             "seed": self._config.seed,
         }
+        if self._config.objective == "ppo":
+            asked["ppo"] = dataclasses.asdict(self._config.ppo)
         text = json.dumps(asked, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

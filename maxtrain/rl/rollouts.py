@@ -38,7 +38,7 @@ class RolloutParts:
     """What makes rollouts of a run, and batches of them. To be used inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of the run, with objective=grpo or ppo.
         data: the prompts.
         mesh: that the models lie on.
         graphdefs: the structure of each model, as of `models_from`.
@@ -62,7 +62,10 @@ class RolloutParts:
         self._rewarder = Rewarder(config.grpo, data.tokenizer)
         ends = stop_ids(data.tokenizer, data.shards[0])
         sampler = Sampler(config.grpo, config.seed, ends, self.batches, mesh, graphdefs, clock)
-        self._maker = RolloutMaker(config.grpo, data, sampler, self._rewarder, progress)
+        ppo = None
+        if config.objective == "ppo":
+            ppo = config.ppo
+        self._maker = RolloutMaker(config.grpo, ppo, data, sampler, self._rewarder, progress)
 
     def close(self) -> None:
         """Ends the processes of rewards."""
@@ -100,7 +103,7 @@ class Rollouts:
     """The rollouts of a run that trains.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of the run, with objective=grpo or ppo.
         data: the prompts.
         mesh: that the models lie on.
         graphdefs: the structure of each model, as of `models_from`.

@@ -21,7 +21,7 @@ from data_pipeline.errors import DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.models.decoder import Decoder
-from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
+from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, VALUES, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.speed import ROLLOUT
@@ -120,12 +120,16 @@ class Sampler:
         return _as_sampled(prompts, generations, about)
 
     def with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
-        """With log-probabilities by the training forward, under the shapes of the training step."""
+        """With log-probabilities, and values if there are some, by the training forward, under the shapes of the training step."""
         batch, places = self._batches.to_score(rollout)
         found = jax.device_get(self._score(state.trainable, state.frozen, state.buffers, batch))
         flat = {name: values.reshape(-1)[places.tokens] for name, values in found.items()}
         nothing = np.zeros(0, np.float32)
-        return rollout._replace(old=flat[OLD], reference=flat.get(REFERENCE_LOG_PROBS, nothing))
+        return rollout._replace(
+            old=flat[OLD],
+            reference=flat.get(REFERENCE_LOG_PROBS, nothing),
+            values=flat.get(VALUES, nothing),
+        )
 
     def _scores(
         self, trainable: nnx.State, frozen: Any, buffers: nnx.State, batch: Batch

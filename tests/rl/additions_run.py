@@ -1,5 +1,5 @@
 """A run that learns sums of small numbers from rewards, in a process of its own with one device:
-`python -m tests.rl.additions_run FOLDER STEPS [shuffled]` prints what it has learnt as JSON.
+`python -m tests.rl.additions_run FOLDER STEPS [shuffled|ppo]` prints what it has learnt as JSON.
 
 A model is taught the form of answers first, with random numbers in them.
 """
@@ -73,7 +73,13 @@ def teach_form(folder: Path) -> None:
     )
 
 
-def learn(folder: Path, steps: int) -> list[dict]:
+GRPO = ["objective=grpo", "grpo.num_generations=16", "grpo.beta=0.02", "grpo.epsilon_high=0.28"]
+# As many completions in a step, none of which is compared with others of its prompt.
+PPO = ["objective=ppo", "model.value=true", "grpo.num_generations=16", "ppo.kl_coef=0.02"]
+PPO += ["ppo.vf_coef=0.5", "ppo.cliprange_value=0.5"]
+
+
+def learn(folder: Path, steps: int, objective: list[str]) -> list[dict]:
     """The records of a run that learns from rewards."""
     additions.write_prompts(folder / "prompts.jsonl")
     return train(
@@ -82,14 +88,9 @@ def learn(folder: Path, steps: int) -> list[dict]:
         f"data.sources.text.path={prepared(folder, 'prompts', '--prompts')}",
         *("data.sources.text.epochs=null", "data.batch_size=8", f"steps={steps}"),
         *(f"checkpoint.init_from={folder / 'runs' / 'form'}", "optimizer.learning_rate=1e-3"),
-        *("objective=grpo", "grpo.rewards=['tests.rl.additions:score(by=\"group\")']"),
-        *(
-            "grpo.num_generations=16",
-            "grpo.max_completion_length=8",
-            "grpo.slots=256",
-            "data.seq_length=18",
-        ),
-        *("grpo.num_iterations=2", "grpo.beta=0.02", "grpo.epsilon_high=0.28"),
+        *("grpo.rewards=['tests.rl.additions:score(by=\"group\")']", "grpo.num_iterations=2"),
+        *("grpo.max_completion_length=8", "grpo.slots=256", "data.seq_length=18"),
+        *objective,
     )
 
 
@@ -125,23 +126,30 @@ def mean(records: list[dict]) -> float:
     return float(np.mean([record["reward"] for record in records]))
 
 
-def learnt(folder: Path, steps: int) -> dict:
+def learnt(folder: Path, steps: int, objective: list[str]) -> dict:
     """How much reward was gained, the largest gap of a sampler, and of greedy answers the shares
     that are right, and that have the form."""
     teach_form(folder)
-    records = learn(folder, steps)
+    records = learn(folder, steps, objective)
     answers = greedy(folder / "runs" / "sums")
     forms = [bool(additions.FORM.fullmatch(made)) for _, made in answers]
-    return {
+    found = {
         "gain": mean(records[-10:]) - mean(records[:2]),
         "sampler_gap": max(record["sampler_gap"] for record in records),
         "right": float(np.mean([right == made for right, made in answers])),
         "form": float(np.mean(forms)),
     }
+    if objective is PPO:
+        explained = [record.get("explained_variance", 0.0) for record in records[-10:]]
+        found["explained_variance"] = float(np.mean(explained))
+    return found
 
 
 if __name__ == "__main__":
     target, number, *options = sys.argv[1:]
     if "shuffled" in options:
         shuffle_advantages()
-    print(json.dumps(learnt(Path(target), int(number))))
+    chosen = GRPO
+    if "ppo" in options:
+        chosen = PPO
+    print(json.dumps(learnt(Path(target), int(number), chosen)))

@@ -39,6 +39,15 @@ def test_sums_are_learnt_from_rewards(tmp_path):
 
 
 @pytest.mark.slow
+def test_sums_are_learnt_with_values_of_tokens(tmp_path):
+    found = learnt(tmp_path, 130, "ppo")
+    assert found["gain"] >= 0.6
+    assert found["form"] >= 0.9
+    assert found["explained_variance"] >= 0.2
+    assert found["sampler_gap"] < 1e-5
+
+
+@pytest.mark.slow
 def test_advantages_of_other_completions_teach_nothing(tmp_path):
     found = learnt(tmp_path, 60, "shuffled")
     assert found["gain"] < 0.1
