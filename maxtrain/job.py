@@ -47,7 +47,7 @@ from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import frozen_paths, split, split_buffers
+from maxtrain.training.partition import frozen_paths, join, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from maxtrain import replay
-from maxtrain.config import load_config
 from maxtrain.model_source import load_run
 from maxtrain.rl.rollout import load
 from tests.test_grpo_runs import STEPS, config, final, records, rollouts, train
@@ -38,7 +37,9 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit(config, learnt, capfd):
     np.testing.assert_allclose(first["kl"], 0.0, atol=1e-6)
     assert max(line["sampler_gap"] for line in lines) < 1e-5
     # Without a divergence yet, a completion has its reward and, if it was cut, the penalty.
-    np.testing.assert_allclose(first["score"], first["reward"] - 0.5 * first["truncated"], atol=1e-6)
+    np.testing.assert_allclose(
+        first["score"], first["reward"] - 0.5 * first["truncated"], atol=1e-6
+    )
     assert first["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert "groups_without_signal" not in first
     whole = final(config, "ppo")
@@ -68,4 +69,4 @@ def test_the_value_is_no_part_of_the_model_of_text(learnt, tmp_path):
     assert not model.config.value
 
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
-    assert not any("value" == name.split(".")[0] for name in names)
+    assert not any(name.split(".")[0] == "value" for name in names)

@@ -62,12 +62,13 @@ def batch_of(policy, documents_of_rows, is_first=False):
 
 
 def naive(params, policy, rows):
-    """The loss from its formula over whole logits, completion by completion."""
+    """The loss from its formula over whole logits, token by token."""
     model = nnx.merge(policy[0], params)
     of_policy = []
     of_values = []
     for row in range(len(rows["inputs"])):
-        arrays = [rows[name][row : row + 1] for name in ("inputs", "segment_ids", "positions")]
+        names = ("inputs", "segment_ids", "positions")
+        arrays = [jnp.asarray(rows[name][row : row + 1]) for name in names]
         hidden = model.hidden(*arrays)
         log_p = jax.nn.log_softmax(model.logits(hidden), axis=-1)[0]
         value = (hidden @ model.value.kernel[...])[0, :, 0]
@@ -86,8 +87,11 @@ def naive(params, policy, rows):
 def test_loss_and_gradient_are_those_of_the_formula(policy, documents):
     batch = batch_of(policy, [documents[:3], documents[3:]])
     result, gradient = value_and_gradient(policy, ppo(CONFIG), batch)
+    known = {name: np.asarray(values) for name, values in batch.items()}
     with jax.default_matmul_precision("highest"):
-        expected, slope = jax.jit(jax.value_and_grad(lambda p: naive(p, policy, batch)))(policy[1])
+        expected, slope = jax.jit(jax.value_and_grad(lambda params: naive(params, policy, known)))(
+            policy[1]
+        )
     np.testing.assert_allclose(result.loss, expected, rtol=1e-5)
     assert norm(jax.tree.map(jnp.subtract, gradient, slope)) <= 1e-5 * norm(slope)
     sums = {name: float(total.mean()) for name, total in result.sums.items()}
