@@ -78,9 +78,13 @@ COMMANDS = {
     "merge": ("PLACE.yml", "out"),
     "export": ("PLACE", "out"),
 }
+OTHERS = [name for name in COMMANDS if name not in ("score", "export")]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    ["score", "export", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],
+)
 def test_what_is_wrong_is_said(command, places, monkeypatch, capsys):
     monkeypatch.chdir(places)
     before = sorted(places.iterdir())

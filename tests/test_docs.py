@@ -39,7 +39,7 @@ FAST = [
 # The test that runs each of the other commands, perhaps with smaller numbers or another config.
 QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_says_so"
 VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
-IMPORTED = "tests/test_import.py::test_the_commands_of_the_readme"
+IMPORTED = "tests/test_import.py::test_the_commands_of_the_documents"
 CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
 SERVED = "tests/serve/test_server.py::test_a_run_is_served"
 TESTED_ELSEWHERE = {
@@ -63,7 +63,7 @@ TESTED_ELSEWHERE = {
     "maxtrain score runs/llama --pairs pairs.jsonl --json": IMPORTED,
     "maxtrain serve runs/llama --port 8000": SERVED,
     "maxtrain serve runs/llama --adapter tuned=adapters/tuned --cache-tokens 65536": SERVED,
-    "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_readme_is_merged",
+    "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_document_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         VARIANTS
     ),
@@ -259,10 +259,25 @@ def test_make_target_exists_and_is_in_the_help(target):
     )
 
 
+def anchors(text: str) -> set[str]:
+    """What links to the headings of a document end with, as GitHub makes it."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        letters = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(letters.replace(" ", "-"))
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_pictures_exist(document):
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
-    missing = [
-        t for t in targets if not re.match(r"[a-z]+:", t) and not (document.parent / t).exists()
-    ]
-    assert not missing, f"{document.name} links to files that do not exist: {missing}"
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document
+        if name:
+            target = document.parent / name
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            missing.append(link)
+    assert not missing, f"{document.name} links to what does not exist: {missing}"

@@ -197,7 +197,7 @@ def test_parameters_in_float16_are_refused_with_a_way(command, capsys):
 
 
 @pytest.mark.long
-def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_documents(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source_of("qwen3", Path("Llama-3.2-1B"))
     assert cli.main(["import", "Llama-3.2-1B", "runs/llama"]) == 0

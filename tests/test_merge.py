@@ -87,9 +87,9 @@ def test_a_merged_model_is_read_like_any_other(models, capsys):
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_the_recipe_of_the_readme_is_merged(models, capsys):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (recipe,) = re.findall(r"^```yaml\n# recipe.yml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+def test_the_recipe_of_the_document_is_merged(models, capsys):
+    document = (Path(__file__).parents[1] / "docs" / "weights.md").read_text()
+    (recipe,) = re.findall(r"^```yaml\n# recipe.yml\n(.*?)^```", document, re.DOTALL | re.MULTILINE)
     Path("recipe.yml").write_text(recipe)
     Path("exported").mkdir()
     for name, ours in (("base", PARITY / "qwen3"), ("code", "a"), ("chat", "b")):

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from data_pipeline.loader import TrainingData
+from maxtrain import failpoints
 from maxtrain.config.schema import GrpoConfig, PpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
@@ -90,6 +91,7 @@ class RolloutMaker:
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
+        failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores)
         if self._ppo is None:
@@ -114,6 +116,7 @@ class RolloutMaker:
             )
             rollout = rollout._replace(advantages=found.values)
         self._progress.phase("scoring")
+        failpoints.hit("scoring", begun.steps.start + 1)
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
         if self._ppo is not None:

@@ -125,7 +125,8 @@ def test_a_policy_that_is_the_reference_has_the_loss_of_no_opinion(models):
 
 
 @pytest.mark.parametrize(
-    "loss_type", ["sigmoid", "ipo", pytest.param("orpo", marks=pytest.mark.long)]
+    "loss_type",
+    ["sigmoid", *(pytest.param(name, marks=pytest.mark.long) for name in ("ipo", "orpo"))],
 )
 def test_pairs_in_one_row_are_as_in_rows_of_their_own(models, loss_type):
     here = pairs()
@@ -137,6 +138,7 @@ def test_pairs_in_one_row_are_as_in_rows_of_their_own(models, loss_type):
     assert float(optax.tree.norm(difference)) <= 2e-6 * float(optax.tree.norm(expected))
 
 
+@pytest.mark.long
 def test_a_split_of_the_batch_gives_the_same_gradient(models):
     """Also where the rows have different numbers of pairs, and one has none."""
     here = pairs(count=5)

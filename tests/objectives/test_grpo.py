@@ -138,7 +138,10 @@ def by_hand(policy, batch, config):
     return total / np.sum(lengths)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(
+    "loss_type",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("dr_grpo", "dapo"))],
+)
 def test_the_loss_is_what_the_equation_says_with_the_divisor_of_its_name(policy, loss_type):
     config = GrpoConfig(
         loss_type=loss_type, max_completion_length=9, temperature=0.8, epsilon=0.5, beta=0.1

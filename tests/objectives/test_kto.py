@@ -94,6 +94,7 @@ def swapped(documents):
     return found
 
 
+@pytest.mark.long
 def test_loss_and_records_are_what_the_equation_says_for_every_split(models):
     """Rows of several answers, of one, and of none."""
     here = answers(8)

@@ -74,7 +74,9 @@ def chunked(chunks):
     "terms",
     [{}, {"z_scale": 0.3}, {"smoothing": 0.1}, {"z_scale": 0.3, "smoothing": 0.2, "mask": 1.5}],
 )
-@pytest.mark.parametrize("form", ["plain", 1, 3, pytest.param(T, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form", ["plain", 3, *(pytest.param(rows, marks=pytest.mark.long) for rows in (1, T))]
+)
 def test_every_form_equals_the_oracle_forward_and_backward(form, terms, dtype, tolerance):
     args = example()
     terms = terms | ({"mask": 1.5 * (args[3] > 0).astype(jnp.float32)} if "mask" in terms else {})

@@ -94,7 +94,7 @@ def of_form(chunks, args, dtype, temperature, kind):
 )
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.long), 2.5])
-@pytest.mark.parametrize("form", ["plain", 1, 3])
+@pytest.mark.parametrize("form", ["plain", pytest.param(1, marks=pytest.mark.long), 3])
 def test_every_form_equals_the_oracle(form, temperature, kind, dtype, tolerance):
     student, teacher, weights, mask = example()
 

@@ -88,7 +88,10 @@ def arrays(seed, experts):
 
 
 @pytest.mark.parametrize("kernel", ["blocks", "ragged"])
-@pytest.mark.parametrize("like", ["any", "one expert", "none"])
+@pytest.mark.parametrize(
+    "like",
+    ["any", *(pytest.param(name, marks=pytest.mark.long) for name in ("one expert", "none"))],
+)
 @pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_products_equal_those_of_every_expert_forward_and_backward(kernel, like, block):
     experts = choices(0, 23, 3, like)

@@ -82,7 +82,11 @@ def test_attention_is_its_equation(kernel, softcap):
 # Blocks are 128 queries or more.
 @pytest.mark.parametrize(
     ("T", "window", "dtype"),
-    [(60, None, "float32"), (300, 130, "float32"), (300, None, "bfloat16")],
+    [
+        pytest.param(60, None, "float32", marks=pytest.mark.long),
+        (300, 130, "float32"),
+        pytest.param(300, None, "bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_blocks_equal_the_oracle_forward_and_backward(T, window, dtype):
     qkv, g, mask = heads(T)

@@ -89,18 +89,27 @@ CASES = {
     "cache, one more token": (2, 1, 4, 2, 64, 37),
     "cache, several blocks more": (1, 150, 2, 1, 333, 101),
 }
+# Those that are like another one where time is short.
+LIKE_OTHERS = ("a full block", "many blocks, a short last one", "one token", "cache, prompt")
+
+
+def cases():
+    for name in CASES:
+        marks = ()
+        if name in LIKE_OTHERS:
+            marks = (pytest.mark.long,)
+        yield pytest.param(name, marks=marks)
 
 
 # bfloat16: inputs are rounded for the oracle too. Beyond that, scores' gradients, weights and g are
-#     rounded to 2**-8 of
-# themselves before a product, at most two of its factors; `bounds` is the sum of the products'
-# absolute values.
+# rounded to 2**-8 of themselves before a product, at most two of its factors; `bounds` is the sum
+# of the products' absolute values.
 @KERNEL
 @pytest.mark.parametrize(
     ("dtype", "unit"),
     [("float32", 1e-6), pytest.param("bfloat16", 2.0**-7, marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", list(cases()))
 def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
     B, T, N, K, S, offset = CASES[case]
     *qkv, g = example(B, T, N, K, S=S)

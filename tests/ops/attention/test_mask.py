@@ -129,9 +129,9 @@ def test_the_oracle_is_its_equation(shape, window, with_sinks):
 @pytest.mark.parametrize(
     ("T", "window", "with_sinks", "dtype"),
     [
-        (60, 50, True, "float32"),
+        pytest.param(60, 50, True, "float32", marks=pytest.mark.long),
         (515, None, True, "float32"),
-        (515, 1, False, "float32"),
+        pytest.param(515, 1, False, "float32", marks=pytest.mark.long),
         pytest.param(515, 128, True, "float32", marks=pytest.mark.long),
         (515, 129, False, "float32"),
         pytest.param(515, 300, True, "float32", marks=pytest.mark.long),
