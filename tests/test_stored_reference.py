@@ -3,21 +3,32 @@ are not its own, and passes that were stopped."""
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import TokenShards
 from maxtrain import replay, stored_reference
 from maxtrain.config import load_config
-from maxtrain.observe.metrics import read_metrics
+from maxtrain.config.schema import ModelConfig, RoutingConfig, RunConfig
+from maxtrain.frozen_model import FrozenModel
+from maxtrain.job import Job
+from maxtrain.observe.metrics import Stopwatch, read_metrics
+from maxtrain.observe.progress import Progress
 from maxtrain.reference_file import ReferenceFile
-from tests.preference_runs import STEPS, prepared_pairs, train
+from maxtrain.training.state import TrainState
+from tests.preference_runs import STEPS, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
+ROOT = Path(__file__).parents[1]
 STORED = "dpo.reference_logprobs=stored"
 
 
@@ -201,3 +212,85 @@ def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, mo
     assert path.parent == tmp_path / "run"
     assert file.found() == path
     np.testing.assert_array_equal(file.parsed(path, path.read_bytes()), numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["labels", "rows that get longer"])
+def test_losses_are_the_same_for_labels_and_in_rows_of_several_lengths(config, what):
+    if what == "labels":
+        more = ["dpo.loss_type=apo_zero_unpaired", *prepared_labels(config.parent)]
+    else:
+        # Longer pairs are left out until the rows have room.
+        stages = "data.stages=[{until: 3, seq_length: 64}, {}]"
+        more = [stages, "data.on_long=skip", "eval.seq_length=80"]
+    given = preferences(config, "steps=6", *more)
+    name = what.replace(" ", "-")
+    assert train(config, f"computed-{name}", *given) == 0
+    assert train(config, f"stored-{name}", *given, STORED) == 0
+    expected = losses(config, f"computed-{name}")
+    assert len(expected) == 8
+    np.testing.assert_allclose(losses(config, f"stored-{name}"), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_are_as_one(config, tmp_path):
+    """One file, which process 0 writes, with the numbers of a process that has all devices."""
+    (path,) = files(config)
+    whole = path.read_bytes()
+    given = preferences(config, STORED, "steps=4", "mesh.data=2", "mesh.fsdp=2", "data.workers=1")
+    path.unlink()
+    assert train_in_processes(config, "one", 1, *given) == [0]
+    alone = path.read_bytes()
+    path.unlink()
+    assert train_in_processes(config, "two", 2, *given) == [0, 0]
+    together = path.read_bytes()
+    assert train_in_processes(config, "two-again", 2, *given) == [0, 0]
+    assert path.read_bytes() == together
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert train_in_processes(config, "refused", 2, *given) == [65, 65]
+    path.write_bytes(whole)
+    numbers = [np.frombuffer(file.partition(b"\n")[2], "<f4") for file in (alone, together, whole)]
+    np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)
+    np.testing.assert_allclose(numbers[1], numbers[2], rtol=1e-6)
+    expected = losses(config, "one")
+    np.testing.assert_allclose(losses(config, "two"), expected, rtol=0, atol=1e-5)
+    assert losses(config, "two-again") == losses(config, "two")
+
+
+def train_in_processes(config: Path, run_name: str, count: int, *overrides: str) -> list[int]:
+    """Exit codes of the processes of a run, which have 4 devices together."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    words = [f"config={config}", f"run_name={run_name}", "mesh.simulated_devices=4", *overrides]
+    if count > 1:
+        words += [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}"]
+    processes = []
+    for number in range(count):
+        own = [f"mesh.process_id={number}"] if count > 1 else []
+        command = [sys.executable, "-m", "maxtrain.train", *words, *own]
+        with (config.parent / f"{run_name}-{number}.txt").open("w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        processes.append(process)
+    try:
+        return [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_a_reference_that_looks_at_other_answers_of_a_row_is_refused(tmp_path, of_run):
+    model = ModelConfig(routing=RoutingConfig(capacity_factor=1.0))
+    reference = create_autospec(FrozenModel, instance=True, model=model)
+    job = create_autospec(
+        Job, instance=True, stored_reference=reference, config=RunConfig(model=model)
+    )
+    progress = create_autospec(Progress, instance=True)
+    stored = stored_reference.StoredReference(job, tmp_path, progress, Stopwatch())
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 drop what other answers"):
+        if of_run:
+            stored.attach_of(create_autospec(TrainState, instance=True, buffers={}))
+        else:
+            stored.attach()
