@@ -163,9 +163,9 @@ class StoredReference:
             is_cut = any(of_length[number].truncated for of_length in data.bins.values())
             if is_cut and len(data.bins) > 1:
                 raise ConfigError(
-                    f"dpo.reference_logprobs=stored has one number of each document, and "
-                    f"data.on_long=truncate cuts those of data.sources.{name} in other places where "
-                    "data.stages change data.seq_length. Set data.on_long=skip, or "
+                    "dpo.reference_logprobs=stored has one number of each document, and "
+                    f"data.on_long=truncate cuts those of data.sources.{name} in other places "
+                    "where data.stages change data.seq_length. Set data.on_long=skip, or "
                     "dpo.reference_logprobs=computed."
                 )
             yield _Part(f"data.sources.{name}", shards, longest, data.bins[longest][number])

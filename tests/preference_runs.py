@@ -42,6 +42,7 @@ def prepared_pairs(folder: Path) -> Path:
             "packing": "bins",
         },
         "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+        "eval_at_start": True,
         "optimizer": {"learning_rate": 3e-3},
         "schedule": {"warmup_steps": 2},
         "precision": {"compute": "float32"},

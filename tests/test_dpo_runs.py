@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 
 def preferences(config: Path, *overrides: str) -> list[str]:
     """Overrides of a run that learns which answers are preferred."""
-    base = config.parent / "runs" / "base"
-    start = [f"checkpoint.init_from={base}", "eval_at_start=true"]
-    return ["objective=dpo", *start, *overrides]
+    return ["objective=dpo", f"checkpoint.init_from={config.parent / 'runs' / 'base'}", *overrides]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def config(tmp_path_factory) -> Path:
     """A config file beside pairs of which the chosen answers are alike, a run that has read them,
     and one that has learnt from them."""
     path = prepared_pairs(tmp_path_factory.mktemp("preferences"))
-    assert train(path, "base") == 0
+    assert train(path, "base", "eval_at_start=false") == 0
     assert train(path, "dpo", *preferences(path)) == 0
     return path
 

@@ -31,8 +31,8 @@ def rewards(config: Path, *overrides: str) -> list[str]:
 def config(tmp_path_factory) -> Path:
     """A config file beside pairs with margins, a run of text, and one that has learnt to score."""
     path = prepared_pairs(tmp_path_factory.mktemp("rewards"))
-    assert train(path, "base", "steps=2") == 0
-    assert train(path, "scores", *rewards(path, "reward.margin=true", "eval_at_start=true")) == 0
+    assert train(path, "base", "steps=2", "eval_at_start=false") == 0
+    assert train(path, "scores", *rewards(path, "reward.margin=true")) == 0
     return path
 
 
@@ -69,7 +69,7 @@ def test_what_is_exported_is_read_back_with_its_score_and_goes_on(config, capsys
     assert found.shape == (1, 10, 1)
     np.testing.assert_allclose(found, ours(tokens), rtol=1e-5)
     start = ["objective=reward", "model.score=true", f"checkpoint.init_from={out}"]
-    more = ["reward.centre_weight=0.01", "steps=2", "eval_at_start=true"]
+    more = ["reward.centre_weight=0.01", "steps=2"]
     assert train(config, "more", *start, *more) == 0
     first, _ = evaluations(config.parent / "runs" / "more")
     assert first["reward_accuracy"] > 0.9

@@ -35,7 +35,7 @@ STORED = "dpo.reference_logprobs=stored"
 def preferences(config: Path, *overrides: str) -> list[str]:
     """Overrides of a run that learns which answers are preferred."""
     base = config.parent / "runs" / "base"
-    return ["objective=dpo", f"checkpoint.init_from={base}", "eval_at_start=true", *overrides]
+    return ["objective=dpo", f"checkpoint.init_from={base}", *overrides]
 
 
 def files(config: Path, part: str = "train") -> list[Path]:
@@ -54,7 +54,7 @@ def config(tmp_path_factory) -> Path:
     """A config file beside pairs, a run that has read them, and two that have learnt from them: one
     asks the reference in each step, the other has stored what it gives."""
     path = prepared_pairs(tmp_path_factory.mktemp("stored"))
-    assert train(path, "base", "steps=4") == 0
+    assert train(path, "base", "steps=4", "eval_at_start=false") == 0
     assert train(path, "computed", *preferences(path)) == 0
     assert not files(path)
     assert train(path, "stored", *preferences(path, STORED)) == 0

@@ -12,8 +12,8 @@ A map is a JSON object:
   items
   becomes: its `{key}` if it is an object, `{0}` and so on if it is a list, and the column's name if
   it is text. Of several columns, items are taken side by side, by the names of their columns.
-* `chosen` and `rejected`, or `completion`: templates of answers, for preferences; the messages are then
-  their prompt.
+* `chosen` and `rejected`, or `completion`: templates of answers, for preferences; the messages are
+  then their prompt.
 * `tools`: the column with the tools of a conversation.
 * `system`: the system message of conversations that have none.
 * `derive`: a name of `DERIVED`, which adds columns to a record.
@@ -102,8 +102,8 @@ class ChatMap(NamedTuple):
 
 
 def read_map(words: Sequence[str]) -> ChatMap:
-    """The map that the words of `--map` give: one name or file, or ROLE=TEMPLATE, ANSWER=TEMPLATE and
-    tools=COLUMN.
+    """The map that the words of `--map` give: one name or file, or ROLE=TEMPLATE, ANSWER=TEMPLATE
+    and tools=COLUMN.
 
     UsageError: they give none.
     """

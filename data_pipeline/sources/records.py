@@ -1,5 +1,6 @@
-"""Records: objects in JSON, which are the lines of a file, plain, .gz or .zst; the rows of a Parquet
-file, whose name ends in .parquet; or the items of one list, in a file whose name ends in .json."""
+"""Records: objects in JSON, which are the lines of a file, plain, .gz or .zst; the rows of a
+Parquet file, whose name ends in .parquet; or the items of one list, in a file whose name ends in
+.json."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -23,8 +23,8 @@ from maxtrain.ops.sums import Sum
 POLICY = "policy"
 # What the policy is compared with.
 REFERENCE = "reference"
-# The array of a batch with what the reference gives the targets of each position's document, the sum
-# of their log-probabilities in nats, where that was found before.
+# The array of a batch with what the reference gives the targets of each position's document, the
+# sum of their log-probabilities in nats, where that was found before.
 REFERENCE_SUM = "reference_sum"
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
 # keys [B], of what is random; steps [B], the number of the step; and embedding_offset [B, T, D]

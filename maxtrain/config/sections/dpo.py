@@ -104,8 +104,8 @@ class DpoConfig:
     )
     reference_logprobs: Literal["computed", "stored"] = key(
         "computed",
-        "log-probabilities of the reference: computed in each step; stored: once for all data, kept "
-        "beside it, and the reference is not in memory while the model trains",
+        "when those of the reference are computed: in each step, or (stored) once, kept beside "
+        "the data",
         used_by=(_DPO, _WITH_REFERENCE),
     )
 
