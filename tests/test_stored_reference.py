@@ -263,7 +263,8 @@ def train_in_processes(config: Path, run_name: str, count: int, *overrides: str)
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    words = [f"config={config}", f"run_name={run_name}", "mesh.simulated_devices=4", *overrides]
+    devices = f"mesh.simulated_devices={4 // count}"
+    words = [f"config={config}", f"run_name={run_name}", devices, *overrides]
     if count > 1:
         words += [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}"]
     processes = []
