@@ -41,6 +41,12 @@ PLACES = {
     "rollback": "an anomaly at step STEP is in rollbacks.json, "
     "and nothing else is done about it yet",
     "restore": "before the arrays of checkpoint STEP are read",
+    "sampling": "between two chunks of completions for the rollout that step STEP is the first to "
+    "read",
+    "rewards": "rewards of that rollout are awaited",
+    "scoring": "its rewards are there, its log-probabilities and its file are not",
+    "stored": "its file is written, and no step has read it",
+    "ahead": "what is sampled ahead for step STEP is written, and its rewards are being computed",
 }
 ACTIONS = ("kill", "term", "raise", "hang", "delay", "nan", "enospc", "bitflip")
 _CHANGES = {

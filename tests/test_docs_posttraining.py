@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from maxtrain import evaluate, replay
 from maxtrain.config import load_config
@@ -18,7 +19,6 @@ from maxtrain.ops.preference import LOSSES
 from maxtrain.rl.rewards.registry import PROFILES, names_of_ours
 from maxtrain.train import main
 from tests.commands import ROOT, blocks, commands, run
-from tests.rl import additions
 from tests.test_docs_fine_tuning import COLOURS, NAMES, write_pretrained
 
 TEXT = (ROOT / "docs" / "posttraining.md").read_text()
@@ -140,7 +140,7 @@ def test_the_commands_of_reward_models_work(tmp_path):
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     """In a folder with prompts and a model that knows the form."""
-    additions.write_prompts(tmp_path / "prompts.jsonl")
+    task.write_prompts(tmp_path / "prompts.jsonl")
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0

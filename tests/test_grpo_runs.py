@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
 from maxtrain import replay
@@ -15,7 +16,6 @@ from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
 from maxtrain.train import main
-from tests.rl import additions
 
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 4
@@ -27,7 +27,7 @@ NOT_REPEATED = ("seconds", "per_second", "bytes", "mfu")
 def config(tmp_path_factory, tiny_run) -> Path:
     """A config file beside prompts, and a text that is none."""
     folder = tmp_path_factory.mktemp("grpo")
-    additions.write_prompts(folder / "prompts.jsonl")
+    task.write_prompts(folder / "prompts.jsonl")
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1"]
     assert prepare.main([str(folder / "prompts"), *prompts]) == 0
     return tiny_run(

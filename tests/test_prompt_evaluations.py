@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from maxtrain import evaluate
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.observe.samples import read_samples
 from maxtrain.train import main
-from tests.rl import additions
 
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 3
@@ -23,7 +23,7 @@ STEPS = 3
 def config(tmp_path_factory, tiny_run) -> Path:
     """A config beside prompts, of which some are held out."""
     folder = tmp_path_factory.mktemp("answered")
-    additions.write_prompts(folder / "prompts.jsonl")
+    task.write_prompts(folder / "prompts.jsonl")
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1", "--holdout", "0.3"]
     assert prepare.main([str(folder / "prompts"), *prompts]) == 0
     return tiny_run(

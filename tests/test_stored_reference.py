@@ -2,6 +2,7 @@
 are not its own, and passes that were stopped."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from tests.preference_runs import STEPS, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
-ROOT = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[1]
 STORED = "dpo.reference_logprobs=stored"
 
 
@@ -215,6 +216,43 @@ def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_read_and_compute_together(config):
+    """The numbers of the data are there, those of the evaluation set are not."""
+    (held_out,) = files(config, "eval")
+    _, _, expected = held_out.read_bytes().partition(b"\n")
+    held_out.unlink()
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    job = [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2", "mesh.simulated_devices=4"]
+    words = [f"config={config}", "run_name=two", *job, *preferences(config, STORED, "steps=4")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "maxtrain.train", *words, f"mesh.process_id={number}"],
+            cwd=REPOSITORY,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+    assert f"196 log-probabilities from {files(config)[0]}" in told[0]
+    found = np.frombuffer(held_out.read_bytes().partition(b"\n")[2], "<f4")
+    np.testing.assert_allclose(found, np.frombuffer(expected, "<f4"), rtol=1e-6)
+    # A shorter run has another learning rate from its end on, and another last evaluation.
+    losses_of_one = losses(config, "computed")[:2]
+    np.testing.assert_allclose(losses(config, "two")[:2], losses_of_one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["labels", "rows that get longer"])
 def test_losses_are_the_same_for_labels_and_in_rows_of_several_lengths(config, what):
     if what == "labels":
@@ -230,55 +268,6 @@ def test_losses_are_the_same_for_labels_and_in_rows_of_several_lengths(config, w
     expected = losses(config, f"computed-{name}")
     assert len(expected) == 8
     np.testing.assert_allclose(losses(config, f"stored-{name}"), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_two_processes_are_as_one(config, tmp_path):
-    """One file, which process 0 writes, with the numbers of a process that has all devices."""
-    (path,) = files(config)
-    whole = path.read_bytes()
-    given = preferences(config, STORED, "steps=4", "mesh.data=2", "mesh.fsdp=2", "data.workers=1")
-    path.unlink()
-    assert train_in_processes(config, "one", 1, *given) == [0]
-    alone = path.read_bytes()
-    path.unlink()
-    assert train_in_processes(config, "two", 2, *given) == [0, 0]
-    together = path.read_bytes()
-    assert train_in_processes(config, "two-again", 2, *given) == [0, 0]
-    assert path.read_bytes() == together
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert train_in_processes(config, "refused", 2, *given) == [65, 65]
-    path.write_bytes(whole)
-    numbers = [np.frombuffer(file.partition(b"\n")[2], "<f4") for file in (alone, together, whole)]
-    np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)
-    np.testing.assert_allclose(numbers[1], numbers[2], rtol=1e-6)
-    expected = losses(config, "one")
-    np.testing.assert_allclose(losses(config, "two"), expected, rtol=0, atol=1e-5)
-    assert losses(config, "two-again") == losses(config, "two")
-
-
-def train_in_processes(config: Path, run_name: str, count: int, *overrides: str) -> list[int]:
-    """Exit codes of the processes of a run, which have 4 devices together."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    devices = f"mesh.simulated_devices={4 // count}"
-    words = [f"config={config}", f"run_name={run_name}", devices, *overrides]
-    if count > 1:
-        words += [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}"]
-    processes = []
-    for number in range(count):
-        own = [f"mesh.process_id={number}"] if count > 1 else []
-        command = [sys.executable, "-m", "maxtrain.train", *words, *own]
-        with (config.parent / f"{run_name}-{number}.txt").open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        processes.append(process)
-    try:
-        return [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.mark.parametrize("of_run", [True, False])

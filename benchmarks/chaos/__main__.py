@@ -28,6 +28,7 @@ from benchmarks.chaos.meaning import meaning
 from benchmarks.chaos.meshes import meshes
 from benchmarks.chaos.report import Tally, write
 from benchmarks.chaos.rollbacks import rollbacks
+from benchmarks.chaos.rollouts import rollouts
 from benchmarks.chaos.terms import terms
 
 # It gets a folder, what to count, and the options.
@@ -36,6 +37,7 @@ Job = Callable[[Path, Tally, argparse.Namespace], None]
 DOSE = {
     "kills": 3,
     "rollbacks": 2,
+    "rollouts": 2,
     "meshes": 1,
     "meaning": 4,
     "terms": 4,
@@ -60,6 +62,7 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "deaths": (deaths, 200, "one of four processes killed"),
     "hangs": (hangs, 50, "one of four processes stopped"),
     "rollbacks": (rollbacks, 100, "SIGKILL around rollbacks"),
+    "rollouts": (rollouts, 100, "SIGKILL of runs that learn from rewards"),
     "meshes": (meshes, 30, "gone on with another mesh, accumulation or number of processes"),
     "meaning": (
         meaning,

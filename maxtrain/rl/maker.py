@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from data_pipeline.loader import TrainingData
+from maxtrain import failpoints
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
@@ -86,6 +87,7 @@ class RolloutMaker:
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
+        failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
         texts = [
@@ -105,6 +107,7 @@ class RolloutMaker:
         )
         rollout = rollout._replace(rewards=scores.values, advantages=found.values)
         self._progress.phase("scoring")
+        failpoints.hit("scoring", begun.steps.start + 1)
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
         first_seconds = begun.rollout.about["sampling_seconds"]

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.loader import HostBatch, TrainingData
+from maxtrain import failpoints
 from maxtrain.config import RunConfig
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
@@ -176,6 +177,7 @@ class Rollouts:
             begun = self._begun(steps, step, state, weights)
             rollout = self._parts.finish(begun, step, state, weights)
             self._store.save(self._store.path(steps.start), rollout)
+            failpoints.hit("stored", steps.start + 1)
             self._remove_old(steps)
         if self._config.staleness and steps.stop < self._num_steps:
             ahead = self._batches.steps_of(steps.stop)
@@ -245,6 +247,7 @@ class Rollouts:
                 self._tell_made_again(path, damage, step, before.start)
         begun = self._parts.begin(ahead, step, state, weights)
         self._store.save(path, begun.rollout)
+        failpoints.hit("ahead", ahead.start + 1)
         return begun
 
     def _ahead_of(self, path: Path, steps: range, weights: str) -> Rollout:

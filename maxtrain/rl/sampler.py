@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
+from maxtrain import failpoints
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
@@ -109,6 +110,7 @@ class Sampler:
                 generations.append(generation)
         # Each chunk is a sign of life.
         while engine.step():
+            failpoints.hit("sampling", step + 1)
             with self._clock.during(ROLLOUT):
                 pass
         if any(generation.reason == "failed" for generation in generations):

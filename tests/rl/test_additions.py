@@ -4,41 +4,33 @@ not where advantages are those of other completions.
 Each run is a process of its own with one device: eight simulated ones would take minutes.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.additions import __main__ as table
+from benchmarks.additions import run
 
 pytestmark = pytest.mark.processes
 
 
-def learnt(folder: Path, steps: int, *options: str) -> dict:
-    """What `tests.rl.additions_run` says of such a run."""
-    command = [sys.executable, "-m", "tests.rl.additions_run", str(folder), str(steps), *options]
-    # Programs that run for long are worth their compilation.
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 @pytest.mark.long
-def test_sums_are_learnt_from_rewards(tmp_path):
-    found = learnt(tmp_path, 130)
-    assert found["gain"] >= 0.7
-    assert found["right"] >= 0.6
-    assert found["form"] >= 0.95
+def test_sums_are_learnt_from_rewards():
+    found = table.run(steps=130, seed=0, variant="plain")
+    assert table.problems("plain", found) == []
     assert found["sampler_gap"] < 1e-5
 
 
 @pytest.mark.slow
-def test_advantages_of_other_completions_teach_nothing(tmp_path):
-    found = learnt(tmp_path, 60, "shuffled")
-    assert found["gain"] < 0.1
+@pytest.mark.parametrize("variant", run.VARIANTS)
+def test_every_variant_learns_what_it_should(variant):
+    found = table.run(table.STEPS, seed=1, variant=variant)
+    assert table.problems(variant, found) == []
+
+
+def test_a_run_that_learns_too_little_fails():
+    found = {"before": 0.2, "after": 0.8, "right": 0.5, "form": 0.9}
+    assert table.problems("plain", found) == [
+        "a gain of 0.60, not 0.7",
+        "50% right, not 60%",
+        "90% with the form, not 95%",
+    ]
+    assert table.problems(run.SHUFFLED, found) == ["a gain of 0.60, where nothing can be learnt"]

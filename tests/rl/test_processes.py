@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
+from benchmarks.additions import task
 from data_pipeline import prepare
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.rl import additions
 from tests.test_processes import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -21,7 +21,7 @@ STEPS = 4
 def config(tmp_path_factory, tiny_run):
     """A config file of runs on four devices; a rollout reads 8 of 25 prompts."""
     folder = tmp_path_factory.mktemp("grpo-processes")
-    additions.write_prompts(folder / "prompts.jsonl")
+    task.write_prompts(folder / "prompts.jsonl")
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1"]
     assert prepare.main([str(folder / "prompts"), *prompts]) == 0
     return tiny_run(
@@ -99,7 +99,7 @@ def test_what_one_process_alone_finds_out_both_do(config):
     assert load(path).content() == content
 
     # One of the processes has the prompt 0+0= among its own.
-    reward = "grpo.rewards=['tests.rl.additions:no_number_for_zero']"
+    reward = "grpo.rewards=['benchmarks.additions.task:no_number_for_zero']"
     with Job(config, "faulty", 2, reward, "steps=8", "grpo.dynamic_sampling=0") as job:
         outputs = job.end(65)
     for output in outputs:

@@ -20,6 +20,17 @@ def score(prompts, completions, completion_ids, **columns):
     return found
 
 
+def even_alike(prompts, completions, completion_ids, **columns):
+    """The length of a completion where the sum is odd, and 1 where it is even."""
+    found = []
+    for ids, answer in zip(completion_ids, columns["answer"]):
+        reward = 1.0
+        if int(answer) % 2:
+            reward = float(len(ids))
+        found.append(reward)
+    return found
+
+
 def no_number_for_zero(prompts, completions, completion_ids, **columns):
     """A fault of a reward, where the sum is 0."""
     return ["none" if answer == "0" else 1.0 for answer in columns["answer"]]
