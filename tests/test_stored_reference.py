@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -40,8 +41,8 @@ def preferences(config: Path, *overrides: str) -> list[str]:
 
 
 def files(config: Path, part: str = "train") -> list[Path]:
-    """Those with what references give the data."""
-    return sorted((config.parent / "data" / part).glob("*.logprobs"))
+    """Those with what references give the data; of all parts: `*`."""
+    return sorted((config.parent / "data").glob(f"{part}/*.logprobs"))
 
 
 def losses(config: Path, run_name: str) -> list[float]:
@@ -62,6 +63,17 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def same_files(config) -> Iterator[None]:
+    """What references give the data is afterwards what it was before."""
+    before = {path: path.read_bytes() for path in files(config, "*")}
+    yield
+    for path in files(config, "*"):
+        path.unlink()
+    for path, content in before.items():
+        path.write_bytes(content)
+
+
 def test_losses_are_those_of_the_reference_asked_in_each_step(config):
     expected = losses(config, "computed")
     assert len(expected) == STEPS + 2
@@ -75,6 +87,7 @@ def test_losses_are_those_of_the_reference_asked_in_each_step(config):
         assert (numbers < 0).all()
 
 
+@pytest.mark.usefixtures("same_files")
 def test_a_run_goes_on_and_is_replayed_bit_for_bit_and_reads_what_is_there(config, capfd):
     folder = config.parent / "runs" / "stored"
     expected = final_state(folder)
@@ -91,11 +104,9 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit_and_reads_what_is_there(confi
     shutil.rmtree(folder / "checkpoints" / f"{STEPS:08d}")
     assert train(config, "stored", *other) == 78
     assert "Set dpo.reference to that one" in capfd.readouterr().err
-    for path in files(config):
-        if path not in before:
-            path.unlink()
 
 
+@pytest.mark.usefixtures("same_files")
 def test_a_pass_that_was_stopped_goes_on_where_it_was_saved(config, monkeypatch, capfd):
     (path,) = files(config)
     whole = path.read_bytes()
@@ -126,6 +137,7 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was_saved(config, monkeypatch,
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "other data", "infinite", "not finite now"])
+@pytest.mark.usefixtures("same_files")
 def test_a_file_that_does_not_fit_is_told(config, monkeypatch, capfd, change):
     (path,) = files(config)
     whole = path.read_bytes()
@@ -156,7 +168,6 @@ def test_a_file_that_does_not_fit_is_told(config, monkeypatch, capfd, change):
         message = "log-probability that is not finite"
     code = train(config, "refused", *preferences(config, STORED))
     told = capfd.readouterr().err.replace("\n", "")
-    path.write_bytes(whole)
     assert code == 65
     assert message in told
 
@@ -186,20 +197,17 @@ def test_what_can_not_be_stored_is_refused(config, overrides, message):
         ["dpo.loss_type=robust", "dpo.label_smoothing=0.1", "data.workers=2"],
     ],
 )
-def test_losses_are_the_same_however_rows_are_made_and_split(config, overrides, tmp_path):
+@pytest.mark.usefixtures("same_files")
+def test_losses_are_the_same_however_rows_are_made_and_split(config, overrides):
     name = overrides[0].partition("=")[2] + overrides[1].partition("=")[2]
     given = preferences(config, "steps=4", *overrides)
     assert train(config, f"computed-{name}", *given) == 0
-    for path in files(config):
-        shutil.move(path, tmp_path)
+    for path in files(config, "*"):
+        path.unlink()
     assert train(config, f"stored-{name}", *given, STORED) == 0
     expected = losses(config, f"computed-{name}")
     found = losses(config, f"stored-{name}")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    for path in files(config):
-        path.unlink()
-    for path in tmp_path.glob("*.logprobs"):
-        shutil.move(path, config.parent / "data" / "train")
 
 
 def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, monkeypatch):
@@ -217,6 +225,7 @@ def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("same_files")
 def test_two_processes_read_and_compute_together(config):
     """The numbers of the data are there, those of the evaluation set are not."""
     (held_out,) = files(config, "eval")
@@ -254,6 +263,7 @@ def test_two_processes_read_and_compute_together(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["labels", "rows that get longer"])
+@pytest.mark.usefixtures("same_files")
 def test_losses_are_the_same_for_labels_and_in_rows_of_several_lengths(config, what):
     if what == "labels":
         more = ["dpo.loss_type=apo_zero_unpaired", *prepared_labels(config.parent)]
