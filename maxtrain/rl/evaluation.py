@@ -22,6 +22,7 @@ from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores
 from maxtrain.rl.rollouts import stop_ids
 from maxtrain.serve.engine import Engine
+from maxtrain.serve.generation import Generation
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.text import decode_new
 
@@ -135,22 +136,10 @@ class Asking:
             sign_of_life: called every few tokens. What it raises ends the evaluation.
         """
         began = time.perf_counter()
-        prompts = read_together(_first_prompts, shards, count)
+        prompts = read_together(first_prompts, shards, count)
         ends = stop_ids(self._tokenizer, shards)
-        engine = Engine(model, slots=self._slots, eager=True)
-        made = []
-        for row, prompt in enumerate(prompts):
-            made.append(
-                engine.submit(
-                    prompt.ids,
-                    self._config.max_completion_length,
-                    Sampling(temperature=0.0),
-                    row=row,
-                    stop_ids=ends,
-                )
-            )
-        while engine.step():
-            sign_of_life()
+        longest = self._config.max_completion_length
+        made = likeliest(model, prompts, ends, longest, self._slots, sign_of_life)
         texts = [decode_new(self._tokenizer, each.prompt, each.ids) for each in made]
         ids = [each.ids_with_end() for each in made]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
@@ -175,7 +164,36 @@ class Asking:
         )
 
 
-def _first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+def likeliest(
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    stop_ids: Sequence[int],
+    longest: int,
+    slots: int,
+    sign_of_life: Callable[[], object],
+) -> list[Generation]:
+    """A completion of each prompt, by the likeliest tokens.
+
+    Args:
+        model: on one device, or split over the current mesh.
+        prompts: to be completed.
+        stop_ids: tokens that end a completion.
+        longest: tokens of a completion, at most.
+        slots: completions that are made at once.
+        sign_of_life: called every few tokens. What it raises ends it.
+    """
+    engine = Engine(model, slots=slots, eager=True)
+    made = []
+    for row, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=0.0)
+        made.append(engine.submit(prompt.ids, longest, sampling, row=row, stop_ids=stop_ids))
+    while engine.step():
+        sign_of_life()
+    return made
+
+
+def first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+    """The first prompts of a set."""
     return [read_prompt(shards, number) for number in range(count)]
 
 

@@ -31,12 +31,12 @@ from maxtrain.training.state import TrainState
 
 
 class Begun(NamedTuple):
-    """A rollout as it was sampled, and its rewards on their way."""
+    """A rollout as it was sampled, and its rewards on their way; None: it gets none."""
 
     steps: range
     prompts: list[Prompt]
     rollout: Rollout
-    rewards: concurrent.futures.Future[Counted]
+    rewards: concurrent.futures.Future[Counted] | None = None
 
 
 class RolloutMaker:
@@ -64,6 +64,10 @@ class RolloutMaker:
         self._rewarder = rewarder
         self._progress = progress
 
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._rewarder.close()
+
     def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
         """Samples completions of what these steps read, and begins with their rewards.
 
@@ -87,6 +91,7 @@ class RolloutMaker:
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
+        assert begun.rewards is not None
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
@@ -201,9 +206,15 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
 
 def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
-    numbers = reward_numbers(scores)
-    numbers["completion_length"] = float(rollout.lengths.mean())
-    numbers["longest_completion"] = float(rollout.lengths.max())
-    numbers["truncated"] = float(rollout.truncated.mean())
+    numbers = reward_numbers(scores) | length_numbers(rollout)
     numbers["groups_without_signal"] = float((~signals).mean())
     return numbers
+
+
+def length_numbers(rollout: Rollout) -> dict[str, float]:
+    """What is recorded of the lengths of completions."""
+    return {
+        "completion_length": float(rollout.lengths.mean()),
+        "longest_completion": float(rollout.lengths.max()),
+        "truncated": float(rollout.truncated.mean()),
+    }

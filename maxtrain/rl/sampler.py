@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data_pipeline.errors import DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain import failpoints
-from maxtrain.config.schema import GrpoConfig
+from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
@@ -53,7 +53,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: GrpoConfig,
+        config: RolloutSettings,
         seed: int,
         stop_ids: Sequence[int],
         batches: RolloutBatches,
@@ -119,7 +119,7 @@ class Sampler:
                 "Lower optimizer.learning_rate, or go on from an earlier step with other settings."
             )
         about = {"sampling_seconds": time.perf_counter() - began}
-        return _as_sampled(prompts, generations, about)
+        return as_sampled(prompts, generations, about)
 
     def with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
         """With log-probabilities by the training forward, under the shapes of the training step."""
@@ -150,9 +150,10 @@ def _seed_of_step(seed: int, step: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _as_sampled(
+def as_sampled(
     prompts: Sequence[Prompt], generations: Sequence[Generation], about: dict[str, Any]
 ) -> Rollout:
+    """A rollout of these completions, those of a prompt behind each other."""
     tokens = [np.array(generation.ids_with_end(), np.int32) for generation in generations]
     sampled = [logprob for each in generations for logprob in each.logprobs]
     return Rollout(
