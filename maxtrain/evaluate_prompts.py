@@ -20,6 +20,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample
 from maxtrain.rl.evaluation import Answers, Asking
 from maxtrain.rl.prompts import require_room
+from maxtrain.rl.reward_calls import Rewards
 
 _PARTS = ("reward/", "reward_outcomes/")
 
@@ -115,8 +116,9 @@ def evaluate_prompts(
         length = min(data.config.seq_length, model.config.max_length)
         require_room(f"eval.sets.{name}", data.shards, length, "grpo", longest)
     found = {}
-    with contextlib.closing(Asking(config, tokenizer, config.slots)) as asking:
-        asking.check()
+    with contextlib.closing(Rewards(config, tokenizer)) as rewards:
+        rewards.check()
+        asking = Asking(config, tokenizer, config.slots, rewards)
         for name, data in sets.items():
             answers: Answers = asking(model, data.shards, counts[name])
             record = answers.record() | {"seconds": answers.seconds}

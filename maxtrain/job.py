@@ -415,6 +415,7 @@ def make_parts(
         config.regularization,
         config.optimizer.normalize,
         num_sources,
+        config.determinism == "full",
     )
     objective = make_objective(config.objective, settings)
     frozen_model = find_for(objective, config)

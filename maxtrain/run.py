@@ -167,7 +167,8 @@ class Run:
             slots = config.data.batch_size * settings.num_iterations
             slots = min(slots * settings.num_generations, settings.slots)
             if config.objective == "grpo":
-                self._asking = Asking(config.grpo, job.data.tokenizer, slots)
+                rewards = self.rollouts.rewards
+                self._asking = Asking(config.grpo, job.data.tokenizer, slots, rewards)
             else:
                 self._asking = Completing(settings, job.data.tokenizer, slots)
         self.validation = Validation(job, clock, progress, stop, self._asking)
@@ -367,8 +368,6 @@ class Run:
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
-            if self._asking is not None:
-                self._asking.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:

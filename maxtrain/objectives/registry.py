@@ -36,6 +36,8 @@ class Settings(NamedTuple):
     # As of `next_token`.
     normalize: str
     num_sources: int
+    # As of `grpo`.
+    is_exact: bool = False
 
 
 def _next_token(settings: Settings) -> Objective:
@@ -84,7 +86,7 @@ def _reward(settings: Settings) -> Objective:
 
 
 def _grpo(settings: Settings) -> Objective:
-    return grpo(settings.grpo, settings.regularization)
+    return grpo(settings.grpo, settings.regularization, settings.is_exact)
 
 
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {

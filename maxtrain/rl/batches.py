@@ -27,6 +27,10 @@ from maxtrain.rl.store import FOLDER
 _READ = ("inputs", "targets", "segment_ids", "positions")
 # What a batch has where nothing of a completion is learnt but its tokens.
 OF_TOKENS = (*_READ, "loss_mask", "source")
+# Of each token of a completion, [B, T]: the number of the completion among those of a step, uint32,
+# and its own number in the completion, int32; they say what it is drawn by.
+COMPLETION = "completion"
+NUMBER = "number"
 
 
 class RolloutBatches:
@@ -46,6 +50,16 @@ class RolloutBatches:
         self._length = max(length for _, length in data.shapes())
         self._quadratic = relative_quadratic(config.model)
         self._layouts: dict[int, BatchLayout] = {}
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return self._config.optimizer.accumulation
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether completions have to be those that the training forward draws."""
+        return self._config.determinism == "full"
 
     @property
     def first_step(self) -> int:
@@ -70,6 +84,8 @@ class RolloutBatches:
             "seed": self._config.seed,
             **self._settings.identity,
         }
+        if self.is_exact:
+            asked["exact"] = True
         text = json.dumps(asked, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -108,13 +124,22 @@ class RolloutBatches:
         )
         return layout.to_global(own), origin
 
-    def to_score(self, rollout: Rollout) -> tuple[Batch, Places]:
+    def to_score(self, rollout: Rollout, first: int = 0) -> tuple[Batch, Places]:
         """What the training forward reads of a batch of a rollout, on the devices, in the shapes of
-        its steps; and where completions lie in it."""
+        its steps; and where completions lie in it.
+
+        `first`: the number of the first completion among those of the step.
+        """
         arrays, places = batch_arrays(rollout, self._shape(), is_first=True)
+        found = {name: arrays[name] for name in _READ}
+        if self.is_exact:
+            of_token = np.repeat(np.arange(len(rollout.lengths)), rollout.lengths)
+            begins = np.cumsum(rollout.lengths) - rollout.lengths
+            numbers = np.arange(len(of_token)) - begins[of_token]
+            found[COMPLETION] = places.spread((first + of_token).astype(np.uint32), self._length)
+            found[NUMBER] = places.spread(numbers.astype(np.int32), self._length)
         layout = self._layout(places.num_rows)
-        own = layout.own_part({name: arrays[name] for name in _READ})
-        return layout.to_global(own), places
+        return layout.to_global(layout.own_part(found)), places
 
     def _layout(self, rows: int) -> BatchLayout:
         if rows not in self._layouts:
@@ -122,6 +147,9 @@ class RolloutBatches:
         return self._layouts[rows]
 
     def _shape(self) -> Shape:
-        unit = self._config.optimizer.accumulation * batch_shards()
+        unit = self.accumulation * batch_shards()
+        room = None
+        if self.is_exact:
+            room = self._settings.max_completion_length
         masks = self._settings.mask_truncated_completions
-        return Shape(self._length, unit, self._quadratic, masks)
+        return Shape(self._length, unit, self._quadratic, masks, room)

@@ -2,9 +2,11 @@
 
 Rewards are computed in a thread, so that steps may be made between `begin` and `finish`. With
 grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
-of prompts that the plan reads later. These are read again in their own turn: if a step moved on in
-the data by as many prompts as it happened to need, what a step reads and when a pass over the data
-ends would depend on all that was sampled before.
+of prompts that the plan reads later. These are completed by the weights that are about to train,
+also where older ones have sampled the rest one rollout ahead: each token has the log-probability of
+what has sampled it. The prompts are read again in their own turn: if a step moved on in the data by
+as many prompts as it happened to need, what a step reads and when a pass over the data ends would
+depend on all that was sampled before.
 """
 
 import concurrent.futures
@@ -21,7 +23,9 @@ from maxtrain.config.schema import GrpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
 from maxtrain.rl.advantages import advantages, has_signal
+from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
+from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores
@@ -64,6 +68,11 @@ class RolloutMaker:
         self._rewarder = rewarder
         self._progress = progress
 
+    @property
+    def rewards(self) -> Rewards:
+        """Of completions."""
+        return self._rewarder.rewards
+
     def close(self) -> None:
         """Ends the processes of rewards."""
         self._rewarder.close()
@@ -95,9 +104,10 @@ class RolloutMaker:
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
+        of_first = completions_of(begun.rollout.taken([0]))
         texts = [
             as_text(begun.prompts[0].original),
-            self._rewarder.texts(begun.prompts, begun.rollout)[0],
+            self._rewarder.rewards.texts(begun.prompts[:1], of_first)[0],
         ]
         rollout = begun.rollout
         if self._config.dynamic_sampling:
@@ -122,6 +132,9 @@ class RolloutMaker:
             "reward_seconds": counted.seconds,
             "scoring_seconds": time.perf_counter() - began,
         }
+        for name in ("sampling_passes", "tokens_replaced"):
+            if name in begun.rollout.about:
+                numbers[name] = float(begun.rollout.about[name])
         self._progress.phase("")
         about = about | {
             "names": list(scores.names),

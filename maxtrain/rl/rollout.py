@@ -57,7 +57,8 @@ class Rollout(NamedTuple):
         advantages: of each completion.
         about: JSON: `identity` of what was asked for, digests of the weights that sampled it
             (`weights`) and that scored it (`scored_by`), after how many steps the former were
-            (`sampled_after`), `names`, `outcomes` and `details` of the rewards,
+            (`sampled_after`), with determinism=full `sampling_passes` and `tokens_replaced` as of
+            rl/sampler.py, `names`, `outcomes` and `details` of the rewards,
             `weights_of_rewards`, `texts` of the first prompt, and `numbers` to record.
     """
 

@@ -29,6 +29,7 @@ from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.rl.batches import RolloutBatches
 from maxtrain.rl.maker import Begun, RolloutMaker
+from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.rewarder import Rewarder
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.sampler import Sampler, stop_ids
@@ -75,6 +76,12 @@ class RolloutParts:
     def close(self) -> None:
         """Ends the processes of rewards."""
         self._maker.close()
+
+    @property
+    def rewards(self) -> Rewards:
+        """Of completions."""
+        assert isinstance(self._maker, RolloutMaker), "of an objective that has rewards"
+        return self._maker.rewards
 
     def begin(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
         """Samples what these steps read, by the weights after `step` steps, whose digest is
@@ -148,6 +155,11 @@ class Rollouts:
     def close(self) -> None:
         """Ends the processes of rewards."""
         self._parts.close()
+
+    @property
+    def rewards(self) -> Rewards:
+        """Of completions; evaluations of prompts have them in common with training."""
+        return self._parts.rewards
 
     def batches(
         self,

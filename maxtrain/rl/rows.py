@@ -26,12 +26,16 @@ class Shape(NamedTuple):
         unit: the number of rows is a multiple of it.
         quadratic: b of the cost n + b n^2 of a completion with its prompt.
         mask_truncated: completions that were cut are no targets.
+        room: tokens that there is room for behind each prompt, so that where a completion lies does
+            not depend on how long it is, nor on how long others are; None: each has as much as it
+            needs.
     """
 
     length: int
     unit: int
     quadratic: float
     mask_truncated: bool = False
+    room: int | None = None
 
 
 class Places(NamedTuple):
@@ -40,6 +44,12 @@ class Places(NamedTuple):
 
     tokens: np.ndarray
     num_rows: int
+
+    def spread(self, values: np.ndarray, length: int) -> np.ndarray:
+        """A number of each token as an array [B, length], 0 elsewhere."""
+        found = np.zeros((self.num_rows, length), values.dtype)
+        found.reshape(-1)[self.tokens] = values
+        return found
 
 
 def count_rows(least: int, unit: int) -> int:
@@ -72,9 +82,12 @@ def batch_arrays(
     lengths = rollout.lengths.astype(np.int64)
     # The first token of a prompt is no target.
     sizes = prompt_lengths + lengths - 1
-    offsets, _ = best_fit(sizes, shape.length)
+    taken = sizes
+    if shape.room is not None:
+        taken = prompt_lengths + shape.room - 1
+    offsets, _ = best_fit(taken, shape.length)
     num_rows = count_rows(len(offsets) - 1, shape.unit)
-    where = balance_rows(sizes, shape.length, num_rows, shape.quadratic)
+    where = balance_rows(taken, shape.length, num_rows, shape.quadratic)
 
     arrays = {}
     for name in ("inputs", "targets", "segment_ids", "positions"):
@@ -115,7 +128,7 @@ def batch_arrays(
         (REFERENCE_LOG_PROBS, rollout.reference),
     ):
         if values.size:
-            arrays[name].reshape(-1)[places.tokens] = values
+            arrays[name] = places.spread(values, shape.length)
     return arrays, places
 
 

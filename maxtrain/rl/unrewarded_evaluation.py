@@ -12,6 +12,7 @@ from maxtrain.objectives.objective import Batch
 from maxtrain.observe.samples import Sample, as_text
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.batches import OF_TOKENS
+from maxtrain.rl.completions import Completion
 from maxtrain.rl.evaluation import first_prompts, likeliest
 from maxtrain.rl.maker import length_numbers
 from maxtrain.rl.prompts import Prompt, read_together
@@ -92,9 +93,6 @@ class Completing:
         self._tokenizer = tokenizer
         self._slots = slots
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
     def __call__(
         self,
         model: Decoder,
@@ -110,6 +108,6 @@ class Completing:
         return Completions(
             prompts=prompts,
             texts=[decode_new(self._tokenizer, each.prompt, each.ids) for each in made],
-            rollout=as_sampled(prompts, made, {}),
+            rollout=as_sampled(prompts, [Completion.of(each) for each in made]),
             failed=sum(each.reason == "failed" for each in made),
         )

@@ -151,12 +151,6 @@ def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
             "grpo.importance_sampling_cap=null takes it for the policy's own. Set "
             "grpo.importance_sampling_cap=2."
         )
-    if grpo.staleness and grpo.dynamic_sampling:
-        yield (
-            f"grpo.dynamic_sampling={grpo.dynamic_sampling} samples again when rewards are known, "
-            f"and with grpo.staleness={grpo.staleness} the weights that have sampled are gone by "
-            "then. Set one of them to 0."
-        )
     if grpo.delta is not None:
         high = grpo.epsilon
         if grpo.epsilon_high is not None:
