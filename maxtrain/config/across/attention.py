@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxtrain.config.across.shapes import row_lengths
+from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.moe import DEEPSEEK
