@@ -277,6 +277,31 @@ LONGROPE = [
             "Set model.rope_original_length=4096",
         ),
         (
+            ["mesh.context=3", "data.seq_length=512"],
+            "data.seq_length=512 must be divisible by 2 times mesh.context=3",
+            "Set data.seq_length to 510 or 516",
+        ),
+        (
+            ["mesh.context=2", "model.attention=flash", "model.max_length=512"],
+            "model.attention=flash reads whole rows",
+            "Set model.attention=xla, or model.context_attention=all_to_all",
+        ),
+        (
+            ["mesh.context=2", "regularization.residual_dropout=0.1"],
+            "regularization.residual_dropout=0.1 draws by a token's place in the row",
+            "model.context_attention=all_to_all",
+        ),
+        (
+            ["mesh.context=4", "model.context_attention=all_to_all", "model.num_heads=2"],
+            "model.num_heads=2 must be divisible by mesh.tensor=1 times mesh.context=4",
+            "model.context_attention=ring",
+        ),
+        (
+            ["model.context_attention=all_to_all"],
+            "model.context_attention=all_to_all is not used with mesh.context=1",
+            "leave it out",
+        ),
+        (
             ["mesh.data=3", "mesh.fsdp=1"],
             "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1",
             "15 or 18",
