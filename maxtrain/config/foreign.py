@@ -15,7 +15,7 @@ _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the s
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
 _NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
-_SPLIT_ROWS = "model.context_attention says how parts of a row attend to each other"
+_SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
 

@@ -33,6 +33,8 @@ ATTENTION = {
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),
     ),
+    # Over mesh.context alone.
+    "ring": Kernel(caches=False),
     "flash": Kernel(
         "tpu",
         caches=False,

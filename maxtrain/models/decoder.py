@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        split = Split.of_rows(tokens.shape[1], self.config.context_attention)
+        split = Split.of_rows(tokens.shape[1], self.config.attention)
         x = split.enter(x)
         positions = split.enter(positions)
         mask = split.mask(split.enter(segment_ids))

@@ -282,24 +282,19 @@ LONGROPE = [
             "Set data.seq_length to 510 or 516",
         ),
         (
-            ["mesh.context=2", "model.attention=flash", "model.max_length=512"],
-            "model.attention=flash reads whole rows",
-            "Set model.attention=xla, or model.context_attention=all_to_all",
+            ["mesh.context=2", "model.attention=ring", "regularization.residual_dropout=0.1"],
+            "regularization.residual_dropout=0.1 goes by a token's place in the row",
+            "Set regularization.residual_dropout=0, or model.attention=xla",
         ),
         (
-            ["mesh.context=2", "regularization.residual_dropout=0.1"],
-            "regularization.residual_dropout=0.1 draws by a token's place in the row",
-            "model.context_attention=all_to_all",
-        ),
-        (
-            ["mesh.context=4", "model.context_attention=all_to_all", "model.num_heads=2"],
+            ["mesh.context=4", "model.num_heads=2", "model.num_kv_heads=2"],
             "model.num_heads=2 must be divisible by mesh.tensor=1 times mesh.context=4",
-            "model.context_attention=ring",
+            "model.attention=ring",
         ),
         (
-            ["model.context_attention=all_to_all"],
-            "model.context_attention=all_to_all is not used with mesh.context=1",
-            "leave it out",
+            ["model.attention=ring"],
+            "model.attention=ring is for rows that are split over devices",
+            "Set model.attention=xla, or mesh.context=2",
         ),
         (
             ["mesh.data=3", "mesh.fsdp=1"],

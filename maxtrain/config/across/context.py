@@ -7,18 +7,21 @@ from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import multiples
 
-# Kernels whose scores a ring can put together.
-_IN_A_RING = ("xla", "eager")
-
 
 def context_problems(config: RunConfig) -> Iterator[str]:
     """What does not go with mesh.context; an axis of a size that is not known yet has none."""
-    if config.mesh.context <= 1:
+    context = config.mesh.context
+    if config.model.attention == "ring" and context == 1:
+        yield (
+            "model.attention=ring is for rows that are split over devices, and mesh.context is 1. "
+            "Set model.attention=xla, or mesh.context=2 or more."
+        )
+    if context <= 1:
         return
     yield from _length_problems(config)
-    if config.model.context_attention == "ring":
+    if config.model.attention == "ring":
         yield from _ring_problems(config)
-    else:
+    elif config.model.attention != "eager":
         yield from _head_problems(config)
 
 
@@ -34,41 +37,25 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _ring_problems(config: RunConfig) -> Iterator[str]:
-    """Kernels that are no ring, and what is drawn or counted by a token's place in the row."""
+    """What is drawn or counted by a token's place in the row."""
     model = config.model
-    if model.attention not in _IN_A_RING:
-        yield (
-            f"model.attention={model.attention} reads whole rows, and with "
-            f"model.context_attention=ring a device has mesh.context={config.mesh.context} parts "
-            "of them one after the other. "
-            "Set model.attention=xla, or model.context_attention=all_to_all."
-        )
     regularization = config.regularization
-    by_place = {
-        "regularization.attention_dropout": regularization.attention_dropout,
-        "regularization.residual_dropout": regularization.residual_dropout,
-    }
-    if model.lora.rank is not None:
-        by_place["model.lora.dropout"] = model.lora.dropout
-    for key, rate in by_place.items():
+    asked: dict[str, tuple[object, str]] = {}
+    for key, rate in (
+        ("regularization.attention_dropout", regularization.attention_dropout),
+        ("regularization.residual_dropout", regularization.residual_dropout),
+        ("model.lora.dropout", model.lora.dropout),
+    ):
         if rate:
-            yield (
-                f"{key}={rate} draws by a token's place in the row, and "
-                "model.context_attention=ring puts tokens in another order. "
-                f"Set {key}=0, or model.context_attention=all_to_all."
-            )
+            asked[key] = (rate, "0")
     if regularization.router_noise != "none":
+        asked["regularization.router_noise"] = (regularization.router_noise, "none")
+    if model.routing.capacity_factor is not None:
+        asked["model.routing.capacity_factor"] = (model.routing.capacity_factor, "null")
+    for key, (value, nothing) in asked.items():
         yield (
-            f"regularization.router_noise={regularization.router_noise} draws by a token's place "
-            "in the row, and model.context_attention=ring puts tokens in another order. "
-            "Set regularization.router_noise=none, or model.context_attention=all_to_all."
-        )
-    factor = model.routing.capacity_factor
-    if factor is not None:
-        yield (
-            f"model.routing.capacity_factor={factor} drops choices by a token's place in the row, "
-            "and model.context_attention=ring puts tokens in another order. "
-            "Set model.routing.capacity_factor=null, or model.context_attention=all_to_all."
+            f"{key}={value} goes by a token's place in the row, and model.attention=ring puts "
+            f"tokens in another order. Set {key}={nothing}, or model.attention=xla."
         )
 
 
@@ -77,24 +64,16 @@ def _head_problems(config: RunConfig) -> Iterator[str]:
     model = config.model
     tensor = max(config.mesh.tensor, 1)
     context = config.mesh.context
-    mend = "Set mesh.context to a divisor of it, or model.context_attention=ring."
+    kernel = f"model.attention={model.attention}"
+    mend = "Set mesh.context to one of its divisors, or model.attention=ring."
     if model.num_heads % (tensor * context):
         yield (
             f"model.num_heads={model.num_heads} must be divisible by mesh.tensor={tensor} times "
-            f"mesh.context={context}, as model.context_attention=all_to_all deals heads out. "
-            f"{mend}"
+            f"mesh.context={context}, over which {kernel} deals heads out. {mend}"
         )
     kv_heads = (model.num_kv_heads or model.num_heads) // tensor
     if kv_heads and kv_heads % context and context % kv_heads:
         yield (
-            f"mesh.context={context} must divide, or be divided by, the {kv_heads} key heads "
-            "that a device of mesh.tensor has, as model.context_attention=all_to_all deals heads "
-            f"out. {mend}"
-        )
-    rate = config.regularization.attention_dropout
-    if rate:
-        yield (
-            f"regularization.attention_dropout={rate} draws for all heads of a row together, and "
-            "model.context_attention=all_to_all gives a device some of them. "
-            "Set regularization.attention_dropout=0."
+            f"mesh.context={context} must be a multiple or a divisor of the {kv_heads} key heads "
+            f"that a device of mesh.tensor has, since {kernel} deals heads out. {mend}"
         )

@@ -20,7 +20,9 @@ class MeshConfig:
     )
     tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
     context: int = key(
-        1, "parts of each row, for long ones: see model.context_attention", high=1 << 20
+        1,
+        "parts of each row, whose heads are dealt out or (model.attention=ring) met",
+        high=1 << 20,
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "required device kind; auto: the best there is"

@@ -238,14 +238,10 @@ class ModelConfig:
         ),
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["eager", "xla", "cudnn", "flash"] = key(
-        "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
-    )
-    context_attention: Literal["ring", "all_to_all"] = key(
-        "ring",
-        "with mesh.context: keys go from device to device, or each device gets whole rows of "
-        "some heads",
-        used_by=UsedBy({"mesh.context": AllBut(1)}),
+    attention: Literal["eager", "xla", "cudnn", "flash", "ring"] = key(
+        "xla",
+        "kernel: plain reference, blocks in XLA, cuDNN on GPUs, flash on TPUs, or a ring over "
+        "mesh.context",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"

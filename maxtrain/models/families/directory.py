@@ -21,7 +21,6 @@ AGAIN = "Get the file again from where the model is"
 # Keys of a ModelConfig that say how it is computed, not what.
 OF_THE_RUN = {
     "attention",
-    "context_attention",
     "lora",
     "routing",
     "scan_layers",

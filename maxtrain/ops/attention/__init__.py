@@ -21,6 +21,7 @@ KERNELS: dict[str, Callable[..., Array]] = {
     "xla": xla_attention,
     "cudnn": cudnn_attention,
     "flash": flash_attention,
+    "ring": ring_attention,
 }
 # Of those that are split over devices by themselves: what one device does.
 ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {"flash": flash_on_one_device}
@@ -72,9 +73,8 @@ def attention(
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
-            about), or "flash" (TPUs). Where rows are split over devices and keys go around
-            (`Mask.exchange`), "xla" is the ring; "eager", still the oracle, is given whole rows
-            by XLA.
+            about), "flash" (TPUs), or "ring" (where rows are split over devices). Of split rows,
+            "eager" is given whole ones by XLA, and others get whole rows of some heads.
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         scale: what scores are multiplied with; None: 1 / sqrt(H).
         softcap: scaled scores become softcap * tanh(score / softcap), which lies between -softcap
@@ -123,8 +123,6 @@ def attention(
                 f"can drop weights, and model.attention={kernel} can't. Set model.attention=eager."
             )
         options["dropout"] = dropout
-    if mask.exchange == "keys" and kernel != "eager":
-        return ring_attention(q, k, v, mask, dtype=dtype, **options)
     if mask.exchange == "heads":
         local = ON_ONE_DEVICE.get(kernel, KERNELS[kernel])
         return all_to_all_attention(q, k, v, mask, kernel=local, dtype=dtype, **options)

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.eager import MASKED
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.xla import xla_attention
 from maxtrain.ops.einsum import contract
 from maxtrain.parallel.sharding import partition_spec
 
@@ -74,7 +75,10 @@ def ring_attention(
     sinks: Array | None = None,
 ) -> Array:
     """See `attention`; rows are split over the mesh axis `context`, and the parts have an even
-    number of tokens."""
+    number of tokens. Rows that are whole, where a model is used outside of its mesh, are one part
+    and need no ring."""
+    if mask.exchange != "keys":
+        return xla_attention(q, k, v, mask, dtype=dtype, scale=scale, softcap=softcap, sinks=sinks)
     mesh = jax.sharding.get_abstract_mesh()
     form = _Form(dtype, scale, softcap, mask.window)
     rows = ("activation_batch", "activation_length")

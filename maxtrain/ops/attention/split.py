@@ -31,19 +31,20 @@ class Split(NamedTuple):
     exchange: str | None
 
     @classmethod
-    def of_rows(cls, length: int, strategy: str) -> "Split":
+    def of_rows(cls, length: int, kernel: str) -> "Split":
         """Of rows of so many tokens on the current mesh.
 
         Args:
             length: T. Rows that the mesh can't split, such as those of a prompt, are whole.
-            strategy: `model.context_attention`.
+            kernel: that attends: `ring` meets all keys, others get whole rows of some heads, and
+                `eager` leaves it to XLA.
         """
         shards = length_shards()
-        if shards == 1 or length % (2 * shards):
+        if shards == 1 or length % (2 * shards) or kernel == "eager":
             return cls(None)
-        if strategy == "all_to_all":
-            return cls("heads")
-        return cls("keys")
+        if kernel == "ring":
+            return cls("keys")
+        return cls("heads")
 
     def enter(self, x: Array) -> Array:
         """An array [B, T, ...] in the order in which it goes through the layers."""
