@@ -20,8 +20,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import time
-import uuid
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,12 +27,10 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.remote import RemotePath
-from data_pipeline.shards import TokenShards, ranges, write_atomic
+from data_pipeline.shards import TokenShards, ranges, write_beside
 
 _VERSION = 1
 _DIGEST_BYTES = 32
-# What a process that was killed left is removed when it is older than this.
-_ABANDONED_SECONDS = 3600
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -335,16 +331,8 @@ def _digest(identity: str, body: bytes) -> bytes:
 
 def _save(path: Path, identity: str, plan: np.ndarray) -> None:
     # Several hosts may make it at once; the bytes are the same.
-    own = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.plan")
     body = plan.tobytes()
-    write_atomic(own, _digest(identity, body) + body)
-    os.replace(own, path)
-    # What a process that was killed left goes. Others may be writing theirs just now, or have
-    # removed it already.
-    for left in path.parent.glob(f"*{path.stem}.*.plan*"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
-                left.unlink()
+    write_beside(path, _digest(identity, body) + body)
 
 
 def _load(path: Path | RemotePath, identity: str) -> np.ndarray:

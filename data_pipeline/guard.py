@@ -50,7 +50,7 @@ def _sound(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> bool:
         and (segments[:, 1:] - segments[:, :-1]).view(np.uint32).max(initial=0) <= 1
         and mask.view(np.uint32).max(initial=0)
         < 0x7F800000  # the bits of infinity: NaN and negative ones have higher ones
-        and np.isfinite(arrays.get("value", 0.0)).all()
+        and all(np.isfinite(array).all() for array in _numbers(arrays).values())
     )
 
 
@@ -73,8 +73,17 @@ def _invariants(
     yield "segment_ids", 1, ((right - left).view(np.uint32) > (left != 0)) & (right != 0), rule
     yield "loss_mask", 0, (mask != 0) & (segments == 0), "padding must have no weight"
     yield "loss_mask", 0, ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
-    if "value" in arrays:
-        yield "value", 0, ~np.isfinite(arrays["value"]), "numbers of documents must be finite"
+    for name, array in _numbers(arrays).items():
+        yield name, 0, ~np.isfinite(array), "numbers of documents must be finite"
+
+
+def _numbers(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that have a number of each position's document."""
+    found = {}
+    for name, array in arrays.items():
+        if name != "loss_mask" and array.dtype == np.float32:
+            found[name] = array
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import functools
 import gc
 import hashlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
 from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import (
+    VALUE,
     Part,
     Windows,
     count_rows,
@@ -39,6 +40,7 @@ from data_pipeline.packing import (
 )
 from data_pipeline.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
+from data_pipeline.teacher_files import TeacherFiles, empty_arrays
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
@@ -73,7 +75,9 @@ class HostBatch(NamedTuple):
     names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
     document of its k-th pair. Of data whose documents have a number each, there is also value
-    (float32 [b, T]): that of each position's document, 0 in padding.
+    (float32 [b, T]): that of each position's document, 0 in padding. So is what was attached
+    (`_Dataset.attach`), by its name. What a teacher said of the data is there as teacher_files.py
+    has it.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -100,9 +104,33 @@ class _Dataset:
         self.vocab_size = sources[0].vocab_size
         # Documents that belong together.
         self.group = sources[0].group
-        # Whether batches have an array `value`.
-        self.valued = sources[0].valued
+        # What batches have of each position's document beside what the shards hold.
+        self._attached: dict[str, list[np.ndarray]] = {}
+        # What a teacher said of the tokens, if batches are to have that.
+        self.teacher: TeacherFiles | None = None
         self._sizes = np.array([source.num_tokens for source in sources])
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch that have a number of each position's document."""
+        names = tuple(self._attached)
+        if self.sources[0].valued:
+            names = (*names, VALUE)
+        return names
+
+    def attach(self, name: str, numbers: Sequence[np.ndarray]) -> None:
+        """From now on, batches have an array of this name, float32 [b, T], with the number of each
+        position's document, 0 in padding.
+
+        Args:
+            name: of the array.
+            numbers: for each source, of each of its documents, float32 [num_documents]. Those of
+                documents that are in no row are never looked at.
+        """
+        assert self.bins, "a window of a stream may hold a part of a document"
+        for source, of_source in zip(self.sources, numbers, strict=True):
+            assert of_source.shape == (source.num_documents,), (name, of_source.shape)
+        self._attached[name] = list(numbers)
 
     def limit_vocabulary(self, entries: int) -> None:
         """Refuses ids from `entries` on where they occur, if only special tokens have such, as in
@@ -114,6 +142,18 @@ class _Dataset:
             return
         self.vocab_size = entries
         _check_corruption(self.config, entries)
+
+    @property
+    def _begins_of_sources(self) -> np.ndarray | None:
+        """Of tokens that are numbered through, where batches need to know which ones they hold."""
+        if self.teacher is None:
+            return None
+        return self.teacher.begins
+
+    def _add_teacher(self, arrays: dict[str, np.ndarray]) -> None:
+        """Puts what a teacher said into a batch, in the place of which tokens it holds."""
+        if self.teacher is not None:
+            arrays |= self.teacher.arrays(arrays.pop("place"))
 
     def _read(
         self,
@@ -142,7 +182,16 @@ class _Dataset:
         if self.bins:
             bins = self.bins[length]
             arrays = pack_documents(
-                self.sources, bins, source, row, length, restart, across, columns
+                self.sources,
+                bins,
+                source,
+                row,
+                length,
+                restart,
+                across,
+                columns,
+                self._attached,
+                self._begins_of_sources,
             )
         else:
             num_targets = (self._sizes[source] - row * length).clip(0, length)
@@ -154,6 +203,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         arrays["source"] = source.astype(np.int32)
         return _batch(step, arrays, batch, place, rows, first_column)
 
@@ -222,8 +272,11 @@ class TrainingData(_Dataset):
         shards: list[TokenShards],
         bins: dict[int, list[Bins]],
         start: dict[str, Any] | None,
+        attached: dict[str, list[np.ndarray]] | None = None,
     ):
         super().__init__(config, shards, bins)
+        for name, numbers in (attached or {}).items():
+            self.attach(name, numbers)
         self.plan = plan
         self.shards = shards
         self.start = start
@@ -233,7 +286,8 @@ class TrainingData(_Dataset):
         self._num_rows = functools.lru_cache(maxsize=4096)(self._count_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingData, (self.config, self.plan, self.shards, self.bins, self.start)
+        given = (self.config, self.plan, self.shards, self.bins, self.start, self._attached)
+        return TrainingData, given, {"teacher": self.teacher}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -491,6 +545,8 @@ class TrainingData(_Dataset):
             restart,
             across,
             first_columns,
+            self._attached,
+            self._begins_of_sources,
         )
         if self.config.corruption.rate:
             self._corrupt(documents, batch, Part(mine, first_columns), length)
@@ -511,6 +567,7 @@ class TrainingData(_Dataset):
 
         first_column, _, _ = columns.indices(length)
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         begins_row = column == 0
         of_row = np.zeros(len(held), np.int32)
         of_row[row[begins_row]] = source[begins_row]
@@ -597,13 +654,22 @@ class EvaluationData(_Dataset):
         return self._read(step, batch, phases, part, ["held out"], self.config.seq_length)
 
     def iterate(
-        self, part: Part | None = None, num_batches: int | None = None
+        self, part: Part | None = None, num_batches: int | None = None, start: int = 0
     ) -> Iterator[HostBatch]:
-        """The first `num_batches` batches (None: all) in order, read ahead by grain."""
+        """The first `num_batches` batches (None: all), from number `start` on, in order, read ahead
+        by grain."""
         stop = self.num_batches
         if num_batches is not None:
             stop = min(num_batches, stop)
-        return self._iterate(0, stop, functools.partial(self.batch, part=part))
+        return self._iterate(start, stop, functools.partial(self.batch, part=part))
+
+    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of each row of batch `step`, back to back: offsets into them, int64
+        [batch_size + 1], and their numbers, int64; document k of a row is its segment k + 1. Only
+        where rows are of whole documents."""
+        rows = step * self.batch_size + np.arange(self.batch_size)
+        (bins,) = self.bins[self.config.seq_length]
+        return bins.documents(rows)
 
 
 def _eod_id(shards: TokenShards) -> int:
@@ -619,14 +685,16 @@ def carry_errors(
     stream: Iterator[HostBatch],
     steps: range,
     part: Callable[[int], Part],
-    valued: bool = False,
+    numbers: Iterable[str] = (),
+    teacher: TeacherFiles | None = None,
 ) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
-    with both ends; `valued`: batches have an array `value`.
+    with both ends; `numbers`: names of its arrays with a number of each position's document;
+    `teacher`: and what it said.
     """
     read = 0
     try:
@@ -645,8 +713,10 @@ def carry_errors(
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
-            if valued:
-                arrays["value"] = zeros.astype(np.float32)
+            for name in numbers:
+                arrays[name] = zeros.astype(np.float32)
+            if teacher is not None:
+                arrays |= empty_arrays(zeros.shape, teacher.top)
             yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 

@@ -98,7 +98,7 @@ _STATE = ".prepare.json"
 _WORK = ".prepare"
 _FILES = (
     r"tokens-\d+\.(bin|idx|mask|val|cols|crc)|bins-\d+(\.\w+)?\.plan"
-    r"|manifest\.json|tokenizer\.json|prepare\.json"
+    r"|reference-\w+(\.\w+)?\.logprobs|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
 _OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})(\.tmp)?|train|eval|\.prepare")
@@ -239,14 +239,16 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="for --chat and --prompts: the messages that columns become, such as "
-        f"user='{{question}}' assistant='{{answer}}'; or a name "
+        help="for --chat, --prompts and --preferences: the messages that columns become, such as "
+        "user='{question}' assistant='{answer}', or for preferences user='{question}' "
+        "chosen='{better}' rejected='{worse}'; or a name "
         f"({', '.join(NAMED)}), or a .json file",
     )
     add(
         "--system",
         metavar="TEXT",
-        help="for --chat and --prompts: the system message of conversations that have none",
+        help="for --chat, --prompts and --preferences: the system message of conversations that "
+        "have none",
     )
     add(
         "--columns",
@@ -349,9 +351,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
         raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
     makes_messages = arguments.map or arguments.system is not None
-    if makes_messages and not arguments.chat and not arguments.prompts:
+    has_messages = arguments.chat or arguments.prompts or arguments.preferences
+    if makes_messages and not has_messages:
         option = "--map" if arguments.map else "--system"
-        raise UsageError(f"{option}: belongs to --chat and --prompts. Give one of them, too.")
+        rule = "belongs to --chat, --prompts and --preferences"
+        raise UsageError(f"{option}: {rule}. Give one of them, too.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")

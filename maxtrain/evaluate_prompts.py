@@ -15,11 +15,13 @@ from data_pipeline.errors import UsageError
 from data_pipeline.loader import EvaluationData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig, RunConfig
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.generate import show
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample
 from maxtrain.rl.evaluation import Answers, Asking
 from maxtrain.rl.prompts import require_room
+from maxtrain.rl.reward_calls import Rewards
 
 _PARTS = ("reward/", "reward_outcomes/")
 
@@ -68,7 +70,7 @@ def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig 
         UsageError: there is an option of completions, and no reward.
     """
     found = None
-    if config is not None and config.objective == "grpo":
+    if config is not None and config.objective in FROM_REWARDS:
         found = config.grpo
     if asked.reward:
         found = dataclasses.replace(
@@ -113,10 +115,11 @@ def evaluate_prompts(
     longest = config.max_completion_length
     for name, data in sets.items():
         length = min(data.config.seq_length, model.config.max_length)
-        require_room(f"eval.sets.{name}", data.shards, length, longest)
+        require_room(f"eval.sets.{name}", data.shards, length, "grpo", longest)
     found = {}
-    with contextlib.closing(Asking(config, tokenizer, config.slots)) as asking:
-        asking.check()
+    with contextlib.closing(Rewards(config, tokenizer)) as rewards:
+        rewards.check()
+        asking = Asking(config, tokenizer, config.slots, rewards)
         for name, data in sets.items():
             answers: Answers = asking(model, data.shards, counts[name])
             record = answers.record() | {"seconds": answers.seconds}

@@ -1,5 +1,5 @@
 """A frozen model beside the one that trains: the teacher of objective=distill, or the reference of
-objective=dpo or grpo. It is found, held against the run, and read onto its mesh.
+objective=dpo, grpo or ppo. It is found, held against the run, and read onto its mesh.
 
 It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
 them instead, so that a run goes on with the one that it began with.
@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.teacher_files import TeacherFiles
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
@@ -59,11 +60,7 @@ class FrozenModel:
     def function(self) -> str:
         """What is computed with its arrays, as a hash: a change of its config may be another
         model with the same weights."""
-        model = dataclasses.asdict(self.model)
-        # Models with a score are refused.
-        decides = {key: value for key, value in model.items() if key not in {*FREE, "score"}}
-        text = json.dumps([decides, dataclasses.asdict(self.precision)], sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return function_of(self.model, self.precision)
 
     def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """The structure, and the parameters as shapes with shardings on this mesh.
@@ -143,6 +140,16 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         return find_model(TEACHER, config.distill.teacher or "", "distill.teacher=")
     if REFERENCE not in objective.models:
         return None
+    return find_reference(config)
+
+
+def find_reference(config: RunConfig) -> FrozenModel | None:
+    """The reference of a run; None: it is the policy without adapters.
+
+    Raises:
+        ConfigError: there is none where the config says, or it says nothing.
+        UserError: something is wrong with its config.
+    """
     asked_for = config.dpo.reference
     needed_by = f"dpo.loss_type={config.dpo.loss_type}"
     without = ", or dpo.loss_type=simpo"
@@ -152,6 +159,10 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         asked_for = config.grpo.reference
         needed_by = f"grpo.beta={config.grpo.beta}"
         without = ", or grpo.beta=0"
+    if config.objective == "ppo":
+        asked_for = config.ppo.reference
+        needed_by = f"ppo.kl_coef={config.ppo.kl_coef}"
+        without = ", or ppo.kl_coef=0"
     key = f"{config.objective}.reference"
     if asked_for is not None:
         return find_model(REFERENCE, asked_for, f"{key}=")
@@ -216,7 +227,8 @@ def _find_model(role: str, place: str, name: str) -> FrozenModel:
             f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
         )
     config = read_run_config(run)
-    return FrozenModel(role, name, run, config.model, config.precision, config, step)
+    model = dataclasses.replace(config.model, value=False)
+    return FrozenModel(role, name, run, model, config.precision, config, step)
 
 
 def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, str]:
@@ -224,8 +236,45 @@ def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, s
     with them, the same on every mesh; empty: there is none."""
     if frozen is None:
         return {}
-    arrays = hash_text(digests(state.frozen[frozen.role]))
-    return {frozen.role: f"{arrays}-{frozen.function()}"}
+    return {frozen.role: digest_of(state.frozen[frozen.role], frozen.function())}
+
+
+def digest_of(variables: nnx.State, function: str) -> str:
+    """One digest of all arrays of a model, and of what is computed with them (`function_of`), the
+    same on every mesh."""
+    return f"{hash_text(digests(variables))}-{function}"
+
+
+def function_of(model: ModelConfig, precision: PrecisionConfig) -> str:
+    """What is computed with the arrays of a model without a score, as a hash."""
+    values = dataclasses.asdict(model)
+    decides = {key: value for key, value in values.items() if key not in {*FREE, "score"}}
+    text = json.dumps([decides, dataclasses.asdict(precision)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def require_same_stored_teacher(
+    teacher: TeacherFiles | None, before: Mapping[str, str]
+) -> dict[str, str]:
+    """The digest of what is stored of a teacher, by its role; empty: there is none.
+
+    Args:
+        teacher: that the run learns from.
+        before: as of `require_same_frozen_model`.
+
+    Raises:
+        ConfigError: the run has learnt from another one until now.
+    """
+    if teacher is None:
+        return {}
+    digest = f"stored-{teacher.digest()}"
+    if before.get(TEACHER, digest) != digest:
+        raise ConfigError(
+            f"distill.stored: what is stored has the digest {digest}, and this run has learnt from "
+            f"{before[TEACHER]} until now. Bring it back, or set run_name to a new name to start "
+            "afresh."
+        )
+    return {TEACHER: digest}
 
 
 def require_same_frozen_model(

@@ -24,6 +24,7 @@ from maxtrain.model_source import (
     load_model,
     read_run_config,
     special_beginning,
+    system_message,
     tokenizer_place,
 )
 from maxtrain.models.decoder import Decoder
@@ -321,7 +322,12 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         action="store_true",
         help="answer messages by the model's chat template; without --prompt, those that are typed",
     )
-    add("--system", metavar="TEXT", help="with --chat: the system's message")
+    add(
+        "--system",
+        metavar="TEXT",
+        help="with --chat: the system's message; '' for none (default: that which the data of the "
+        "run was prepared with)",
+    )
     add(
         "--chat-template",
         metavar="FILE",
@@ -454,8 +460,14 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
     """Answers to --prompt, each the first message of a conversation; or to what is typed, in one
     conversation, until the input ends."""
     place = asked.hf
+    system = asked.system
     if place is None:
-        place = tokenizer_place(asked.run, read_run_config(asked.run))
+        config = read_run_config(asked.run)
+        place = tokenizer_place(asked.run, config)
+        if system is None:
+            system = system_message(config)
+            if system:
+                print(f"system (of the run's data): {system}", file=sys.stderr)
     chat = Chat(tokenizer, place, asked.chat_template)
     console = Console(highlight=False)
 
@@ -482,8 +494,8 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
         return text
 
     beginning = []
-    if asked.system is not None:
-        beginning.append({"role": "system", "content": asked.system})
+    if system:
+        beginning.append({"role": "system", "content": system})
     for number, prompt in enumerate(asked.prompt):
         if number > 0:
             console.rule(style="dim")

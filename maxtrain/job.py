@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,26 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
+from data_pipeline.teacher_files import TeacherFiles
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
-from maxtrain.frozen_model import FrozenModel, find_for
-from maxtrain.inputs import open_data, require_answers, with_vocabulary
+from maxtrain.frozen_model import FrozenModel, find_for, find_reference
+from maxtrain.inputs import attach_stored_teacher, open_data, require_answers, with_vocabulary
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
-from maxtrain.objectives.objective import POLICY, REFERENCE, Batch, Objective
+from maxtrain.objectives.objective import (
+    POLICY,
+    REFERENCE,
+    REFERENCE_SUM,
+    Batch,
+    Objective,
+)
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.observe.metrics import require_free_names
@@ -46,7 +54,7 @@ from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import frozen_paths, split, split_buffers
+from maxtrain.training.partition import frozen_paths, join, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -65,6 +73,7 @@ from maxtrain.weights.start import (
     require_same_meaning,
     require_same_tokenizer,
     split_score,
+    split_value,
     starting_variables,
 )
 
@@ -88,6 +97,19 @@ class Parts:
     of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
     frozen_model: FrozenModel | None
+    # Batches have what it gives their documents, and it is no part of the state; None: there is
+    # none, or it is the policy without its adapters.
+    stored_reference: FrozenModel | None
+
+    @property
+    def other_model(self) -> FrozenModel | None:
+        """The model that the objective needs beside the one that trains."""
+        return self.frozen_model or self.stored_reference
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether batches need what `StoredReference` attaches."""
+        return REFERENCE_SUM in self.objective.arrays
 
     @property
     def policy_graphdef(self) -> nnx.GraphDef:
@@ -131,7 +153,7 @@ class Parts:
             return self.with_frozen_model(state, frozen)
 
         def random_variables() -> nnx.State:
-            return policy_variables(self._random_state())
+            return split_value(policy_variables(self._random_state()))[1]
 
         def adapters_of(variables: nnx.State) -> nnx.State:
             return split_adapters(variables)[1]
@@ -139,19 +161,25 @@ class Parts:
         def score_of(variables: nnx.State) -> nnx.State:
             return split_score(variables)[0]
 
+        def value_of(variables: nnx.State) -> nnx.State:
+            return split_value(variables)[0]
+
         fresh_adapters = None
         if config.model.lora.rank is not None:
             fresh_adapters = functools.partial(self._random_part, adapters_of)
+        # A value is always new: it is that of one task and its rewards.
         variables = starting_variables(
-            policy_variables(self.abstract),
+            split_value(policy_variables(self.abstract))[1],
             config.checkpoint,
-            config.model,
+            dataclasses.replace(config.model, value=False),
             random_variables,
             tell,
             fresh_adapters,
             config.precision,
             functools.partial(self._random_part, score_of),
         )
+        if config.model.value:
+            variables = join(variables, self._random_part(value_of))
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
         return self.with_frozen_model(state, frozen)
@@ -273,9 +301,13 @@ class Job(Parts):
         parts = {shape: layout.part for shape, layout in self.layouts.items()}
         host = self.data.iterate(start, parts, stop)
         if jax.process_count() > 1:
-            valued = self.data.valued
+            numbers = self.data.numbers
             host = carry_errors(
-                host, range(start, stop), lambda step: self.layout(step).part, valued
+                host,
+                range(start, stop),
+                lambda step: self.layout(step).part,
+                numbers,
+                self.data.teacher,
             )
         return prefetch(map(place, host), self.config.data.prefetch)
 
@@ -295,13 +327,16 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     require_answers(config, data, sets)
-    if config.objective == "grpo":
-        longest = config.grpo.max_completion_length
-        require_prompts(data, longest)
+    attach_stored_teacher(config, data, sets)
+    settings = rollout_settings(config)
+    if settings is not None:
+        longest = settings.max_completion_length
+        require_prompts(data, config.objective, longest)
         for name, eval_set in sets.items():
             if eval_set.shards.has_columns:
                 length = eval_set.config.seq_length
-                require_room(f"eval.sets.{name}", eval_set.shards, length, longest)
+                key = f"eval.sets.{name}"
+                require_room(key, eval_set.shards, length, config.objective, longest)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
@@ -325,13 +360,24 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    for stored in _stored_teachers(data, sets):
+        stored.require_vocabulary(fitted.model.vocab_size or 0)
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if parts.frozen_model is not None:
-        parts.frozen_model.require_same_tokenizer(tokenizer)
-        parts.frozen_model.require_length(max(row_lengths(fitted).values()))
+    other = parts.other_model
+    if other is not None:
+        other.require_same_tokenizer(tokenizer)
+        other.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+
+
+def _stored_teachers(
+    data: TrainingData, sets: Mapping[str, EvaluationData]
+) -> Iterator[TeacherFiles]:
+    for read in (data, *sets.values()):
+        if read.teacher is not None:
+            yield read.teacher
 
 
 def _with_warmup_of_plan(
@@ -373,14 +419,20 @@ def make_parts(
         config.dpo,
         config.reward,
         config.grpo,
+        config.ppo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,
+        config.determinism == "full",
     )
     objective = make_objective(config.objective, settings)
     frozen_model = find_for(objective, config)
-    if frozen_model is not None:
-        frozen_model.require_same_tokens(config.model.vocab_size or 0)
+    stored_reference = None
+    if REFERENCE_SUM in objective.arrays:
+        stored_reference = find_reference(config)
+    for other in (frozen_model, stored_reference):
+        if other is not None:
+            other.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, variables = abstract_model(config.model, config.precision, mesh)
@@ -413,6 +465,7 @@ def make_parts(
         abstract,
         of_layers,
         frozen_model,
+        stored_reference,
     )
 
 
@@ -431,11 +484,13 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
-    frozen = job.frozen_model
+    frozen = job.other_model
     if frozen is not None:
         fields[frozen.role] = f"step {frozen.step}, {frozen.function()}"
         if frozen.run is None:
             fields[f"files of the {frozen.role}"] = sampled_hash(frozen.directory)
+    if job.data.teacher is not None:
+        fields["stored teacher"] = job.data.teacher.digest()
     weights = Path(job.config.checkpoint.init_from or "").expanduser()
     if saved is None and (weights / "config.json").exists():
         fields["files of checkpoint.init_from"] = sampled_hash(weights)

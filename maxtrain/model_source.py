@@ -4,6 +4,7 @@
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.remote import place
+from data_pipeline.shards import Manifest
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
@@ -268,6 +271,31 @@ def tokenizer_place(directory: str | Path, config: RunConfig) -> str:
     return first.path
 
 
+def system_message(config: RunConfig) -> str:
+    """The system message that the data of a run was prepared with, for conversations that had none;
+    empty: there is none, or the data is no longer there.
+
+    UsageError: sources have different ones.
+    """
+    found: dict[str, str] = {}
+    for name, source in config.data.sources.items():
+        try:
+            settings = Manifest.load(place(source.path)).settings
+        except DataError:
+            continue
+        # Others hold no conversations.
+        if "chat_template" in settings:
+            found[name] = settings.get("system", "")
+    different = set(found.values())
+    if len(different) > 1:
+        listed = "; ".join(f"{name}: {text or 'none'}" for name, text in found.items())
+        raise UsageError(
+            f"the sources of this run were prepared with different system messages ({listed}). "
+            "Choose with --system TEXT, or --system '' for none."
+        )
+    return "".join(different)
+
+
 def load_run(
     directory: str | Path, step: int | None = None, mesh: Mesh | None = None
 ) -> tuple[Decoder, Tokenizer]:
@@ -284,7 +312,9 @@ def load_run(
     require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    graphdef, variables = abstract_model(config.model, config.precision, mesh)
+    # Whoever reads a run wants its model of text.
+    plain = dataclasses.replace(config.model, value=False)
+    graphdef, variables = abstract_model(plain, config.precision, mesh)
     folder = Path(directory).expanduser() / "checkpoints"
     return nnx.merge(graphdef, restore_variables(folder, config, variables, step)), tokenizer
 

@@ -40,12 +40,14 @@ from data_pipeline.extras import load_package
 from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
+from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, outcome
@@ -59,6 +61,7 @@ from maxtrain.parallel.memory import (
     memory_limit,
     size,
 )
+from maxtrain.stored_reference import with_reference
 
 # In which steps are made to measure their speed.
 _SECONDS_OF_A_TRY = 1.0
@@ -250,10 +253,10 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         UserError: the loss never fell, or was not finite from the start; data and config do not fit
             together.
     """
-    if config.objective == "grpo":
+    if rollout_settings(config) is not None:
         raise ConfigError(
-            "objective=grpo: a range test reads its batches ahead, and these are sampled from the "
-            "weights of each step. Compare a few short runs in place of it."
+            f"objective={config.objective}: a range test reads its batches ahead, and these are "
+            "sampled from the weights of each step. Compare a few short runs in place of it."
         )
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
@@ -273,7 +276,8 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     losses: list[float] = []
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
         progress.phase("compiling the step")
-        state = job.initial_state()
+        folder = Path(config.output_dir, config.run_name)
+        state, _ = with_reference(job, folder, job.initial_state, progress, Stopwatch())
         for batch, _ in job.batches(0, steps):
             state, metrics = step(state, batch)
             rates.append(float(metrics["learning_rate"]))

@@ -20,7 +20,13 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
-from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
+from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.sections.grpo import FROM_REWARDS
+from maxtrain.frozen_model import (
+    frozen_digests,
+    require_same_frozen_model,
+    require_same_stored_teacher,
+)
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
@@ -40,9 +46,11 @@ from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.rl.evaluation import Asking
 from maxtrain.rl.rollouts import Rollouts
+from maxtrain.rl.unrewarded_evaluation import Completing
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.stored_reference import with_reference
 from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
@@ -83,7 +91,7 @@ class Run:
         evaluated_again: those of them that an earlier launch may have read before it died without
             saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
-        rollouts: where batches come from with objective=grpo; else None.
+        rollouts: where batches come from where a run learns from its own completions; else None.
         sample_interval: steps between completions of the prompts; 0: none, also where no process
             holds all of the model.
     """
@@ -124,7 +132,7 @@ class Run:
             config.log_interval,
             config.observe.layer_norms_interval,
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
-            keeps_samples=config.objective == "grpo",
+            keeps_samples=rollout_settings(config) is not None,
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
@@ -137,12 +145,15 @@ class Run:
         # Digests of frozen models beside the policy, by their roles; those of earlier launches,
         # too.
         self._frozen_models: dict[str, str] = {}
+        # Of a reference that is not in memory; None: batches do not have its numbers yet.
+        self._stored_reference: dict[str, str] | None = None
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
-        self._asking: Asking | None = None
-        if config.objective == "grpo":
+        self._asking: Asking | Completing | None = None
+        settings = rollout_settings(config)
+        if settings is not None:
             self.rollouts = Rollouts(
                 config,
                 job.data,
@@ -154,9 +165,13 @@ class Run:
                 checkpoints.steps,
             )
             # As many slots as rollouts have, for which programs are compiled anyway.
-            slots = config.data.batch_size * config.grpo.num_iterations
-            slots = min(slots * config.grpo.num_generations, config.grpo.slots)
-            self._asking = Asking(config.grpo, job.data.tokenizer, slots)
+            slots = config.data.batch_size * settings.num_iterations
+            slots = min(slots * settings.num_generations, settings.slots)
+            if config.objective in FROM_REWARDS:
+                rewards = self.rollouts.rewards
+                self._asking = Asking(config.grpo, job.data.tokenizer, slots, rewards)
+            else:
+                self._asking = Completing(settings, job.data.tokenizer, slots)
         self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
@@ -201,32 +216,41 @@ class Run:
             if jax.process_index() == 0:
                 self.folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(saved.step if saved else -1)
-        if saved is None:
-            self._make_initial_state(frozen)
+
+        def start() -> TrainState:
+            if saved is None:
+                return self._initial_state(frozen)
+            return self._restored_arrays(saved, frozen, has_other_data)
+
+        if self._stored_reference is None:
+            self.state, self._stored_reference = with_reference(
+                self.job, self.folder.path, start, self.progress, self.clock
+            )
         else:
-            self._restore_arrays(saved, frozen, has_other_data)
-        found = frozen_digests(self.job.frozen_model, self.state)
-        require_same_frozen_model(self.job.frozen_model, found, before.frozen_models)
+            self.state = start()
+        found = frozen_digests(self.job.frozen_model, self.state) | self._stored_reference
+        require_same_frozen_model(self.job.other_model, found, before.frozen_models)
+        found |= require_same_stored_teacher(self.data.teacher, before.frozen_models)
         # A run may learn from one of before again later.
         self._frozen_models = {**before.frozen_models, **found}
 
-    def _make_initial_state(self, frozen: nnx.State | None) -> None:
+    def _initial_state(self, frozen: nnx.State | None) -> TrainState:
         weights = self.config.checkpoint.init_from
         doing = f"reading weights from {weights}" if weights else "making the initial weights"
         self.progress.phase(doing)
         with self.clock.during("compile"):
-            self.state = self.job.initial_state(self.progress.message, frozen)
+            return self.job.initial_state(self.progress.message, frozen)
 
-    def _restore_arrays(
+    def _restored_arrays(
         self, saved: RunState, frozen: nnx.State | None, has_other_data: bool
-    ) -> None:
+    ) -> TrainState:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
             self._require_same_frozen(step)
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
-            self.state = self.job.with_frozen_model(state, frozen)
+            state = self.job.with_frozen_model(state, frozen)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if has_other_data:
             self.progress.message(
@@ -241,6 +265,7 @@ class Run:
                 f"the learning rate follows the new plan from here on.",
                 style="yellow",
             )
+        return state
 
     def _require_same_frozen(self, step: int) -> None:
         """ConfigError: the checkpoint is of a run that trained other parameters."""
@@ -344,8 +369,6 @@ class Run:
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
-            if self._asking is not None:
-                self._asking.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:

@@ -409,7 +409,10 @@ def describe(progress: Progress, job: Job) -> None:
             f"{frozen.precision.compute} on {frozen.precision.params} weights; "
             f"of {frozen.describe()}"
         )
-    elif REFERENCE in job.objective.models:
+    elif job.stored_reference is not None:
+        stored = job.stored_reference
+        progress.message(f"{REFERENCE}: log-probabilities stored of {stored.describe()}")
+    elif REFERENCE in job.objective.models or job.reads_reference:
         progress.message(f"{REFERENCE}: the model without its adapters")
     if config.init.mup_base_width:
         progress.message(

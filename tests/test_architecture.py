@@ -65,6 +65,7 @@ FLOORS = {
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain", "maxtrain.rl"], 6),
     **dict.fromkeys(["maxtrain.model_source", "maxtrain.frozen_model"], 6),
+    **dict.fromkeys(["maxtrain.stored_reference", "maxtrain.reference_file"], 6),
     **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
     **dict.fromkeys(
         [
@@ -72,6 +73,8 @@ FLOORS = {
             "maxtrain.export_adapters",
             "maxtrain.export_gguf",
             "maxtrain.server",
+            "maxtrain.teach",
+            "maxtrain.teaching",
             "maxtrain.model_card",
             "maxtrain.merge",
             "maxtrain.merge_sources",

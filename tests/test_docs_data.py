@@ -65,6 +65,10 @@ def _write_preferences(folder, rng, words):
         labels.append({"prompt": text(), "completion": text(), "label": number % 3 > 0})
     (folder / "pairs" / "a.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, labels)))
+    judged = {"question": "1 + 1?", "tone": "short", "better": 2, "worse": 3}
+    (folder / "judged.jsonl").write_text(json.dumps(judged))
+    instruction = {"instruction": "Add.", "input": "1 1", "output": "2"}
+    (folder / "alpaca.json").write_text(json.dumps([instruction, instruction | {"input": ""}]))
 
 
 @pytest.mark.long
@@ -75,6 +79,9 @@ def test_every_command_works_in_order(folder):
         outputs[command] = run(command, folder, columns=120).stdout
     (mapped,) = (out for command, out in outputs.items() if "show data/mapped" in command)
     assert mapped == "A: Answer with a number.\nA: 1 + 1? \nB: \u27e62\n\u27e7"
+    (judged,) = (out for command, out in outputs.items() if "show data/judged" in command)
+    assert "A: 1 + 1? (short)" in judged
+    assert "\u27e62" in judged and "\u27e63" in judged
     plans = {
         command: out for command, out in outputs.items() if command.startswith("maxtrain plan")
     }

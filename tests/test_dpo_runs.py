@@ -9,24 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from data_pipeline import prepare
 from data_pipeline.errors import UserError
 from maxtrain import evaluate, replay
-from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.train import main
-from tests.shared import TINY_MODEL, WORDS
+from tests.preference_runs import STEPS, evaluations, prepared_pairs, train
+from tests.shared import WORDS
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
-STEPS = 12
-
-
-def train(config: Path, run_name: str, *overrides: str) -> int:
-    """Exit code of a run in this process."""
-    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
 
 
 def preferences(config: Path, *overrides: str) -> list[str]:
@@ -38,51 +30,10 @@ def preferences(config: Path, *overrides: str) -> list[str]:
 def config(tmp_path_factory) -> Path:
     """A config file beside pairs of which the chosen answers are alike, a run that has read them,
     and one that has learnt from them."""
-    folder = tmp_path_factory.mktemp("preferences")
-    rng = random.Random(0)
-    lines = []
-    for _ in range(120):
-        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
-        pair = {"prompt": prompt, "chosen": " yes", "rejected": f" no {rng.choice(WORDS)}"}
-        lines.append(json.dumps(pair))
-    (folder / "pairs.jsonl").write_text("\n".join(lines))
-    options = ["--preferences", f"{folder}/pairs.jsonl", "--tokenizer", "bytes"]
-    options += ["--holdout", "0.2", "--workers", "1"]
-    assert prepare.main([str(folder / "data"), *options]) == 0
-    values = {
-        "output_dir": str(folder / "runs"),
-        "log_interval": 1,
-        "steps": STEPS,
-        "checkpoint_interval": 4,
-        "model": TINY_MODEL | {"max_length": 96},
-        "data": {
-            "sources": {"pairs": {"path": str(folder / "data" / "train"), "epochs": None}},
-            "seq_length": 96,
-            "batch_size": 8,
-            "packing": "bins",
-        },
-        "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
-        "eval_at_start": True,
-        "optimizer": {"learning_rate": 3e-3},
-        "schedule": {"warmup_steps": 2},
-        "precision": {"compute": "float32"},
-        "observe": {
-            "progress": "plain",
-            "tensorboard": False,
-            "plot": False,
-            "peak_tflops": 1.0,
-            "compilation_cache": None,
-        },
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path = prepared_pairs(tmp_path_factory.mktemp("preferences"))
     assert train(path, "base", "eval_at_start=false") == 0
     assert train(path, "dpo", *preferences(path)) == 0
     return path
-
-
-def evaluations(folder: Path) -> list[dict]:
-    return [record for record in read_metrics(folder) if record["kind"] == "eval"]
 
 
 def test_the_chosen_answers_win_and_everything_is_on_record(config):

@@ -15,6 +15,7 @@ import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
 from data_pipeline.tokenizer import (
@@ -27,7 +28,7 @@ from maxtrain import generate as job
 from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.generate import complete, generate
 from maxtrain.model_source import load_run
 from maxtrain.models.registry import build_model
@@ -622,3 +623,48 @@ def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     with pytest.raises(StorageError, match="has no complete checkpoint"):
         load_run(tmp_path)
+
+
+def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, monkeypatch, capsys):
+    template = tmp_path / "plain.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    (tmp_path / "a.jsonl").write_text(row)
+    options = ["--chat", f"{tmp_path}/a.jsonl", "--tokenizer", "bytes", "--workers", "1"]
+    options += ["--chat-template", str(template)]
+    assert prepare([f"{tmp_path}/kind", *options, "--system", "Be kind."]) == 0
+    assert prepare([f"{tmp_path}/short", *options, "--system", "Be short."]) == 0
+    (tmp_path / "config.yaml").write_text("")
+    asked = []
+    monkeypatch.setattr(
+        job, "complete_ids", lambda model, tokenizer, prompts, report, **_: read(prompts, report)
+    )
+
+    def read(prompts, report):
+        asked.append(ByteTokenizer().decode(prompts[0]))
+        report(job.Speed(0.0, 0, 0.0))
+        return ["yes"]
+
+    def talk(*words, sources=("kind",)):
+        paths = {name: SourceConfig(str(tmp_path / name)) for name in sources}
+        config = RunConfig(data=DataConfig(sources=paths))
+        monkeypatch.setattr(job, "read_run_config", lambda run: config)
+        arguments = job._parse(
+            [str(tmp_path), "--chat", "--prompt", "a?", "--chat-template", str(template), *words],
+            "generate",
+        )
+        job._chat(arguments, tiny(), load_tokenizer(tmp_path / "kind"))
+        return asked[-1]
+
+    assert talk() == "<system>Be kind.<user>a?<assistant>"
+    assert "system (of the run's data): Be kind." in capsys.readouterr().err
+    assert talk("--system", "Be loud.") == "<system>Be loud.<user>a?<assistant>"
+    assert talk("--system", "") == "<user>a?<assistant>"
+    with pytest.raises(UsageError, match=r"kind: Be kind\.; short: Be short\."):
+        talk(sources=("kind", "short"))
+    assert talk("--system", "", sources=("kind", "short")) == "<user>a?<assistant>"

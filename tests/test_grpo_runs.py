@@ -232,11 +232,37 @@ def test_a_replay_reads_what_is_stored_or_makes_it_again(config, ahead, capfd):
     assert "the stored rollout is not the one that the run has read" in told
 
 
+@pytest.mark.slow
+def test_groups_are_replaced_in_what_was_sampled_ahead(config, capfd):
+    """By those of weights that are about to train: a run that was stopped where the weights of the
+    first samples are gone goes on bit for bit, and a replay makes the same."""
+    options = [*AHEAD, "grpo.dynamic_sampling=2", "grpo.keep_rollouts=true"]
+    assert train(config, "filled", *options) == 0
+    run = config.parent / "runs" / "filled"
+    lines = records(config, "filled")
+    assert [line["steps_behind"] for line in lines] == [0, 0, 2, 2, 2, 2]
+    assert all(line["further_prompts"] > 0 for line in lines)
+    assert any(line["groups_replaced"] > 0 for line in lines[2:])
+    made = rollouts(config, "filled")
+    whole = saved_digests(run / "checkpoints")[6]
+    for step in (5, 6):
+        shutil.rmtree(run / "checkpoints" / f"{step:08d}")
+    (run / "rollouts" / "00000005.npz").unlink()
+    capfd.readouterr()
+    assert train(config, "filled", *options) == 0
+    assert "made again" not in "".join(capfd.readouterr())
+    assert saved_digests(run / "checkpoints")[6] == whole
+    assert rollouts(config, "filled") == made
+    assert replay.main([str(run), "--steps", "0:6", "--rollouts", "again"]) == 0
+    told = capfd.readouterr().out
+    assert "all the same bit for bit" in told
+    assert "not made again" not in told
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["grpo.staleness=1"], "Set grpo.importance_sampling_cap=2"),
-        ([*AHEAD, "grpo.dynamic_sampling=1"], "Set one of them to 0"),
         (["grpo.rewards=[]"], "objective=grpo needs a reward"),
         (["data.packing=bins"], "Set data.packing=pad"),
         (["data.seq_length=9"], "prompt 0 has 5 tokens"),

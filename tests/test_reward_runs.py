@@ -2,7 +2,6 @@
 for bit, with adapters, exported, and refused where they have no place."""
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -10,25 +9,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
-from data_pipeline import prepare
 from maxtrain import evaluate, export, generate
 from maxtrain.config import load_config
 from maxtrain.model_source import load_run
-from maxtrain.observe.metrics import read_metrics
-from maxtrain.train import main
 from maxtrain.weights.hf import load_pretrained
-from tests.shared import TINY_MODEL, WORDS
+from tests.preference_runs import STEPS, evaluations, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
-STEPS = 12
-
-
-def train(config: Path, run_name: str, *overrides: str) -> int:
-    """Exit code of a run in this process."""
-    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
 
 
 def rewards(config: Path, *overrides: str) -> list[str]:
@@ -41,50 +30,10 @@ def rewards(config: Path, *overrides: str) -> list[str]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """A config file beside pairs with margins, a run of text, and one that has learnt to score."""
-    folder = tmp_path_factory.mktemp("rewards")
-    rng = random.Random(0)
-    lines = []
-    for _ in range(120):
-        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
-        pair = {"prompt": prompt, "chosen": " yes", "rejected": f" no {rng.choice(WORDS)}"}
-        lines.append(json.dumps(pair | {"margin": 0.5}))
-    (folder / "pairs.jsonl").write_text("\n".join(lines))
-    options = ["--preferences", f"{folder}/pairs.jsonl", "--tokenizer", "bytes", "--margin"]
-    options += ["--holdout", "0.2", "--workers", "1"]
-    assert prepare.main([str(folder / "data"), *options]) == 0
-    values = {
-        "output_dir": str(folder / "runs"),
-        "log_interval": 1,
-        "steps": STEPS,
-        "checkpoint_interval": 4,
-        "model": TINY_MODEL | {"max_length": 96},
-        "data": {
-            "sources": {"pairs": {"path": str(folder / "data" / "train"), "epochs": None}},
-            "seq_length": 96,
-            "batch_size": 8,
-            "packing": "bins",
-        },
-        "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
-        "optimizer": {"learning_rate": 3e-3},
-        "schedule": {"warmup_steps": 2},
-        "precision": {"compute": "float32"},
-        "observe": {
-            "progress": "plain",
-            "tensorboard": False,
-            "plot": False,
-            "peak_tflops": 1.0,
-            "compilation_cache": None,
-        },
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
-    assert train(path, "base", "steps=2") == 0
-    assert train(path, "scores", *rewards(path, "reward.margin=true", "eval_at_start=true")) == 0
+    path = prepared_pairs(tmp_path_factory.mktemp("rewards"))
+    assert train(path, "base", "steps=2", "eval_at_start=false") == 0
+    assert train(path, "scores", *rewards(path, "reward.margin=true")) == 0
     return path
-
-
-def evaluations(folder: Path) -> list[dict]:
-    return [record for record in read_metrics(folder) if record["kind"] == "eval"]
 
 
 def test_chosen_answers_get_the_higher_scores_and_it_is_on_record(config):
@@ -120,7 +69,7 @@ def test_what_is_exported_is_read_back_with_its_score_and_goes_on(config, capsys
     assert found.shape == (1, 10, 1)
     np.testing.assert_allclose(found, ours(tokens), rtol=1e-5)
     start = ["objective=reward", "model.score=true", f"checkpoint.init_from={out}"]
-    more = ["reward.centre_weight=0.01", "steps=2", "eval_at_start=true"]
+    more = ["reward.centre_weight=0.01", "steps=2"]
     assert train(config, "more", *start, *more) == 0
     first, _ = evaluations(config.parent / "runs" / "more")
     assert first["reward_accuracy"] > 0.9

@@ -13,7 +13,13 @@ cross shards. Knows nothing of batches, rows or tokenizers' insides.
 """
 
 from data_pipeline.shards.checked import ranges
-from data_pipeline.shards.files import ATTEMPT, BLOCK_BYTES, move_into, write_atomic
+from data_pipeline.shards.files import (
+    ATTEMPT,
+    BLOCK_BYTES,
+    move_into,
+    write_atomic,
+    write_beside,
+)
 from data_pipeline.shards.manifest import MANIFEST, PARTS, TOKENIZER, VERSION, Manifest, ShardEntry
 from data_pipeline.shards.reader import TokenShards
 from data_pipeline.shards.writer import ShardWriter, token_dtype
@@ -21,4 +27,5 @@ from data_pipeline.shards.writer import ShardWriter, token_dtype
 __all__ = [
     "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "PARTS", "TOKENIZER", "VERSION", "Manifest", "ShardEntry",
     "ShardWriter", "TokenShards", "move_into", "ranges", "token_dtype", "write_atomic",
+    "write_beside",
 ]  # fmt: skip

@@ -1,10 +1,13 @@
 """Files: written whole or not at all; mapped for reading without a descriptor; divided into blocks
 that are checked."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
+import time
+import uuid
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +18,8 @@ from data_pipeline.errors import StorageError
 from data_pipeline.remote import RemotePath
 
 BLOCK_BYTES = 1 << 20
+# What a process that was killed left beside a file is removed when it is older than this.
+_ABANDONED_SECONDS = 3600
 # Begins the names of folders that hold what one attempt at some work has not finished yet.
 ATTEMPT = ".attempt-"
 
@@ -36,6 +41,19 @@ def write_atomic(path: Path | RemotePath, data: bytes) -> None:
         raise StorageError(
             f"{path}: can't be written ({error.strerror}). Free space or choose another place."
         ) from error
+
+
+def write_beside(path: Path, data: bytes) -> None:
+    """As `write_atomic`, where several processes and hosts may write the same file at once."""
+    own = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{path.suffix}")
+    write_atomic(own, data)
+    os.replace(own, path)
+    # What a process that was killed left goes. Others may be writing theirs just now, or have
+    # removed it already.
+    for left in path.parent.glob(f"*{path.stem}.*{path.suffix}*"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                left.unlink()
 
 
 def move_into(directory: Path | RemotePath, files: Iterable[Path]) -> None:

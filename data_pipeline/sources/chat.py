@@ -15,6 +15,7 @@ from data_pipeline.sources.chat_map import (
     MissingColumn,
     map_messages,
     read_list,
+    refuse_answers,
     require_answer,
 )
 from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, checked_document
@@ -32,6 +33,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
             "text)."
         )
     if options.chat_map:
+        refuse_answers(options.chat_map, "--chat")
         require_answer(options.chat_map)
     options, beside = with_template(options, "--chat")
     pieces = records.find(pattern, options, "chat")

@@ -12,6 +12,8 @@ A map is a JSON object:
   items
   becomes: its `{key}` if it is an object, `{0}` and so on if it is a list, and the column's name if
   it is text. Of several columns, items are taken side by side, by the names of their columns.
+* `chosen` and `rejected`, or `completion`: templates of answers, for preferences; the messages are
+  then their prompt.
 * `tools`: the column with the tools of a conversation.
 * `system`: the system message of conversations that have none.
 * `derive`: a name of `DERIVED`, which adds columns to a record.
@@ -33,12 +35,23 @@ SYSTEM_ROLES = ("system", "developer")
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 # Functions that make columns of those that a data set has, by its name.
 DERIVED: dict[str, Callable[[Mapping[str, Any]], dict[str, str]]] = {"gsm8k": gsm8k.derive}
+# Instructions, of which some are about an input.
+# Source: Taori et al. 2023, https://github.com/tatsu-lab/stanford_alpaca
+_ALPACA = {
+    "messages": [
+        {"role": "user", "content": "{instruction}\n\n{input}", "if": "input"},
+        {"role": "user", "content": "{instruction}", "unless": "input"},
+        {"role": "assistant", "content": "{output}"},
+    ]
+}
 # Maps by name.
-NAMED: dict[str, dict[str, Any]] = {"gsm8k": gsm8k.MAP}
+NAMED: dict[str, dict[str, Any]] = {"gsm8k": gsm8k.MAP, "alpaca": _ALPACA}
 _EXAMPLE = "--map user='{question}' assistant='{answer}'"
 _IN_MESSAGE = frozenset({"role", "content", "tool_calls", "if", "unless"})
 _IN_EACH = frozenset({"each", "messages"})
-_IN_MAP = frozenset({"messages", "tools", "system", "derive"})
+# The answers of a preference.
+ANSWERS = ("chosen", "rejected", "completion")
+_IN_MAP = frozenset({"messages", "tools", "system", "derive", *ANSWERS})
 _TOOLS = "tools"
 
 
@@ -46,12 +59,15 @@ class MissingColumn(ChatError):
     """A record lacks a column that a map names."""
 
 
+# The parts of a template: each literal text, and the column behind it, if there is one.
+type _Template = tuple[tuple[str, str | None], ...]
+
+
 class _Message(NamedTuple):
-    """A message: the parts of its template, each literal text and the column behind it, if there is
-    one; and the columns that its fields name."""
+    """A message: its template, and the columns that its fields name."""
 
     role: str
-    parts: tuple[tuple[str, str | None], ...]
+    parts: _Template
     tool_calls: str
     present: str
     absent: str
@@ -69,6 +85,7 @@ class ChatMap(NamedTuple):
 
     Attributes:
         entries: its messages, in their order.
+        answers: by names of `ANSWERS`; empty: it is not of preferences.
         tools: the column that holds tools; empty: none does.
         system: the system message of conversations that have none, unless --system gives another;
             empty: no message.
@@ -77,6 +94,7 @@ class ChatMap(NamedTuple):
     """
 
     entries: tuple[_Message | _Each, ...]
+    answers: tuple[tuple[str, _Template], ...]
     tools: str
     system: str
     derive: str
@@ -84,15 +102,17 @@ class ChatMap(NamedTuple):
 
 
 def read_map(words: Sequence[str]) -> ChatMap:
-    """The map that the words of `--map` give: one name or file, or ROLE=TEMPLATE and tools=COLUMN.
+    """The map that the words of `--map` give: one name or file, or ROLE=TEMPLATE, ANSWER=TEMPLATE
+    and tools=COLUMN.
 
     UsageError: they give none.
     """
     first = words[0]
-    if _role_of(first) in (*ROLES, _TOOLS):
+    if _role_of(first) in (*ROLES, *ANSWERS, _TOOLS):
         return _of_words(words)
     if len(words) > 1 or (first not in NAMED and not first.endswith(".json")):
-        rule = f"is not ROLE=TEMPLATE with a role of {', '.join(ROLES)}, nor tools=COLUMN"
+        rule = f"is not ROLE=TEMPLATE with a role of {', '.join(ROLES)} (or for preferences of "
+        rule += f"{', '.join(ANSWERS)}), nor tools=COLUMN"
         other = f"a name ({', '.join(NAMED)}) or the path of a .json file, alone"
         raise UsageError(f"--map {first}: {rule}. Give such, as in {_EXAMPLE}, or {other}.")
     if first in NAMED:
@@ -120,12 +140,12 @@ def _of_words(words: Sequence[str]) -> ChatMap:
     values: dict[str, Any] = {"messages": []}
     for word in words:
         role, _, text = word.partition("=")
-        if role != _TOOLS:
+        if role not in (*ANSWERS, _TOOLS):
             values["messages"].append({"role": role, "content": text})
-        elif _TOOLS in values:
-            raise UsageError(f"--map {word}: tools is given twice. Keep one of them.")
+        elif role in values:
+            raise UsageError(f"--map {word}: {role} is given twice. Keep one of them.")
         else:
-            values[_TOOLS] = text
+            values[role] = text
     return _of_values(values, " ".join(words))
 
 
@@ -145,6 +165,11 @@ def _of_values(values: Any, name: str) -> ChatMap:
             entries.append(_Each(tuple(columns), messages))
         else:
             entries.append(_read_message(entry, name))
+    answers = []
+    for answer in ANSWERS:
+        if answer in values:
+            template = _require_text(values[answer], answer, name)
+            answers.append((answer, tuple(_parts(template, name))))
     system = values.get("system", "")
     if system != "":
         _require_text(system, "system", name)
@@ -156,7 +181,7 @@ def _of_values(values: Any, name: str) -> ChatMap:
         mend = f"Give {' or '.join(DERIVED)}, or leave it out"
         raise UsageError(f"--map {name}: there is no derive={derive!r}. {mend}.")
     text = json.dumps(values, sort_keys=True)
-    return ChatMap(tuple(entries), tools, system, derive, text)
+    return ChatMap(tuple(entries), tuple(answers), tools, system, derive, text)
 
 
 def _read_message(value: Any, name: str) -> _Message:
@@ -248,16 +273,47 @@ def require_answer(chat_map: ChatMap) -> None:
     )
 
 
+def refuse_answers(chat_map: ChatMap, option: str) -> None:
+    """UsageError: a map of preferences is used for something else."""
+    for name, _ in chat_map.answers:
+        raise UsageError(
+            f"--map: {name} is an answer of a preference, and {option} has none. Write it as "
+            f"assistant='{{answer}}', or give --preferences in place of {option}."
+        )
+
+
+def require_preference(chat_map: ChatMap) -> None:
+    """UsageError: the answers of a map are neither a pair nor a single one."""
+    names = [name for name, _ in chat_map.answers]
+    if names not in (["chosen", "rejected"], ["completion"]):
+        found = ", ".join(names) or "none"
+        raise UsageError(
+            "--map: preferences need the answers chosen and rejected, or completion, beside "
+            f"messages, and these are {found}. Give them, such as --map user='{{question}}' "
+            "chosen='{better}' rejected='{worse}'."
+        )
+
+
+def map_answers(chat_map: ChatMap, record: Mapping[str, Any]) -> list[str]:
+    """The texts of the answers of a record. ChatError: a column is missing or of another type."""
+    columns = _with_derived(chat_map, record)
+    return [_fill_template(template, columns) for _, template in chat_map.answers]
+
+
 def map_messages(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a record, each with `role` and `content`; the map's `system` is not among
     them.
 
     ChatError: a column is missing or of another type, or a message would be empty.
     """
-    columns = record
-    if chat_map.derive:
-        columns = {**record, **DERIVED[chat_map.derive](record)}
-    return list(_fill(chat_map.entries, columns))
+    return list(_fill(chat_map.entries, _with_derived(chat_map, record)))
+
+
+def _with_derived(chat_map: ChatMap, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns of a record, and those that the map derives from them."""
+    if not chat_map.derive:
+        return record
+    return {**record, **DERIVED[chat_map.derive](record)}
 
 
 def map_prompt(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -338,11 +394,7 @@ def _items(entry: _Each, columns: Mapping[str, Any]) -> Iterator[Mapping[str, An
 
 def _fill_message(message: _Message, columns: Mapping[str, Any]) -> dict[str, Any]:
     """A message with the texts of its columns."""
-    content = ""
-    for literal, column in message.parts:
-        content += literal
-        if column is not None:
-            content += _text(columns, column)
+    content = _fill_template(message.parts, columns)
     filled: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         calls = read_list(_look_up(columns, message.tool_calls), f"column {message.tool_calls!r}")
@@ -351,6 +403,16 @@ def _fill_message(message: _Message, columns: Mapping[str, Any]) -> dict[str, An
     if content.strip() or filled.get("tool_calls"):
         return filled
     raise ChatError(f"an empty message of {message.role}")
+
+
+def _fill_template(template: _Template, columns: Mapping[str, Any]) -> str:
+    """A template with the texts of its columns."""
+    text = ""
+    for literal, column in template:
+        text += literal
+        if column is not None:
+            text += _text(columns, column)
+    return text
 
 
 def _text(columns: Mapping[str, Any], name: str) -> str:

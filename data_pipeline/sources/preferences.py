@@ -1,5 +1,5 @@
-"""Preferences: JSON lines of pairs, an answer that was chosen and one that was rejected, or of
-single answers with a label, in the forms that are usual.
+"""Preferences: records of pairs, an answer that was chosen and one that was rejected, or of single
+answers with a label, in the forms that are usual, or in columns that a map makes messages of.
 
 A record is told by its columns and their types:
 
@@ -22,13 +22,20 @@ import numpy as np
 
 from data_pipeline.chat import ChatError, Conversation, Span, render_all
 from data_pipeline.errors import DataError, UsageError
-from data_pipeline.sources import jsonl
+from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat import (
     clean,
     find_tools,
     mended_text,
     read_messages,
+    with_system,
     with_template,
+)
+from data_pipeline.sources.chat_map import (
+    MissingColumn,
+    map_answers,
+    map_messages,
+    require_preference,
 )
 from data_pipeline.sources.document import (
     SAME,
@@ -50,7 +57,7 @@ NAMES = (
     "score_rejected",
 )
 _OPTION = "--preferences"
-_MEND = "Name them, such as --columns chosen=win,rejected=lose"
+_MEND = "Name them, such as --columns chosen=win,rejected=lose, or make them with --map"
 _MESSAGES = "messages"
 _TURNS = "Human/Assistant text"
 _TEXT = "text"
@@ -95,10 +102,15 @@ def find(pattern: str, options: Options) -> list[Piece]:
             f"{_OPTION}: needs a tokenizer that is there, not one to be trained. "
             "Give --tokenizer path/to/tokenizer.json, or bytes."
         )
-    pieces = jsonl.find(pattern, options, "preferences")
-    form = _first_form(pattern, pieces, columns)
+    pieces = records.find(pattern, options, "preferences")
+    if options.chat_map:
+        require_preference(options.chat_map)
+        kind = "explicit" if len(options.chat_map.answers) == 2 else "unpaired"
+        form = PreferenceForm(kind, _MESSAGES)
+    else:
+        form = _first_form(pattern, pieces, columns)
     beside: tuple[str, ...] = ()
-    if options.chat_template or form.content == _MESSAGES:
+    if options.chat_template or options.system or form.content == _MESSAGES:
         options, beside = with_template(options, _OPTION)
     options = options._replace(preferences=form)
     return [piece._replace(options=options, beside=beside) for piece in pieces]
@@ -121,7 +133,7 @@ def _first_form(pattern: str, pieces: list[Piece], columns: dict[str, str]) -> P
     """The form of the first record that has one. DataError: none has."""
     keys = ""
     for piece in pieces:
-        for record in jsonl.first_records(piece):
+        for record in records.first_records(piece):
             form = _form(record, columns)
             if form:
                 return form
@@ -161,8 +173,8 @@ def _continues(rows: list[Any]) -> bool:
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Pairs, or answers with a label, of the lines of the piece that belong to its part."""
-    return jsonl.read_lines(piece, functools.partial(_parse, options=piece.options))
+    """Pairs, or answers with a label, of the records of the piece that belong to its part."""
+    return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
 def _parse(lines: list[bytes], options: Options) -> list[Document]:
@@ -183,8 +195,8 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
             example = _example(record, columns, options)
             document = document._replace(value=_value(record, columns, options))
             if template:
-                tools = clean(find_tools(record), template, problems)
-                for messages, untaught in _conversations(example):
+                tools = clean(find_tools(record, options.chat_map), template, problems)
+                for messages, untaught in _conversations(example, options.system):
                     conversations.append((clean(messages, template, problems), tools, untaught))
                     rendered.append(number)
             else:
@@ -195,10 +207,7 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
             if problems:
                 document = document._replace(problem=problems[0])
         except ChatError as error:
-            detail = ""
-            if isinstance(error, _Missing) and isinstance(record, dict):
-                detail = f"{jsonl.list_keys(record)}. {_MEND}"
-            document = Document(None, "", str(error), detail=detail)
+            document = Document(None, "", str(error), detail=_keys_of(record, error))
         documents.append(document)
     if template:
         members_of: dict[int, list[list[Span] | ChatError]] = {}
@@ -215,6 +224,17 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
     return documents
 
 
+def _keys_of(record: dict[str, Any] | str, error: ChatError) -> str:
+    """The keys of a record in words, if what is wrong is that it has others; else nothing."""
+    if isinstance(record, str):
+        return ""
+    if isinstance(error, MissingColumn):
+        return jsonl.list_keys(record)
+    if isinstance(error, _Missing):
+        return f"{jsonl.list_keys(record)}. {_MEND}"
+    return ""
+
+
 def _with_members(document: Document, members: list[list[Span]]) -> Document:
     """A document, or a pair, of these spans."""
     if len(members) == 1:
@@ -229,6 +249,12 @@ def _example(record: dict[str, Any], columns: dict[str, str], options: Options) 
     """Prompt and answers of a record. ChatError: a column is missing, or of another type."""
     form = options.preferences
     assert form is not None, "find gives every piece one"
+    if options.chat_map:
+        messages = map_messages(options.chat_map, record)
+        texts = map_answers(options.chat_map, record)
+        if len(texts) == 2 and texts[0] == texts[1]:
+            raise ChatError(SAME)
+        return _Example(messages, texts)
     names = ("chosen", "rejected")
     if form.kind == "unpaired":
         names = ("completion",)
@@ -282,9 +308,12 @@ def _number(record: dict[str, Any], column: str) -> float:
     return float(value)
 
 
-def _conversations(example: _Example) -> list[tuple[list[dict[str, Any]], int]]:
+def _conversations(example: _Example, system: str) -> list[tuple[list[dict[str, Any]], int]]:
     """The messages of each answer with those of its prompt, and how many of them are no answer.
-    ChatError: they are not messages, or an answer is missing."""
+
+    `system`: the system message of those that have none; empty: none. ChatError: they are not
+    messages, or an answer is missing.
+    """
     found = [_messages(example.prompt, answer) for answer in example.answers]
     if len(found) == 2 and found[0][0] == found[1][0]:
         raise ChatError(SAME)
@@ -295,7 +324,8 @@ def _conversations(example: _Example) -> list[tuple[list[dict[str, Any]], int]]:
     for messages, untaught in found:
         assert untaught is not None, "of both answers, or of none, the prompt is known"
         _check_answers(messages, untaught)
-        result.append((messages, untaught))
+        whole = with_system(messages, system)
+        result.append((whole, untaught + len(whole) - len(messages)))
     return result
 
 
@@ -444,7 +474,7 @@ def _mended(spans: list[Span], problems: list[str]) -> list[Span]:
 FORMAT = Format(
     "preferences", "GLOB",
     "pairs of a chosen and a rejected answer, or answers with a label, in JSON lines, plain, .gz "
-    "or .zst",
+    "or .zst, or in .parquet",
     "--preferences 'pairs/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
-    find, documents, jsonl.cut,
+    find, documents, records.cut,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from data_pipeline.sources.chat import (
     with_system,
     with_template,
 )
-from data_pipeline.sources.chat_map import MissingColumn, map_prompt
+from data_pipeline.sources.chat_map import MissingColumn, map_prompt, refuse_answers
 from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
 
 # In the columns of a document: the prompt as it came, text or messages.
@@ -29,6 +29,8 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
     UsageError: no tokenizer is given for a template. DataError: no template is usable.
     """
+    if options.chat_map:
+        refuse_answers(options.chat_map, "--prompts")
     pieces = records.find(pattern, options, "prompts")
     makes_messages = options.chat_template or options.chat_map or options.system
     if not makes_messages and not _has_messages(pieces):

@@ -17,11 +17,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxtrain.config.schema import DpoConfig, RegularizationConfig
-from maxtrain.objectives.next_token import NO_NOISE, noisy_forward, target_log_probs
+from maxtrain.objectives.next_token import (
+    NO_NOISE,
+    document_log_probs,
+    noisy_forward,
+    target_log_probs,
+)
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
     REFERENCE,
+    REFERENCE_SUM,
     Batch,
     Models,
     Objective,
@@ -32,7 +38,7 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, sums_of_pairs
+from maxtrain.ops.sums import Sum, by_pair, numbers_of_documents, sums_of_pairs
 
 PREFERENCE = Quantity("preference", "nats per pair")
 
@@ -64,6 +70,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     """
     loss_of_pairs = LOSSES[config.loss_type]
     needs_reference = config.loss_type not in FREE_OF_REFERENCE
+    is_stored = needs_reference and config.reference_logprobs == "stored"
     strength = Strength(config.beta, config.label_smoothing, config.margin)
     sft_weight = config.sft_weight
     if sft_weight is None:
@@ -95,12 +102,11 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
         found = target_log_probs(policy, out.hidden, batch)
-        reference = jnp.zeros_like(mask)
+        of_policy = sums_of_pairs(found.log_probs * mask, batch["segment_ids"])
+        of_reference = jnp.zeros_like(of_policy)
         if needs_reference:
-            model = models[REFERENCE]
-            hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-            reference = jax.lax.stop_gradient(target_log_probs(model, hidden, batch).log_probs)
-        pairs = _pairs(found.log_probs, reference, mask, batch)
+            of_reference = by_pair(_reference_log_probs(models, batch))
+        pairs = _pairs(of_policy, of_reference, mask, batch)
         each = loss_of_pairs(pairs.chosen, pairs.rejected, strength)
         preference = jnp.where(pairs.are_there, each, 0.0).sum()
         chosen_nll = -jnp.where(pairs.are_there, pairs.chosen.log_prob, 0.0).sum()
@@ -118,7 +124,10 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         return with_layers(loss, sums, out, scales)
 
     models: tuple[str, ...] = (POLICY,)
-    if needs_reference:
+    arrays = {}
+    if is_stored:
+        arrays = {REFERENCE_SUM: "BT"}
+    elif needs_reference:
         models = (POLICY, REFERENCE)
     return Objective(
         factors,
@@ -128,19 +137,24 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         loss=PREFERENCE,
         recorded=recorded,
         evaluated=recorded,
+        arrays=arrays,
     )
 
 
+def _reference_log_probs(models: Models, batch: Batch) -> Float[Array, "B S"]:
+    """As `document_log_probs` of the reference, which the batch may have."""
+    if REFERENCE_SUM in batch:
+        return numbers_of_documents(batch[REFERENCE_SUM], batch["segment_ids"])
+    return document_log_probs(models[REFERENCE], batch)
+
+
 def _pairs(
-    log_probs: Float[Array, "B T"],
-    reference: Float[Array, "B T"],
+    of_policy: Float[Array, "B P 2"],
+    of_reference: Float[Array, "B P 2"],
     mask: Float[Array, "B T"],
     batch: Batch,
 ) -> Pairs:
-    segments = batch["segment_ids"]
-    of_policy = sums_of_pairs(log_probs * mask, segments)
-    of_reference = sums_of_pairs(reference * mask, segments)
-    lengths = sums_of_pairs(mask, segments)
+    lengths = sums_of_pairs(mask, batch["segment_ids"])
     # Of an answer without targets nothing is used, but it may not divide by 0.
     divisors = jnp.maximum(lengths, 1.0)
     answers = []

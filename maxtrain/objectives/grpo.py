@@ -11,14 +11,16 @@ Source: GRPO: Shao et al., https://arxiv.org/abs/2402.03300; Dr. GRPO: Liu et al
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 from maxtrain.config.schema import GrpoConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder, Forward
 from maxtrain.objectives.next_token import (
     NO_NOISE,
     next_token,
     noisy_forward,
     num_targets,
+    target_draws,
     target_log_probs,
     target_weights,
 )
@@ -34,6 +36,7 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
+from maxtrain.ops.log_probs import TokenLogProbs
 from maxtrain.ops.policy_loss import (
     Clip,
     importance_weights,
@@ -50,15 +53,24 @@ OLD = "old_log_probs"
 SAMPLED = "sampled_log_probs"
 # By the reference; only where there is a weight on the divergence from it.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-# Of each token's completion.
+# What `scored` finds beside log-probabilities: tokens, int32 [B, T].
+DRAWN = "drawn"
+# Of each token's completion; with objective=ppo of the token itself.
 ADVANTAGES = "advantages"
+# By the policy, when the completion was taken up: what was to be expected before the token; only
+# where it has values.
+VALUES = "old_values"
 # 1 in the first step that reads these completions: the policy is the old one still.
 IS_FIRST = "is_first"
 # How many completions a row holds, also those that are masked.
 NUM_COMPLETIONS = "num_completions"
 
 
-def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+def grpo(
+    config: GrpoConfig,
+    regularization: RegularizationConfig = NO_NOISE,
+    is_exact: bool = False,
+) -> Objective:
     """The mean of a loss of policies over tokens or completions, as `loss_type` says, plus beta
     times the divergence from the reference.
 
@@ -76,6 +88,7 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
     Args:
         config: which loss, and its numbers.
         regularization: what is random where the batch has keys.
+        is_exact: as of `pass_through`.
     """
     clip = clip_of(config)
     per_completion = config.loss_type in ("grpo", "gspo")
@@ -113,8 +126,7 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
-        out = noisy_forward(policy, batch, regularization)
-        found = target_log_probs(policy, out.hidden, batch, config.temperature)
+        out, found = pass_through(policy, batch, config.temperature, regularization, is_exact)
         now = jax.lax.stop_gradient(found.log_probs)
         is_first = batch[IS_FIRST][:, None] > 0
         old = jnp.where(is_first, now, batch[OLD])
@@ -171,15 +183,60 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
     )
 
 
-def scored(models: Models, batch: Batch, temperature: float) -> dict[str, Array]:
+def pass_through(
+    policy: Decoder,
+    batch: Batch,
+    temperature: float,
+    regularization: RegularizationConfig = NO_NOISE,
+    is_exact: bool = False,
+) -> tuple[Forward, TokenLogProbs]:
+    """The pass that trains, and the log-probabilities of targets.
+
+    Args:
+        policy: the model.
+        batch: what it reads.
+        temperature: divides the logits.
+        regularization: what is random where the batch has keys.
+        is_exact: the pass stores nothing for the backward pass, which computes all of it once more.
+            So it is the same program as `scored` inside another one. What is stored changes what a
+            compiler computes together, and with that the last bits.
+    """
+
+    def through() -> tuple[Forward, TokenLogProbs]:
+        out = noisy_forward(policy, batch, regularization)
+        return out, target_log_probs(policy, out.hidden, batch, temperature)
+
+    if is_exact:
+        return jax.checkpoint(through)()
+    return through()
+
+
+def scored(
+    models: Models, batch: Batch, temperature: float, keys: Key[Array, "B T"] | None = None
+) -> dict[str, Array]:
     """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
-    reference; nothing is random."""
+    reference, and the policy's value if it has one; nothing is random.
+
+    Args:
+        models: the policy, and perhaps a reference.
+        batch: what they read.
+        temperature: divides the logits.
+        keys: also the tokens that the policy draws by these, in the place of targets (DRAWN).
+    """
     names = {POLICY: OLD, REFERENCE: REFERENCE_LOG_PROBS}
     found = {}
-    for model, name in names.items():
-        if model in models:
-            hidden = models[model].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-            found[name] = target_log_probs(models[model], hidden, batch, temperature).log_probs
+    for role, name in names.items():
+        if role not in models:
+            continue
+        model = models[role]
+        hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+        found[name] = target_log_probs(model, hidden, batch, temperature).log_probs
+        if role == POLICY and keys is not None:
+            # Apart, so that log-probabilities are computed as they are without it.
+            apart = jax.lax.optimization_barrier(hidden)
+            found[DRAWN] = target_draws(model, apart, keys, batch, temperature)
+        if role == POLICY and model.value is not None:
+            found[VALUES] = model.values(hidden)
     return found
 
 

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from data_pipeline.packing import VALUE
 from maxtrain.config.schema import DpoConfig, RegularizationConfig
 from maxtrain.objectives.next_token import NO_NOISE, noisy_forward, target_log_probs
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
     REFERENCE,
+    REFERENCE_SUM,
     Batch,
     FirstPass,
     Models,
@@ -36,10 +38,8 @@ from maxtrain.objectives.objective import (
 from maxtrain.ops.mismatched import mismatched
 from maxtrain.ops.preference import of_label
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, sums_of_documents
+from maxtrain.ops.sums import Sum, numbers_of_documents, sums_of_documents
 
-# The label of each position's document.
-VALUE = "value"
 PREFERENCE = Quantity("preference", "per answer")
 _DIVERGENCE = "divergence"
 
@@ -92,7 +92,7 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
         found = target_log_probs(policy, out.hidden, batch)
-        ratios = _log_ratios(found.log_probs, _of_reference(models, batch), batch)
+        ratios = _log_ratios(found.log_probs, models, batch)
         labels = jnp.sign(sums_of_documents(batch[VALUE] * mask, batch["segment_ids"]))
         zero = jnp.zeros_like(labels)
         if has_divergence:
@@ -122,15 +122,20 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         loss = scales["preference"] * preference
         return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
 
+    models: tuple[str, ...] = (POLICY, REFERENCE)
+    arrays = {VALUE: "BT"}
+    if config.reference_logprobs == "stored":
+        models = (POLICY,)
+        arrays[REFERENCE_SUM] = "BT"
     return Objective(
         factors,
         denominators,
         forward,
-        models=(POLICY, REFERENCE),
+        models=models,
         loss=PREFERENCE,
         recorded=tuple(recorded),
         evaluated=tuple(recorded),
-        arrays={VALUE: "BT"},
+        arrays=arrays,
         first_pass=first_pass,
     )
 
@@ -140,24 +145,25 @@ def _divergence(models: Models, batch: Batch) -> dict[str, Sum]:
     policy = models[POLICY]
     hidden = policy.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     found = target_log_probs(policy, hidden, batch)
-    ratios = _log_ratios(found.log_probs, _of_reference(models, batch), batch)
+    ratios = _log_ratios(found.log_probs, models, batch)
     total = jnp.where(ratios.are_there, ratios.values, 0.0).sum()
     measured = Sum(total, ratios.are_there.sum().astype(jnp.float32))
     return jax.lax.stop_gradient({_DIVERGENCE: measured})
 
 
-def _of_reference(models: Models, batch: Batch) -> Float[Array, "B T"]:
-    """The log-probability of each target by the reference."""
+def _log_ratios(log_probs: Float[Array, "B T"], models: Models, batch: Batch) -> _LogRatios:
+    segments = batch["segment_ids"]
+    mask = batch["loss_mask"].astype(jnp.float32)
+    if REFERENCE_SUM in batch:
+        of_reference = numbers_of_documents(batch[REFERENCE_SUM], segments)
+        ratios = sums_of_documents(log_probs * mask, segments) - of_reference
+        return _LogRatios(ratios, _are_there(batch))
     model = models[REFERENCE]
-    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-    return jax.lax.stop_gradient(target_log_probs(model, hidden, batch).log_probs)
-
-
-def _log_ratios(
-    log_probs: Float[Array, "B T"], reference: Float[Array, "B T"], batch: Batch
-) -> _LogRatios:
-    of_targets = (log_probs - reference) * batch["loss_mask"].astype(jnp.float32)
-    return _LogRatios(sums_of_documents(of_targets, batch["segment_ids"]), _are_there(batch))
+    hidden = model.hidden(batch["inputs"], segments, batch["positions"])
+    reference = jax.lax.stop_gradient(target_log_probs(model, hidden, batch).log_probs)
+    return _LogRatios(
+        sums_of_documents((log_probs - reference) * mask, segments), _are_there(batch)
+    )
 
 
 def _are_there(batch: Batch) -> Bool[Array, "B S"]:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.config.schema import LossConfig, RegularizationConfig
 from maxtrain.models.context import Noise
@@ -20,7 +20,8 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
-from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
+from maxtrain.ops.draw import drawn_tokens
+from maxtrain.ops.log_probs import Form, TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum, sums_of_documents
 from maxtrain.parallel.sharding import batch_shards, length_shards
@@ -107,16 +108,41 @@ def target_log_probs(
         hidden: the model's last hidden states.
         temperature: divides the logits.
     """
-    return token_log_probs(
-        hidden,
-        model.output_matrix(),
-        batch["targets"],
-        chunks=chunks_of(batch, model),
-        dtype=model.precision.compute,
-        logits=model.precision.output,
-        softcap=model.spec.logit_softcap,
-        temperature=temperature,
+    form = _form(model, batch, temperature)
+    return token_log_probs(hidden, model.output_matrix(), batch["targets"], **form._asdict())
+
+
+def target_draws(
+    model: Decoder,
+    hidden: Float[Array, "B T D"],
+    keys: Key[Array, "B T"],
+    batch: Batch,
+    temperature: float = 1.0,
+) -> Int[Array, "B T"]:
+    """The token that each key draws in the place of each target, from the distribution that
+    `target_log_probs` is of."""
+    form = _form(model, batch, temperature)
+    return drawn_tokens(hidden, model.output_matrix(), keys, form)
+
+
+def _form(model: Decoder, batch: Batch, temperature: float) -> Form:
+    """Of the logits of a model."""
+    return Form(
+        chunks_of(batch, model),
+        model.precision.compute,
+        model.precision.output,
+        model.spec.logit_softcap,
+        temperature,
     )
+
+
+def document_log_probs(model: Decoder, batch: Batch) -> Float[Array, "B S"]:
+    """The sum of the log-probabilities of the targets of each document of each row by a model that
+    does not train, nats, at the number of its segment."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    found = target_log_probs(model, hidden, batch).log_probs
+    return jax.lax.stop_gradient(sums_of_documents(found * mask, batch["segment_ids"]))
 
 
 def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:

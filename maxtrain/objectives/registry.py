@@ -8,17 +8,21 @@ from maxtrain.config.schema import (
     DpoConfig,
     GrpoConfig,
     LossConfig,
+    PpoConfig,
     RegularizationConfig,
     RewardConfig,
 )
 from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.distill import distill
+from maxtrain.objectives.distill_stored import distill_stored
 from maxtrain.objectives.dpo import dpo
 from maxtrain.objectives.grpo import grpo
 from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
+from maxtrain.objectives.on_policy import on_policy
+from maxtrain.objectives.ppo import ppo
 from maxtrain.objectives.reward import reward
 
 
@@ -30,10 +34,13 @@ class Settings(NamedTuple):
     dpo: DpoConfig
     reward: RewardConfig
     grpo: GrpoConfig
+    ppo: PpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
     normalize: str
     num_sources: int
+    # As of `grpo`.
+    is_exact: bool = False
 
 
 def _next_token(settings: Settings) -> Objective:
@@ -43,6 +50,22 @@ def _next_token(settings: Settings) -> Objective:
 
 
 def _distill(settings: Settings) -> Objective:
+    if settings.distill.on_policy:
+        return on_policy(
+            settings.distill.temperature,
+            settings.distill.kind,
+            settings.normalize,
+            settings.regularization,
+            settings.distill.beta,
+        )
+    if settings.distill.stored is not None:
+        return distill_stored(
+            settings.distill,
+            settings.loss,
+            settings.normalize,
+            settings.num_sources,
+            settings.regularization,
+        )
     return distill(
         settings.distill.temperature,
         settings.distill.weight,
@@ -66,7 +89,11 @@ def _reward(settings: Settings) -> Objective:
 
 
 def _grpo(settings: Settings) -> Objective:
-    return grpo(settings.grpo, settings.regularization)
+    return grpo(settings.grpo, settings.regularization, settings.is_exact)
+
+
+def _ppo(settings: Settings) -> Objective:
+    return ppo(settings.ppo, settings.grpo.temperature, settings.regularization)
 
 
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
@@ -75,6 +102,7 @@ OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "dpo": _dpo,
     "reward": _reward,
     "grpo": _grpo,
+    "ppo": _ppo,
 }
 
 

@@ -68,9 +68,14 @@ def token_log_probs(
 def plain_token_log_probs(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `token_log_probs`."""
-    logits = soft_capped(dot(hidden, head, Recipe.of(form.dtype)), form.softcap)
-    logits = logits.astype(form.logits).astype(jnp.float32) / form.temperature
-    return _looked_up(jax.nn.log_softmax(logits), targets)
+    return _looked_up(jax.nn.log_softmax(tempered_logits(hidden, head, form)), targets)
+
+
+def tempered_logits(
+    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], form: Form
+) -> Float[Array, "B T V"]:
+    """What the softmax is taken of."""
+    return _logits(hidden, head, form).tempered
 
 
 def _looked_up(log_p: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> TokenLogProbs:

@@ -45,7 +45,24 @@ def sums_of_pairs(
 
     A row has T // 2 pairs at most, since each document has a token.
     """
-    rows, length = values.shape
-    most = length // 2
-    sums = sums_of_documents(values, segments)
-    return sums[:, 1 : 2 * most + 1].reshape(rows, most, 2)
+    return by_pair(sums_of_documents(values, segments))
+
+
+def numbers_of_documents(
+    values: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B S"]:
+    """The number that all positions of a document have, of each document of each row, at the
+    number of its segment, bit for bit; 0 where there is none. S as of `sums_of_documents`."""
+
+    def of_row(values: Array, segments: Array) -> Array:
+        return jax.ops.segment_max(values, segments, segments.size + 1)
+
+    found = jax.vmap(of_row)(values, segments)
+    return jnp.where(jnp.isneginf(found), 0.0, found)
+
+
+def by_pair(of_documents: Float[Array, "B S"]) -> Float[Array, "B P 2"]:
+    """Numbers of documents, at the numbers of their segments, as those of pairs."""
+    rows, size = of_documents.shape
+    most = (size - 1) // 2
+    return of_documents[:, 1 : 2 * most + 1].reshape(rows, most, 2)

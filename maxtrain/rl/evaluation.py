@@ -16,14 +16,15 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample, as_text
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.rl.advantages import weighted_sum
+from maxtrain.rl.completions import Completion, Manner, Wanted, complete
 from maxtrain.rl.prompts import Prompt, read_prompt, read_together
-from maxtrain.rl.reward_calls import make_pool, make_rewards
+from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores
-from maxtrain.rl.rollouts import stop_ids
+from maxtrain.rl.sampler import stop_ids
 from maxtrain.serve.engine import Engine
+from maxtrain.serve.generation import Generation
 from maxtrain.serve.sampling import Sampling
-from maxtrain.serve.text import decode_new
 
 # By which sets of prompts are judged: a higher one is better.
 REWARD = "reward"
@@ -92,32 +93,20 @@ class Answers(NamedTuple):
 
 
 class Asking:
-    """Asks a model for completions, and rewards them. To be closed.
+    """Asks a model for completions, and rewards them.
 
     Args:
-        config: rewards, and the longest completion.
+        config: says how long a completion is.
         tokenizer: of prompts and model.
         slots: completions that are made at once. For each number, programs are compiled.
-
-    Raises:
-        ConfigError: there is no such reward.
+        rewards: of the completions.
     """
 
-    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, slots: int):
-        self._config = config
+    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, slots: int, rewards: Rewards):
+        self._longest = config.max_completion_length
         self._tokenizer = tokenizer
         self._slots = slots
-        # Its processes are started when the first reward needs one.
-        self._pool = make_pool(config)
-        self._rewards = make_rewards(config, self._pool, num_generations=1)
-
-    def check(self) -> None:
-        """ConfigError: a reward can't be imported."""
-        self._rewards.check()
-
-    def close(self) -> None:
-        """Ends the processes of rewards."""
-        self._pool.close()
+        self._rewards = rewards
 
     def __call__(
         self,
@@ -135,30 +124,15 @@ class Asking:
             sign_of_life: called every few tokens. What it raises ends the evaluation.
         """
         began = time.perf_counter()
-        prompts = read_together(_first_prompts, shards, count)
+        prompts = read_together(first_prompts, shards, count)
         ends = stop_ids(self._tokenizer, shards)
-        engine = Engine(model, slots=self._slots, eager=True)
-        made = []
-        for row, prompt in enumerate(prompts):
-            made.append(
-                engine.submit(
-                    prompt.ids,
-                    self._config.max_completion_length,
-                    Sampling(temperature=0.0),
-                    row=row,
-                    stop_ids=ends,
-                )
-            )
-        while engine.step():
-            sign_of_life()
-        texts = [decode_new(self._tokenizer, each.prompt, each.ids) for each in made]
-        ids = [each.ids_with_end() for each in made]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        generations = likeliest(model, prompts, ends, self._longest, self._slots, sign_of_life)
+        made = [Completion.of(each) for each in generations]
+        texts = self._rewards.texts(prompts, made)
         scores = None
         error = None
         try:
-            scores = self._rewards([prompt.original for prompt in prompts], texts, ids, columns)
+            scores = self._rewards(prompts, made, texts, column_names(prompts))
         except Exception as problem:
             error = problem
         # One that fails in one process alone ends all of them.
@@ -167,15 +141,40 @@ class Asking:
         return Answers(
             prompts=prompts,
             texts=texts,
-            lengths=[len(whole) for whole in ids],
-            truncated=np.array([each.ended_by is None for each in made]),
-            failed=sum(each.reason == "failed" for each in made),
+            lengths=[len(each.ids) for each in made],
+            truncated=np.array([not each.has_ended for each in made]),
+            failed=sum(each.reason == "failed" for each in generations),
             scores=scores,
             seconds=time.perf_counter() - began,
         )
 
 
-def _first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+def likeliest(
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    stop_ids: Sequence[int],
+    longest: int,
+    slots: int,
+    sign_of_life: Callable[[], object],
+) -> list[Generation]:
+    """A completion of each prompt, by the likeliest tokens.
+
+    Args:
+        model: on one device, or split over the current mesh.
+        prompts: to be completed.
+        stop_ids: tokens that end a completion.
+        longest: tokens of a completion, at most.
+        slots: completions that are made at once.
+        sign_of_life: called every few tokens. What it raises ends it.
+    """
+    manner = Manner(Sampling(temperature=0.0), longest, tuple(stop_ids))
+    wanted = [Wanted(prompt.ids, row) for row, prompt in enumerate(prompts)]
+    engine = Engine(model, slots=slots, eager=True)
+    return complete(engine, wanted, manner, sign_of_life)
+
+
+def first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+    """The first prompts of a set."""
     return [read_prompt(shards, number) for number in range(count)]
 
 

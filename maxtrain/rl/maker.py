@@ -2,9 +2,11 @@
 
 Rewards are computed in a thread, so that steps may be made between `begin` and `finish`. With
 grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
-of prompts that the plan reads later. These are read again in their own turn: if a step moved on in
-the data by as many prompts as it happened to need, what a step reads and when a pass over the data
-ends would depend on all that was sampled before.
+of prompts that the plan reads later. These are completed by the weights that are about to train,
+also where older ones have sampled the rest one rollout ahead: each token has the log-probability of
+what has sampled it. The prompts are read again in their own turn: if a step moved on in the data by
+as many prompts as it happened to need, what a step reads and when a pass over the data ends would
+depend on all that was sampled before.
 """
 
 import concurrent.futures
@@ -17,11 +19,14 @@ from jaxtyping import Bool
 
 from data_pipeline.loader import TrainingData
 from maxtrain import failpoints
-from maxtrain.config.schema import GrpoConfig
+from maxtrain.config.schema import GrpoConfig, PpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
 from maxtrain.rl.advantages import advantages, has_signal
+from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
+from maxtrain.rl.returns import with_returns
+from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores
@@ -31,12 +36,12 @@ from maxtrain.training.state import TrainState
 
 
 class Begun(NamedTuple):
-    """A rollout as it was sampled, and its rewards on their way."""
+    """A rollout as it was sampled, and its rewards on their way; None: it gets none."""
 
     steps: range
     prompts: list[Prompt]
     rollout: Rollout
-    rewards: concurrent.futures.Future[Counted]
+    rewards: concurrent.futures.Future[Counted] | None = None
 
 
 class RolloutMaker:
@@ -44,6 +49,7 @@ class RolloutMaker:
 
     Args:
         config: of the run.
+        ppo: how advantages of tokens are made; None: those of completions are, by their groups.
         data: the prompts.
         sampler: of the completions.
         rewarder: of their rewards.
@@ -53,16 +59,27 @@ class RolloutMaker:
     def __init__(
         self,
         config: GrpoConfig,
+        ppo: PpoConfig | None,
         data: TrainingData,
         sampler: Sampler,
         rewarder: Rewarder,
         progress: Progress,
     ):
         self._config = config
+        self._ppo = ppo
         self._data = data
         self._sampler = sampler
         self._rewarder = rewarder
         self._progress = progress
+
+    @property
+    def rewards(self) -> Rewards:
+        """Of completions."""
+        return self._rewarder.rewards
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._rewarder.close()
 
     def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
         """Samples completions of what these steps read, and begins with their rewards.
@@ -87,29 +104,40 @@ class RolloutMaker:
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
+        assert begun.rewards is not None
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
-        numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
+        numbers = _numbers(begun.rollout, counted.scores)
+        if self._ppo is None:
+            signals = self._has_signal(counted.scores)
+            numbers["groups_without_signal"] = float((~signals).mean())
+        of_first = completions_of(begun.rollout.taken([0]))
         texts = [
             as_text(begun.prompts[0].original),
-            self._rewarder.texts(begun.prompts, begun.rollout)[0],
+            self._rewarder.rewards.texts(begun.prompts[:1], of_first)[0],
         ]
         rollout = begun.rollout
         if self._config.dynamic_sampling:
             rollout, counted, more = self._filled(begun, counted, state)
             numbers |= more
         scores = counted.scores
-        found = advantages(
-            scores.values,
-            self._config.num_generations,
-            weights=scores.weights,
-            scale_rewards=self._config.scale_rewards,
-        )
-        rollout = rollout._replace(rewards=scores.values, advantages=found.values)
+        rollout = rollout._replace(rewards=scores.values)
+        if self._ppo is None:
+            found = advantages(
+                scores.values,
+                self._config.num_generations,
+                weights=scores.weights,
+                scale_rewards=self._config.scale_rewards,
+            )
+            rollout = rollout._replace(advantages=found.values)
         self._progress.phase("scoring")
         failpoints.hit("scoring", begun.steps.start + 1)
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
+        if self._ppo is not None:
+            masks = self._config.mask_truncated_completions
+            rollout, of_values = with_returns(rollout, scores.weights, self._ppo, masks)
+            numbers |= of_values
         first_seconds = begun.rollout.about["sampling_seconds"]
         numbers = {"sampling_seconds": first_seconds} | numbers
         numbers |= {
@@ -117,6 +145,9 @@ class RolloutMaker:
             "reward_seconds": counted.seconds,
             "scoring_seconds": time.perf_counter() - began,
         }
+        for name in ("sampling_passes", "tokens_replaced"):
+            if name in begun.rollout.about:
+                numbers[name] = float(begun.rollout.about[name])
         self._progress.phase("")
         about = about | {
             "names": list(scores.names),
@@ -199,11 +230,16 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
     return places
 
 
-def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
+def _numbers(rollout: Rollout, scores: Scores) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
-    numbers = reward_numbers(scores)
-    numbers["completion_length"] = float(rollout.lengths.mean())
-    numbers["longest_completion"] = float(rollout.lengths.max())
-    numbers["truncated"] = float(rollout.truncated.mean())
-    numbers["groups_without_signal"] = float((~signals).mean())
+    numbers = reward_numbers(scores) | length_numbers(rollout)
     return numbers
+
+
+def length_numbers(rollout: Rollout) -> dict[str, float]:
+    """What is recorded of the lengths of completions."""
+    return {
+        "completion_length": float(rollout.lengths.mean()),
+        "longest_completion": float(rollout.lengths.max()),
+        "truncated": float(rollout.truncated.mean()),
+    }

@@ -2,13 +2,20 @@
 
 import ast
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from data_pipeline.errors import ConfigError
+from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
-from maxtrain.rl.rewards.registry import RewardSet
+from maxtrain.rl.completions import Completion
+from maxtrain.rl.prompts import Prompt
+from maxtrain.rl.rewards.registry import RewardSet, Scores
 from maxtrain.rl.rewards.verify import WARM_UP
 from maxtrain.rl.rewards.workers import RewardWorkers
+from maxtrain.serve.text import decode_new
 
 # Completions whose rewards are computed by so many processes at once.
 _MOST_WORKERS = 8
@@ -44,24 +51,96 @@ def parse_reward(text: str) -> RewardCall:
     return RewardCall(name, options)
 
 
-def make_pool(config: GrpoConfig) -> RewardWorkers:
-    """The processes in which rewards of a config run. To be closed."""
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-    preload = []
-    if any(parse_reward(text).name == "math" for text in config.rewards):
-        # Else the first answer of each process would pay for it, out of its own seconds.
-        preload = [WARM_UP]
-    return RewardWorkers(workers, seconds=config.reward_seconds, preload=preload)
+class Rewards:
+    """The rewards that a config names, of whatever is completed in a run; and the processes in
+    which they run, which are started when the first reward needs one. To be closed.
+
+    Args:
+        config: names the rewards.
+        tokenizer: of prompts and completions.
+
+    Raises:
+        ConfigError: there is no such reward.
+    """
+
+    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+        calls = [parse_reward(text) for text in config.rewards]
+        preload = []
+        if any(call.name == "math" for call in calls):
+            # Else the first answer of each process would pay for it, out of its own seconds.
+            preload = [WARM_UP]
+        self._pool = RewardWorkers(workers, seconds=config.reward_seconds, preload=preload)
+        # By completions of a prompt: those of training, and the one of an evaluation.
+        self._sets: dict[int, RewardSet] = {}
+        for num_generations in {1, config.num_generations}:
+            self._sets[num_generations] = RewardSet(
+                [call.name for call in calls],
+                options={call.name: call.options for call in calls if call.options},
+                weights=config.reward_weights or None,
+                pool=self._pool,
+                num_generations=num_generations,
+            )
+
+    def check(self) -> None:
+        """ConfigError: a reward can't be imported."""
+        self._sets[1].check()
+
+    def close(self) -> None:
+        """Ends the processes of rewards; they start again with the next one."""
+        self._pool.close()
+
+    def nothing(self) -> Scores:
+        """The rewards of no completions."""
+        rewards = self._sets[1].rewards
+        return Scores(
+            values=np.zeros((len(rewards), 0)),
+            names=tuple(reward.name for reward in rewards),
+            weights=tuple(reward.weight for reward in rewards),
+            outcomes={},
+            details={},
+            right=np.zeros(0),
+        )
+
+    def texts(self, prompts: Sequence[Prompt], made: Sequence[Completion]) -> list[str]:
+        """Of completions, without what ended them; those of a prompt follow each other."""
+        group = len(made) // len(prompts)
+        found = []
+        for number, completion in enumerate(made):
+            ids = completion.ids
+            if completion.has_ended:
+                ids = ids[:-1]
+            found.append(decode_new(self._tokenizer, prompts[number // group].ids, ids))
+        return found
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        made: Sequence[Completion],
+        texts: list[str],
+        names: Sequence[str],
+    ) -> Scores:
+        """The rewards of completions.
+
+        Args:
+            prompts: at least one.
+            made: their completions, as many for each; those of a prompt follow each other.
+            texts: of the completions, as of `texts`.
+            names: the columns that rewards are given.
+
+        Raises:
+            ConfigError: a column that a reward needs is missing.
+            DataError: a reward returned what it must not.
+        """
+        group = len(made) // len(prompts)
+        of_rows = [prompt for prompt in prompts for _ in range(group)]
+        columns = {name: [prompt.columns.get(name) for prompt in of_rows] for name in names}
+        ids = [completion.ids for completion in made]
+        originals = [prompt.original for prompt in of_rows]
+        return self._sets[group](originals, texts, ids, columns)
 
 
-def make_rewards(config: GrpoConfig, pool: RewardWorkers, num_generations: int) -> RewardSet:
-    """The rewards of a config, for so many completions of each prompt. ConfigError: there is no
-    such reward."""
-    calls = [parse_reward(text) for text in config.rewards]
-    return RewardSet(
-        [call.name for call in calls],
-        options={call.name: call.options for call in calls if call.options},
-        weights=config.reward_weights or None,
-        pool=pool,
-        num_generations=num_generations,
-    )
+def column_names(prompts: Sequence[Prompt]) -> list[str]:
+    """Of all columns that some of these prompts have."""
+    return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))

@@ -17,11 +17,11 @@ import numpy as np
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
+from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt
-from maxtrain.rl.reward_calls import make_pool, make_rewards
+from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.rewards.registry import Scores
 from maxtrain.rl.rollout import Rollout
-from maxtrain.serve.text import decode_new
 
 # Of what a reward says went wrong, in characters; and bytes of what a process tells of its rewards.
 _MOST_WORDS = 200
@@ -44,20 +44,20 @@ class Rewarder:
         config: names the rewards.
         tokenizer: of the completions.
 
+    Attributes:
+        rewards: which they are. Evaluations use them as well.
+
     Raises:
         ConfigError: rewards that there are not, or that can't be imported; in all processes.
     """
 
     def __init__(self, config: GrpoConfig, tokenizer: Tokenizer):
-        self._group = config.num_generations
-        self._tokenizer = tokenizer
-        self._pool = make_pool(config)
-        self._rewards = make_rewards(config, self._pool, self._group)
+        self.rewards = Rewards(config, tokenizer)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rewards")
         self._unfinished: list[concurrent.futures.Future[Counted]] = []
         error = None
         try:
-            self._rewards.check()
+            self.rewards.check()
         except Exception as problem:
             error = problem
         raise_together(error)
@@ -65,10 +65,10 @@ class Rewarder:
     def close(self) -> None:
         """Ends the thread and the processes of rewards, without waiting for what they do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        self.rewards.close()
         while concurrent.futures.wait(self._unfinished, _PAUSE).not_done:
             # The reward after the one that was ended has started them again.
-            self._pool.close()
+            self.rewards.close()
 
     def begin(
         self, prompts: Sequence[Prompt], rollout: Rollout
@@ -79,7 +79,7 @@ class Rewarder:
         first = count * jax.process_index() // jax.process_count()
         end = count * (jax.process_index() + 1) // jax.process_count()
         # The same columns everywhere, whoever has the prompts that lack one.
-        names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+        names = column_names(prompts)
         own = self._thread.submit(self._of_own, prompts, rollout, range(first, end), names)
         self._unfinished = [each for each in self._unfinished if not each.done()]
         self._unfinished.append(own)
@@ -93,7 +93,7 @@ class Rewarder:
             ConfigError: a column that a reward needs is missing.
             DataError: a reward returned what it must not; either in all processes.
         """
-        own = Counted(self._nothing(0), 0.0)
+        own = Counted(self.rewards.nothing(), 0.0)
         error = None
         try:
             own = pending.result()
@@ -105,11 +105,11 @@ class Rewarder:
         said = gather(_told(own), _MOST_BYTES)
         rows = [theirs["rows"] for theirs in said]
         # A row for each reward, and one for what is right.
-        values = np.zeros((len(self._rewards.rewards) + 1, max(rows)), np.float64)
+        values = np.zeros((len(own.scores.names) + 1, max(rows)), np.float64)
         values[:-1, : rows[jax.process_index()]] = own.scores.values
         values[-1, : rows[jax.process_index()]] = own.scores.right
         gathered = gather_bytes(values.view(np.uint8).reshape(-1)).view(np.float64)
-        found = self._nothing(0)
+        found = self.rewards.nothing()
         for theirs, count, numbers in zip(said, rows, gathered, strict=True):
             of_process = numbers.reshape(values.shape)[:, :count]
             scores = found._replace(
@@ -121,47 +121,18 @@ class Rewarder:
             found = joined(found, scores)
         return Counted(found, max(theirs["seconds"] for theirs in said))
 
-    def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
-        """Of all completions, without what ended them."""
-        texts = []
-        for number, ids in enumerate(_tokens(rollout)):
-            if not rollout.truncated[number]:
-                ids = ids[:-1]
-            prompt = prompts[number // self._group]
-            texts.append(decode_new(self._tokenizer, prompt.ids, ids))
-        return texts
-
     def _of_own(
         self, prompts: Sequence[Prompt], rollout: Rollout, numbers: range, names: Sequence[str]
     ) -> Counted:
         """The rewards of the completions of some prompts, by their numbers."""
         began = time.perf_counter()
         if not numbers:
-            return Counted(self._nothing(0), 0.0)
+            return Counted(self.rewards.nothing(), 0.0)
         own = [prompts[number] for number in numbers]
-        rollout = rollout.taken(numbers)
-        of_rows = [prompt for prompt in own for _ in range(self._group)]
-        columns = {name: [prompt.columns.get(name) for prompt in of_rows] for name in names}
-        scores = self._rewards(
-            [prompt.original for prompt in of_rows],
-            self.texts(own, rollout),
-            _tokens(rollout),
-            columns,
-        )
+        made = completions_of(rollout.taken(numbers))
+        scores = self.rewards(own, made, self.rewards.texts(own, made), names)
         details = {name: words[:_MOST_WORDS] for name, words in scores.details.items()}
         return Counted(scores._replace(details=details), time.perf_counter() - began)
-
-    def _nothing(self, rows: int) -> Scores:
-        """The rewards of no completions."""
-        rewards = self._rewards.rewards
-        return Scores(
-            values=np.zeros((len(rewards), rows)),
-            names=tuple(reward.name for reward in rewards),
-            weights=tuple(reward.weight for reward in rewards),
-            outcomes={},
-            details={},
-            right=np.zeros(rows),
-        )
 
 
 def joined(first: Scores, second: Scores) -> Scores:
@@ -192,9 +163,3 @@ def _told(own: Counted) -> dict[str, Any]:
     if len(json.dumps(told, ensure_ascii=False).encode(errors="backslashreplace")) > _MOST_BYTES:
         told["details"] = {}
     return told
-
-
-def _tokens(rollout: Rollout) -> list[list[int]]:
-    """Those of each completion, with the one that ended it."""
-    ends = np.cumsum(rollout.lengths)[:-1]
-    return [ids.tolist() for ids in np.split(rollout.tokens, ends)]

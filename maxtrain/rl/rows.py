@@ -14,7 +14,10 @@ from maxtrain.objectives.grpo import (
     OLD,
     REFERENCE_LOG_PROBS,
     SAMPLED,
+    VALUES,
 )
+from maxtrain.objectives.ppo import RETURNS
+from maxtrain.rl.returns import counted_completions
 from maxtrain.rl.rollout import Rollout
 
 
@@ -26,12 +29,16 @@ class Shape(NamedTuple):
         unit: the number of rows is a multiple of it.
         quadratic: b of the cost n + b n^2 of a completion with its prompt.
         mask_truncated: completions that were cut are no targets.
+        room: tokens that there is room for behind each prompt, so that where a completion lies does
+            not depend on how long it is, nor on how long others are; None: each has as much as it
+            needs.
     """
 
     length: int
     unit: int
     quadratic: float
     mask_truncated: bool = False
+    room: int | None = None
 
 
 class Places(NamedTuple):
@@ -40,6 +47,12 @@ class Places(NamedTuple):
 
     tokens: np.ndarray
     num_rows: int
+
+    def spread(self, values: np.ndarray, length: int) -> np.ndarray:
+        """A number of each token as an array [B, length], 0 elsewhere."""
+        found = np.zeros((self.num_rows, length), values.dtype)
+        found.reshape(-1)[self.tokens] = values
+        return found
 
 
 def count_rows(least: int, unit: int) -> int:
@@ -72,9 +85,12 @@ def batch_arrays(
     lengths = rollout.lengths.astype(np.int64)
     # The first token of a prompt is no target.
     sizes = prompt_lengths + lengths - 1
-    offsets, _ = best_fit(sizes, shape.length)
+    taken = sizes
+    if shape.room is not None:
+        taken = prompt_lengths + shape.room - 1
+    offsets, _ = best_fit(taken, shape.length)
     num_rows = count_rows(len(offsets) - 1, shape.unit)
-    where = balance_rows(sizes, shape.length, num_rows, shape.quadratic)
+    where = balance_rows(taken, shape.length, num_rows, shape.quadratic)
 
     arrays = {}
     for name in ("inputs", "targets", "segment_ids", "positions"):
@@ -82,12 +98,19 @@ def batch_arrays(
     names = ["loss_mask", OLD, SAMPLED, ADVANTAGES]
     if rollout.reference.size:
         names.append(REFERENCE_LOG_PROBS)
+    if rollout.values.size:
+        names += [VALUES, RETURNS]
     for name in names:
         arrays[name] = np.zeros((num_rows, shape.length), np.float32)
     arrays["source"] = np.zeros(num_rows, np.int32)
     arrays[IS_FIRST] = np.full(num_rows, is_first, np.float32)
     arrays[NUM_COMPLETIONS] = np.bincount(where.row, minlength=num_rows).astype(np.float32)
 
+    is_target = np.ones(len(lengths), bool)
+    if rollout.returns.size:
+        is_target = counted_completions(rollout, shape.mask_truncated)
+    elif shape.mask_truncated:
+        is_target = ~rollout.truncated
     segments = _segments(where)
     prompt_ends = np.cumsum(rollout.prompt_lengths)
     ends = np.cumsum(lengths)
@@ -104,8 +127,7 @@ def batch_arrays(
         arrays["positions"][row, here] = np.arange(sizes[i])
         arrays[ADVANTAGES][row, here] = rollout.advantages[i]
         of_completion = slice(here.stop - int(lengths[i]), here.stop)
-        is_target = not (shape.mask_truncated and rollout.truncated[i])
-        arrays["loss_mask"][row, of_completion] = is_target
+        arrays["loss_mask"][row, of_completion] = is_target[i]
         begin = row * shape.length
         indices.append(np.arange(begin + of_completion.start, begin + of_completion.stop))
     places = Places(np.concatenate(indices), num_rows)
@@ -113,9 +135,12 @@ def batch_arrays(
         (OLD, rollout.old),
         (SAMPLED, rollout.sampled),
         (REFERENCE_LOG_PROBS, rollout.reference),
+        (VALUES, rollout.values),
+        (RETURNS, rollout.returns),
+        (ADVANTAGES, rollout.token_advantages),
     ):
         if values.size:
-            arrays[name].reshape(-1)[places.tokens] = values
+            arrays[name] = places.spread(values, shape.length)
     return arrays, places
 
 

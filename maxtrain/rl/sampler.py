@@ -1,6 +1,18 @@
 """Completions of prompts from the weights that are about to be trained, and their log-probabilities
 by the training forward.
 
+The engine decodes with caches, by products of other shapes than those of training, so that its
+log-probabilities are those of training to rounding only. With determinism=full, completions are
+what the training forward itself draws. The engine proposes; then one pass of the training forward
+over all proposals draws each token once more, by the same random numbers, behind the tokens that
+are before it. Both nearly always agree, and a text on which they agree is what one pass for each
+token would have drawn. Where they do not, the token is the one of training, and the engine goes on
+behind it. A completion lies where it will lie when it is trained on, in a row with room for the
+longest, so that no token that is confirmed changes with those behind it or in other texts. What is
+recorded as the sampler's are the log-probabilities of the last pass, which confirms every token.
+This is speculative decoding (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192) with common
+random numbers in the place of rejections.
+
 The random numbers of a completion depend on the run's seed, the step and its place among those that
 are sampled for the step. On several processes, all of them call the engine with the same prompts:
 its rows are split over all devices like those of a training batch, and the model need not fit onto
@@ -9,32 +21,36 @@ one host. So a completion does not depend on how many processes there are.
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Key, UInt32
 
-from data_pipeline.errors import DivergedError
+from data_pipeline.errors import ConfigError, DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain import failpoints
-from maxtrain.config.schema import GrpoConfig
+from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.models.decoder import Decoder
-from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
+from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, VALUES, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.speed import ROLLOUT
-from maxtrain.rl.batches import RolloutBatches
+from maxtrain.parallel.hardware import compiler_options
+from maxtrain.rl.batches import COMPLETION, NUMBER, RolloutBatches
+from maxtrain.rl.completions import Completion, Manner, Wanted, complete
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rollout import Rollout
 from maxtrain.serve.chat import Chat
 from maxtrain.serve.engine import Engine
-from maxtrain.serve.generation import Generation
-from maxtrain.serve.sampling import Sampling
+from maxtrain.serve.sampling import Sampling, row_keys, token_keys
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState, policy_variables
+from maxtrain.training.step import micro_batches, whole_batch
 
 
 class Sampler:
@@ -53,7 +69,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: GrpoConfig,
+        config: RolloutSettings,
         seed: int,
         stop_ids: Sequence[int],
         batches: RolloutBatches,
@@ -69,7 +85,10 @@ class Sampler:
         self._clock = clock
         # Whole in each process.
         whole = NamedSharding(mesh, PartitionSpec())
-        self._score = jax.jit(self._scores, out_shardings=whole)
+        platform = next(iter(mesh.devices.flat)).platform
+        self._score = jax.jit(
+            self._scores, out_shardings=whole, compiler_options=compiler_options(platform)
+        )
 
     def sampled(
         self, prompts: Sequence[Prompt], step: int, before: int, state: TrainState, slots: int
@@ -95,45 +114,176 @@ class Sampler:
             jax.block_until_ready(state)
         model: Decoder = nnx.merge(structure, policy_variables(state))
         engine = Engine(model, slots=slots, eager=True)
-        seed = _seed_of_step(self._seed, step)
-        generations = []
+        manner = Manner(
+            Sampling(temperature=config.temperature),
+            config.max_completion_length,
+            self._stop_ids,
+            _seed_of_step(self._seed, step),
+        )
+        wanted = []
         for number, prompt in enumerate(prompts, before):
             for sample in range(config.num_generations):
-                generation = engine.submit(
-                    prompt.ids,
-                    config.max_completion_length,
-                    Sampling(temperature=config.temperature),
-                    seed=seed,
-                    row=number * config.num_generations + sample,
-                    stop_ids=self._stop_ids,
-                )
-                generations.append(generation)
-        # Each chunk is a sign of life.
-        while engine.step():
+                wanted.append(Wanted(prompt.ids, number * config.num_generations + sample))
+
+        def sign_of_life() -> None:
             failpoints.hit("sampling", step + 1)
-            with self._clock.during(ROLLOUT):
-                pass
-        if any(generation.reason == "failed" for generation in generations):
-            raise DivergedError(
-                f"step {step + 1:,}: the log-probabilities of a completion are not finite. "
-                "Lower optimizer.learning_rate, or go on from an earlier step with other settings."
-            )
+            self._sign_of_life()
+
+        def completed(wanted: Sequence[Wanted]) -> list[Completion]:
+            made = complete(engine, wanted, manner, sign_of_life)
+            _require_finite(all(each.reason != "failed" for each in made), step)
+            return [Completion.of(each) for each in made]
+
+        if self._batches.is_exact:
+            rollout = self._drawn_by_training(prompts, wanted, completed, manner, state)
+            _require_finite(bool(np.isfinite(rollout.sampled).all()), step)
+        else:
+            rollout = as_sampled(prompts, completed(wanted))
         about = {"sampling_seconds": time.perf_counter() - began}
-        return _as_sampled(prompts, generations, about)
+        return rollout._replace(about=rollout.about | about)
 
     def with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
-        """With log-probabilities by the training forward, under the shapes of the training step."""
-        batch, places = self._batches.to_score(rollout)
-        found = jax.device_get(self._score(state.trainable, state.frozen, state.buffers, batch))
-        flat = {name: values.reshape(-1)[places.tokens] for name, values in found.items()}
+        """With log-probabilities, and values if there are some, by the training forward, under the
+        shapes of the training step."""
+        found = self._scored(rollout, state)
         nothing = np.zeros(0, np.float32)
-        return rollout._replace(old=flat[OLD], reference=flat.get(REFERENCE_LOG_PROBS, nothing))
+        return rollout._replace(
+            old=found[OLD],
+            reference=found.get(REFERENCE_LOG_PROBS, nothing),
+            values=found.get(VALUES, nothing),
+        )
+
+    def _drawn_by_training(
+        self,
+        prompts: Sequence[Prompt],
+        wanted: Sequence[Wanted],
+        completed: Callable[[Sequence[Wanted]], list[Completion]],
+        manner: Manner,
+        state: TrainState,
+    ) -> Rollout:
+        """Completions of which the training forward draws every token.
+
+        Args:
+            prompts: to be completed.
+            wanted: their completions.
+            completed: what the engine makes of some that are wanted.
+            manner: how it makes them.
+            state: whose weights draw.
+
+        Raises:
+            ConfigError: what the training forward gives for a token changes with tokens behind it
+                or in other texts, so that there is no end to it.
+        """
+        made = completed(wanted)
+        num_replaced = 0
+        # Each pass confirms at least one more token of each completion.
+        for passes in range(1, manner.longest + 2):
+            rollout = as_sampled(prompts, made)
+            found = self._scored(rollout, state, manner.seed, wanted[0].row)
+            self._sign_of_life()
+            mended = with_first_replaced(made, found[DRAWN], manner)
+            if not mended:
+                about = {"sampling_passes": passes, "tokens_replaced": num_replaced}
+                return rollout._replace(sampled=found[OLD], about=about)
+            num_replaced += len(mended)
+            unfinished = {}
+            for number, completion in mended.items():
+                made[number] = completion
+                if not completion.has_ended and len(completion.ids) < manner.longest:
+                    unfinished[number] = wanted[number].continued(completion.ids)
+            rests = completed(list(unfinished.values()))
+            for number, rest in zip(unfinished, rests, strict=True):
+                made[number] = made[number].joined(rest)
+        raise ConfigError(
+            f"determinism=full: after {manner.longest + 1:,} passes, the training forward still "
+            "draws other tokens than those that were sampled, so what it gives for a token depends "
+            "on tokens behind it or in other texts. Set determinism=seeded."
+        )
+
+    def _scored(
+        self, rollout: Rollout, state: TrainState, seed: int = 0, first: int = 0
+    ) -> dict[str, np.ndarray]:
+        """What `scored` finds for each token of the completions, in their order; also the tokens
+        that are drawn, if they have to be exact.
+
+        Args:
+            rollout: the completions.
+            state: whose weights score.
+            seed: of what is drawn.
+            first: the number of the first completion among those of the step.
+        """
+        batch, places = self._batches.to_score(rollout, first)
+        arguments = (state.trainable, state.frozen, state.buffers, batch, np.uint32(seed))
+        found = jax.device_get(self._score(*arguments))
+        return {name: values.reshape(-1)[places.tokens] for name, values in found.items()}
 
     def _scores(
-        self, trainable: nnx.State, frozen: Any, buffers: nnx.State, batch: Batch
-    ) -> dict[str, jax.Array]:
+        self, trainable: nnx.State, frozen: Any, buffers: nnx.State, batch: Batch, seed: Array
+    ) -> dict[str, Array]:
+        """As of `scored`, in the micro-batches of a step."""
         models = models_from(self._graphdefs, frozen, buffers)(trainable)
-        return scored(models, batch, self._config.temperature)
+
+        def one(micro: Batch) -> dict[str, Array]:
+            keys = None
+            if self._batches.is_exact:
+                keys = _keys(seed, micro[COMPLETION], micro[NUMBER])
+            return scored(models, micro, self._config.temperature, keys)
+
+        accumulation = self._batches.accumulation
+        if accumulation == 1:
+            return one(batch)
+        return whole_batch(jax.lax.map(one, micro_batches(batch, accumulation)))
+
+    def _sign_of_life(self) -> None:
+        with self._clock.during(ROLLOUT):
+            pass
+
+
+def _keys(
+    seed: UInt32[Array, ""], completions: UInt32[Array, "B T"], numbers: Int[Array, "B T"]
+) -> Key[Array, "B T"]:
+    """What the engine draws each token by, from the number of its completion and its own."""
+    rows = completions.reshape(-1)
+    seeds = jnp.stack([jnp.broadcast_to(seed, rows.shape), rows], axis=-1)
+    return token_keys(row_keys(seeds), numbers.reshape(-1)).reshape(completions.shape)
+
+
+def with_first_replaced(
+    made: Sequence[Completion], drawn: np.ndarray, manner: Manner
+) -> dict[int, Completion]:
+    """Of each completion of which another token was drawn, what is before the first such place and
+    the token that was drawn there; by the completion's number.
+
+    Args:
+        made: completions.
+        drawn: in the place of each of their tokens, back to back.
+        manner: says what ends a completion.
+    """
+    found = {}
+    ends = np.cumsum([len(each.ids) for each in made])
+    for number, (completion, tokens) in enumerate(
+        zip(made, np.split(drawn, ends[:-1]), strict=True)
+    ):
+        differs = np.flatnonzero(tokens != np.array(completion.ids))
+        if not differs.size:
+            continue
+        first = int(differs[0])
+        token = int(tokens[first])
+        ids = [*completion.ids[:first], token]
+        # Its log-probability is that of the pass that confirms it.
+        logprobs = [*completion.logprobs[:first], 0.0]
+        found[number] = Completion(ids, token in manner.stop_ids, logprobs)
+    return found
+
+
+def _require_finite(is_finite: bool, step: int) -> None:
+    """DivergedError: a log-probability is not."""
+    if is_finite:
+        return
+    raise DivergedError(
+        f"step {step + 1:,}: the log-probabilities of a completion are not finite. "
+        "Lower optimizer.learning_rate, or go on from an earlier step with other settings."
+    )
 
 
 def stop_ids(tokenizer: Tokenizer, shards: Any) -> tuple[int, ...]:
@@ -150,11 +300,10 @@ def _seed_of_step(seed: int, step: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _as_sampled(
-    prompts: Sequence[Prompt], generations: Sequence[Generation], about: dict[str, Any]
-) -> Rollout:
-    tokens = [np.array(generation.ids_with_end(), np.int32) for generation in generations]
-    sampled = [logprob for each in generations for logprob in each.logprobs]
+def as_sampled(prompts: Sequence[Prompt], made: Sequence[Completion]) -> Rollout:
+    """A rollout of these completions, those of a prompt behind each other."""
+    tokens = [np.array(completion.ids, np.int32) for completion in made]
+    sampled = [logprob for completion in made for logprob in completion.logprobs]
     return Rollout(
         prompts=np.concatenate([np.array(prompt.ids, np.int32) for prompt in prompts]),
         prompt_lengths=np.array([len(prompt.ids) for prompt in prompts], np.int32),
@@ -163,8 +312,8 @@ def _as_sampled(
         sampled=np.array(sampled, np.float32),
         old=np.zeros(len(sampled), np.float32),
         reference=np.zeros(0, np.float32),
-        truncated=np.array([each.ended_by is None for each in generations]),
-        rewards=np.zeros((0, len(generations))),
-        advantages=np.zeros(len(generations)),
-        about=about,
+        truncated=np.array([not completion.has_ended for completion in made]),
+        rewards=np.zeros((0, len(made))),
+        advantages=np.zeros(len(made)),
+        about={},
     )

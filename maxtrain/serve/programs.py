@@ -7,13 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxtrain.models.cache import Caches, cleared, enlarged, placed, put_rows, take_rows
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.lora_bank import with_chosen
 from maxtrain.parallel.sharding import constrain
-from maxtrain.serve.sampling import Chosen, Program, Settings, choose
+from maxtrain.serve.sampling import (
+    Chosen,
+    Program,
+    Settings,
+    choose,
+    row_keys,
+    token_keys,
+)
 
 
 class Room(NamedTuple):
@@ -78,15 +85,6 @@ class Made(NamedTuple):
     # Of each row the new ones, behind them -1.
     tokens: Int[Array, "B N"]
     logprobs: Float[Array, "B N"]
-
-
-def _row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
-    """The key of each row, of its seed and its number."""
-
-    def key(pair: Array) -> Array:
-        return jax.random.fold_in(jax.random.key(pair[0]), pair[1])
-
-    return jax.vmap(key)(seeds)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -178,13 +176,13 @@ def decode(
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(rows.adapters)))
     count = rows.last.shape[0]
     stop_ids = jnp.asarray(rows.stop_ids)
-    row_keys = _row_keys(jnp.asarray(rows.seeds))
+    keys_of_rows = row_keys(jnp.asarray(rows.seeds))
     pages = None
     if rows.pages is not None:
         pages = jnp.asarray(rows.pages)
 
     def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
-        keys = jax.vmap(jax.random.fold_in)(row_keys, rows.made + number)
+        keys = token_keys(keys_of_rows, jnp.asarray(rows.made) + number)
         return choose(logits, rows.settings, keys, seen, program)
 
     def one(step: _Step) -> _Step:

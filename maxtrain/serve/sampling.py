@@ -6,9 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from data_pipeline.errors import UsageError
+from maxtrain.ops.draw import draw
 
 # Logits are divided by the temperature; a much lower one gives infinities in float32.
 LOWEST_TEMPERATURE = 1e-6
@@ -138,6 +139,21 @@ class Program(NamedTuple):
         return cls(bool(random), num_sorted, penalises)
 
 
+def row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
+    """The key of each row, of its seed and its number."""
+
+    def key(pair: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(pair[0]), pair[1])
+
+    return jax.vmap(key)(seeds)
+
+
+def token_keys(rows: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
+    """The key that a token of each row is drawn by, from the keys of the rows and the tokens'
+    numbers in them."""
+    return jax.vmap(jax.random.fold_in)(rows, numbers)
+
+
 class Chosen(NamedTuple):
     """The token of each row, and its log-probability in the distribution that it was drawn from;
     of the likeliest token, in that of temperature 1. Penalties count."""
@@ -175,10 +191,7 @@ def choose(
     if program.num_sorted:
         limited = _filtered(logits, settings, program.num_sorted)
         logits = jnp.where(is_greedy[:, None], logits, limited)
-    # Over the whole vocabulary in the order of ids, whatever is left out.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
-    drawn = jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-    tokens = jnp.where(is_greedy, likeliest, drawn)
+    tokens = jnp.where(is_greedy, likeliest, draw(logits, keys))
     return Chosen(tokens, _logprobs(logits, tokens))
 
 

@@ -98,7 +98,7 @@ def gradients(
             return total + part
         return (total + part.astype(jnp.float32)).astype(total.dtype)
 
-    micros = _micro_batches(batch, accumulation)
+    micros = micro_batches(batch, accumulation)
     like = jax.eval_shape(lambda micro: one(micro, models), jax.tree.map(lambda x: x[0], micros))[0]
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
@@ -120,14 +120,24 @@ def gradients(
     return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
-def _micro_batches(batch: Batch, accumulation: int) -> Batch:
-    """The micro-batches of a batch, [accumulation, B // accumulation, ...]."""
+def micro_batches(batch: Batch, accumulation: int) -> Batch:
+    """The micro-batches of a batch, [accumulation, B // accumulation, ...]; `whole_batch` puts them
+    together again."""
 
     def split(x: Array) -> Array:
         x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
         return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
 
     return jax.tree.map(split, batch)
+
+
+def whole_batch(micros: PyTree) -> PyTree:
+    """What `micro_batches` has split."""
+
+    def join(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(join, micros)
 
 
 def _sums_of_batch(
@@ -137,7 +147,7 @@ def _sums_of_batch(
     rows = first_pass.rows(batch)
     if accumulation == 1:
         return first_pass.measure(models, rows)
-    micros = _micro_batches(rows, accumulation)
+    micros = micro_batches(rows, accumulation)
 
     def add(sums: dict[str, Sum], micro: Batch) -> tuple[dict[str, Sum], None]:
         return jax.tree.map(jnp.add, sums, first_pass.measure(models, micro)), None

@@ -267,7 +267,7 @@ def test_a_stream_that_cannot_be_read_goes_on_with_batches_of_the_same_arrays(co
         yield from data.iterate(4, part, 5)
         raise failure
 
-    read, empty = carry_errors(stream(), range(4, 6), lambda _: part, data.valued)
+    read, empty = carry_errors(stream(), range(4, 6), lambda _: part, data.numbers)
     assert empty.error is failure
     for name, array in read.arrays.items():
         other = empty.arrays[name]

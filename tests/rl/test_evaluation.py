@@ -15,6 +15,7 @@ from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import GrpoConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model
 from maxtrain.rl.evaluation import Answers, Asking
+from maxtrain.rl.reward_calls import Rewards
 from tests.shared import TINY_MODEL
 
 TEXTS = ["ab", "b", "abc", "cab"]
@@ -36,7 +37,9 @@ def asked(folder, model, records, rewards, count=None) -> Answers:
     assert prepare.main(arguments) == 0
     shards = TokenShards.open(out)
     config = GrpoConfig(rewards=rewards, max_completion_length=MOST)
-    with contextlib.closing(Asking(config, load_tokenizer(out), slots=2)) as asking:
+    tokenizer = load_tokenizer(out)
+    with contextlib.closing(Rewards(config, tokenizer)) as rewards:
+        asking = Asking(config, tokenizer, 2, rewards)
         return asking(model, shards, count or len(records))
 
 

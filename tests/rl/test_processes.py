@@ -104,3 +104,14 @@ def test_what_one_process_alone_finds_out_both_do(config):
         outputs = job.end(65)
     for output in outputs:
         assert re.search(r"error: process [01] on .*no_number_for_zero returned 'none'", output)
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_what_they_have_sampled_bit_for_bit(config):
+    keys = ("determinism=full", "grpo.dynamic_sampling=0", f"steps={STEPS}")
+    with Job(config, "exact", 2, *keys) as job:
+        job.end()
+    records = read_metrics(config.parent / "runs" / "exact")
+    lines = [record for record in records if record["kind"] == "train"]
+    assert [line["sampler_gap"] for line in lines] == [0.0] * STEPS
+    assert [line["ratio"] == 1.0 for line in lines] == [True, False] * (STEPS // 2)

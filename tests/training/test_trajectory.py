@@ -55,7 +55,7 @@ def thorough(*case):
         thorough("gpt_oss", {"fsdp": 1, "context": 4}, 1, {"attention": "ring"}),
         thorough("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
         thorough("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
-        thorough("gpt2", {"fsdp": 2, "context": 4}, 2, {}),
+        thorough("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

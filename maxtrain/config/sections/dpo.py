@@ -102,6 +102,31 @@ class DpoConfig:
         path="local",
         used_by=(_DPO, _WITH_REFERENCE),
     )
+    reference_logprobs: Literal["computed", "stored"] = key(
+        "computed",
+        "when those of the reference are computed: in each step, or (stored) once, kept beside "
+        "the data",
+        used_by=(_DPO, _WITH_REFERENCE),
+    )
+
+
+def stored_reference_problems(objective: str, dpo: DpoConfig, data: DataConfig) -> Iterator[str]:
+    """Losses that ask the reference about more than the data, and data that is another each
+    time."""
+    if objective != "dpo" or dpo.reference_logprobs != "stored":
+        return
+    if dpo.loss_type == "kto":
+        yield (
+            "dpo.reference_logprobs=stored has those of answers behind their own prompts, and "
+            "dpo.loss_type=kto needs them behind other prompts of each batch, too. Set "
+            "dpo.reference_logprobs=computed, or dpo.loss_type=apo_zero_unpaired."
+        )
+    if data.corruption.rate:
+        yield (
+            f"dpo.reference_logprobs=stored, but data.corruption.rate={data.corruption.rate} "
+            "replaces other tokens in each epoch. Set dpo.reference_logprobs=computed, or leave "
+            "data.corruption out."
+        )
 
 
 def smoothing_problems(objective: str, dpo: DpoConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections.grpo import FROM_REWARDS
 
 
 def _read_by(*trackers: str) -> UsedBy:
@@ -81,7 +82,11 @@ class ObserveConfig:
         "steps between completions of prompts while training; 0: only at the end",
         low=0,
         used_by=UsedBy(
-            {"observe.prompts": AllBut(()), "objective": ("grpo",)},
+            {
+                "observe.prompts": AllBut(()),
+                "objective": FROM_REWARDS,
+                "distill.on_policy": (True,),
+            },
             "{key}={value} needs prompts, but observe.prompts is empty. "
             "Set observe.prompts='[Once upon a time]', or leave it out.",
         ),
@@ -93,7 +98,7 @@ class ObserveConfig:
         low=0,
         high=1000,
         used_by=UsedBy(
-            {"objective": ("grpo",)},
+            {"objective": FROM_REWARDS, "distill.on_policy": (True,)},
             "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
         ),
     )

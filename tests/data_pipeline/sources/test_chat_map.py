@@ -248,9 +248,9 @@ def test_files_that_are_no_map_are_refused(tmp_path, values, problem):
 def test_maps_that_do_not_go_with_the_command_are_refused(prepared, files):
     options = files({"q": "a"})
     error = prepared.error(64, "--text", options[0], "--map", "user={q}")
-    assert "--map: belongs to --chat and --prompts" in error
+    assert "--map: belongs to --chat, --prompts and --preferences" in error
     error = prepared.error(64, "--text", options[0], "--system", "x")
-    assert "--system: belongs to --chat and --prompts" in error
+    assert "--system: belongs to --chat, --prompts and --preferences" in error
     with pytest.raises(UsageError, match="no message is of assistant"):
         require_answer(read_map(["user={q}"]))
     with pytest.raises(UsageError, match=r"a message of system in every conversation\. Keep one"):

@@ -410,3 +410,44 @@ def test_show_has_both_documents_of_a_pair(tmp_path, capsys):
     assert "document 0 of 1: 6 tokens from 0, label -1" in capsys.readouterr().err
     assert prepare.main(["show", str(tmp_path / "label"), "--pair", "0"]) == UsageError.exit_code
     assert "holds single documents, not pairs. Give --document N" in capsys.readouterr().err
+
+
+MAPPED = {"q": "2+2=", "about": {"tone": "short"}, "good": "4", "bad": 5, "gap": 0.5}
+MAP = ["--map", "user={q} ({about.tone})", "chosen={good}", "rejected={bad}"]
+
+
+def test_columns_become_pairs_by_a_map(tmp_path, capsys):
+    assert run(tmp_path, [MAPPED], *MAP, "--margin", "--columns", "margin=gap") == 0
+    before = "<user>2+2= (short)<assistant>"
+    assert documents_of(tmp_path / "out") == [f"{before}[4{END}]|", f"{before}[5{END}]|"]
+    assert TokenShards.open(tmp_path / "out").values(np.arange(2)).tolist() == [0.5, 0.5]
+    assert "preferences: pairs with a prompt, messages" in capsys.readouterr().out
+    told = ["--system", "Be kind."]
+    assert run(tmp_path, [MAPPED], *MAP, *told, out="told") == 0
+    assert documents_of(tmp_path / "told")[1] == f"<system>Be kind.{before}[5{END}]|"
+    # Those that need no map have the system message, too, before what both have in common.
+    assert run(tmp_path, [PAIRS["implicit messages"]], *told, out="plain") == 0
+    assert documents_of(tmp_path / "plain")[0] == f"<system>Be kind.{WHOLE}[well{END}]|"
+    other = {name: value for name, value in MAPPED.items() if name != "bad"}
+    capsys.readouterr()
+    assert run(tmp_path, [MAPPED, other], *MAP, out="missing") == 65
+    assert "no column 'bad'; its keys are q, about, good, gap" in capsys.readouterr().err
+
+
+def test_columns_become_answers_with_a_label_by_a_map(tmp_path):
+    (tmp_path / "map.json").write_text(
+        json.dumps({"messages": [user("{q}")], "completion": "{good}"})
+    )
+    record = MAPPED | {"up": False}
+    more = ["--map", str(tmp_path / "map.json"), "--columns", "label=up"]
+    assert run(tmp_path, [record], *more) == 0
+    assert documents_of(tmp_path / "out") == [f"<user>2+2=<assistant>[4{END}]|"]
+    assert TokenShards.open(tmp_path / "out").values(np.arange(1)).tolist() == [-1]
+
+
+def test_a_map_is_of_what_it_is_used_for(tmp_path, capsys):
+    assert run(tmp_path, [MAPPED], "--map", "user={q}", "chosen={good}") == 64
+    assert "and these are chosen. Give them" in capsys.readouterr().err
+    words = [str(tmp_path / "chat"), "--chat", str(tmp_path / "in.jsonl"), *MAP]
+    assert prepare.main([*words, "--tokenizer", "bytes"]) == 64
+    assert "chosen is an answer of a preference, and --chat has none" in capsys.readouterr().err

@@ -114,3 +114,66 @@ def test_objects_have_the_keys_that_they_were_given_and_nan_is_nothing(tmp_path,
     of_lines = prepared.read(prepared.out("--chat", lines, *options))
     assert prepared.read(prepared.out("--chat", table, *options)) == of_lines
     assert len(of_lines) == 2
+
+
+def test_pairs_and_labels_in_parquet_are_those_of_lines(tmp_path, prepared, options):
+    def says(role, text):
+        return {"role": role, "content": text}
+
+    asked = [says("user", "how?")]
+    forms = {
+        "explicit": {"prompt": "how?", "chosen": "well", "rejected": "no", "score_chosen": 2.5},
+        "messages": {
+            "prompt": asked,
+            "chosen": [says("assistant", "well")],
+            "rejected": [says("assistant", "no")],
+        },
+        "implicit": {
+            "chosen": [*asked, says("assistant", "well")],
+            "rejected": [*asked, says("assistant", "no")],
+        },
+        "turns": {
+            "chosen": "\n\nHuman: how?\n\nAssistant: well",
+            "rejected": "\n\nHuman: how?\n\nAssistant: no",
+        },
+        "labels": {"prompt": "how?", "completion": "well", "label": True},
+    }
+    for name, record in forms.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        more = []
+        if name == "explicit":
+            record = record | {"score_rejected": 1}
+            more = ["--margin"]
+        lines, table = write(folder, [record | {"n": n} for n in range(3)])
+        of_lines = prepared.out("--preferences", lines, *options, *more)
+        of_rows = prepared.out("--preferences", table, *options, *more)
+        assert prepared.read(of_rows) == prepared.read(of_lines)
+        shards = TokenShards.open(of_rows, "full")
+        assert shards.num_groups == 3
+        assert shards.valued == (name in ("explicit", "labels"))
+
+
+def test_a_list_of_objects_is_read_like_lines(tmp_path, prepared, options):
+    records = []
+    for n in range(50):
+        records.append({"instruction": f"Add {n}.", "input": "1 2" * (n % 2), "output": f"{n} é"})
+    lines, _ = write(tmp_path, records)
+    whole = tmp_path / "alpaca.json"
+    whole.write_text(json.dumps(records, indent=2))
+    options = [*options, "--map", "alpaca"]
+    of_lines = prepared.out("--chat", lines, *options)
+    of_list = prepared.out("--chat", whole, *options)
+    assert prepared.read(of_list) == prepared.read(of_lines)
+    first, second, *_ = prepared.read(of_list)
+    assert first.endswith("Add 0.assistant0 é")
+    assert second.endswith("userAdd 1.\n\n1 2assistant1 é")
+    prepared.out("--chat", whole, *options, "--holdout", "0.3")
+    for content, message in (
+        ("[]", "is an empty list"),
+        ('[{"instruction": "a"}, 3]', "item 1 of its list is no object"),
+        ('[{"instruction": "a"', "begins like a list and is not JSON"),
+        ('[{"instruction": "a", "input": ""}]', "alpaca.json, row 0: no column 'output'"),
+    ):
+        whole.write_text(content)
+        assert message in prepared.error(65, "--chat", whole, *options)
