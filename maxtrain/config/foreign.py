@@ -425,7 +425,7 @@ _PEFT = (
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
     ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
-    ("mesh.context", _SPLIT_ROWS, "mesh.sequence mesh.cp mesh.sp"),
+    ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )
 
 

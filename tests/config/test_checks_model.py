@@ -277,7 +277,7 @@ LONGROPE = [
             "Set model.rope_original_length=4096",
         ),
         (
-            ["mesh.context=3", "data.seq_length=512"],
+            ["mesh.context=3", "data.seq_length=512", "model.attention=ring"],
             "data.seq_length=512 must be divisible by 2 times mesh.context=3",
             "Set data.seq_length to 510 or 516",
         ),
