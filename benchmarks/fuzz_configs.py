@@ -163,6 +163,7 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.data": ["1", "2", "4", "8", "-1"],
     "mesh.fsdp": ["1", "2", "4", "8", "-1"],
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
+    "mesh.context": ["1", "2", "4"],
     "checkpoint.keep": ["1", "2", "3"],
 }
 # Values that need a device that this machine does not have.

@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
 from data_pipeline.teacher_files import TeacherFiles
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
-from maxtrain.config.across.shapes import row_lengths
+from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings

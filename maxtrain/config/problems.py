@@ -14,6 +14,7 @@ from maxtrain.config.across import (
     evaluation,
     experts,
     rewards,
+    rows,
     shapes,
     steps,
     updates,
@@ -91,7 +92,7 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from expert_problems(config.model.moe)
     yield from lora_problems(config.model.lora)
     yield from adapters_problems(config.checkpoint)
-    yield from shapes.row_problems(config)
+    yield from rows.row_problems(config)
     yield from experts.balance_scope_problems(config)
     yield from experts.expert_kernel_problems(config)
     yield from attention.kernel_problems(config)

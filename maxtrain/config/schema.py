@@ -103,8 +103,7 @@ class RunConfig:
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
         "seeded: records have hashes of parameters and batch; "
-        "full: also use only programs that repeat bit for bit; with objective=grpo, tokens are "
-        "those that the training forward draws (on CPUs, bit for bit)",
+        "full: only programs that repeat bit for bit, for sampling too",
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",

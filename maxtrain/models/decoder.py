@@ -23,6 +23,7 @@ from maxtrain.models.specs import DecoderSpec, RopeSpec
 from maxtrain.models.stack import Stack
 from maxtrain.models.summary import Summary
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.split import Split
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
@@ -181,11 +182,16 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        rotations = self._rotations(positions, row_lengths(positions, segment_ids > 0))
-        context = Context(rotations, Mask.of_rows(segment_ids), noise)
+        split = Split.of_rows(tokens.shape[1], self.config.attention)
+        x = split.enter(x)
+        positions = split.enter(positions)
+        mask = split.mask(split.enter(segment_ids))
+        rotations = self._rotations(positions, row_lengths(positions, mask.q_segments > 0))
+        context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
-        return Forward(self.final_norm(out.x), out.terms, out.stats, observed)
+        hidden = split.leave(self.final_norm(out.x))
+        return Forward(hidden, out.terms, out.stats, observed)
 
     def quantities(self) -> tuple[Quantity, ...]:
         """What the layers say in `terms` and `stats`, each name once.

@@ -36,8 +36,8 @@ def only_policy() -> dict[str, nnx.State]:
 def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
     """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
 
-    Of a model with adapters, these train, and its score or value if it has one, and what `only` names; of
-    one without, all does unless `only` names some.
+    Of a model with adapters, these train, and its score or value if it has one, and what `only`
+    names; of one without, all does unless `only` names some.
 
     Args:
         config: patterns of those that train, and of those that do not.

@@ -246,8 +246,10 @@ class ModelConfig:
         ),
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["eager", "xla", "cudnn", "flash"] = key(
-        "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
+    attention: Literal["eager", "xla", "cudnn", "flash", "ring"] = key(
+        "xla",
+        "kernel: plain reference, blocks in XLA, cuDNN on GPUs, flash on TPUs, or a ring over "
+        "mesh.context",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"
