@@ -40,6 +40,7 @@ from data_pipeline.packing import (
 )
 from data_pipeline.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
+from data_pipeline.teacher_files import TeacherFiles, empty_arrays
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
@@ -75,7 +76,8 @@ class HostBatch(NamedTuple):
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
     document of its k-th pair. Of data whose documents have a number each, there is also value
     (float32 [b, T]): that of each position's document, 0 in padding. So is what was attached
-    (`_Dataset.attach`), by its name.
+    (`_Dataset.attach`), by its name. What a teacher said of the data is there as teacher_files.py
+    has it.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -104,6 +106,8 @@ class _Dataset:
         self.group = sources[0].group
         # What batches have of each position's document beside what the shards hold.
         self._attached: dict[str, list[np.ndarray]] = {}
+        # What a teacher said of the tokens, if batches are to have that.
+        self.teacher: TeacherFiles | None = None
         self._sizes = np.array([source.num_tokens for source in sources])
 
     @property
@@ -139,6 +143,18 @@ class _Dataset:
         self.vocab_size = entries
         _check_corruption(self.config, entries)
 
+    @property
+    def _begins_of_sources(self) -> np.ndarray | None:
+        """Of tokens that are numbered through, where batches need to know which ones they hold."""
+        if self.teacher is None:
+            return None
+        return self.teacher.begins
+
+    def _add_teacher(self, arrays: dict[str, np.ndarray]) -> None:
+        """Puts what a teacher said into a batch, in the place of which tokens it holds."""
+        if self.teacher is not None:
+            arrays |= self.teacher.arrays(arrays.pop("place"))
+
     def _read(
         self,
         step: int,
@@ -166,7 +182,16 @@ class _Dataset:
         if self.bins:
             bins = self.bins[length]
             arrays = pack_documents(
-                self.sources, bins, source, row, length, restart, across, columns, self._attached
+                self.sources,
+                bins,
+                source,
+                row,
+                length,
+                restart,
+                across,
+                columns,
+                self._attached,
+                self._begins_of_sources,
             )
         else:
             num_targets = (self._sizes[source] - row * length).clip(0, length)
@@ -178,6 +203,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         arrays["source"] = source.astype(np.int32)
         return _batch(step, arrays, batch, place, rows, first_column)
 
@@ -261,7 +287,7 @@ class TrainingData(_Dataset):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self.config, self.plan, self.shards, self.bins, self.start, self._attached)
-        return TrainingData, given
+        return TrainingData, given, {"teacher": self.teacher}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -520,6 +546,7 @@ class TrainingData(_Dataset):
             across,
             first_columns,
             self._attached,
+            self._begins_of_sources,
         )
         if self.config.corruption.rate:
             self._corrupt(documents, batch, Part(mine, first_columns), length)
@@ -540,6 +567,7 @@ class TrainingData(_Dataset):
 
         first_column, _, _ = columns.indices(length)
         check_batch(arrays, self.vocab_size, describe, first_column)
+        self._add_teacher(arrays)
         begins_row = column == 0
         of_row = np.zeros(len(held), np.int32)
         of_row[row[begins_row]] = source[begins_row]
@@ -658,13 +686,15 @@ def carry_errors(
     steps: range,
     part: Callable[[int], Part],
     numbers: Iterable[str] = (),
+    teacher: TeacherFiles | None = None,
 ) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
-    with both ends; `numbers`: names of its arrays with a number of each position's document.
+    with both ends; `numbers`: names of its arrays with a number of each position's document;
+    `teacher`: and what it said.
     """
     read = 0
     try:
@@ -685,6 +715,8 @@ def carry_errors(
             }
             for name in numbers:
                 arrays[name] = zeros.astype(np.float32)
+            if teacher is not None:
+                arrays |= empty_arrays(zeros.shape, teacher.top)
             yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 

@@ -28,6 +28,8 @@ from data_pipeline.shards import TokenShards, ranges
 
 # The array of a batch with the numbers that documents have in the shards: labels, or margins.
 VALUE = "value"
+# Of each target, where it lies in the streams of its sources; 0: in none.
+PLACE = "place"
 # What every batch has; each other array has a number of each position's document.
 _PLAIN = frozenset({"inputs", "targets", "segment_ids", "positions", "loss_mask"})
 
@@ -117,6 +119,7 @@ def pack_documents(
     attend_across_documents: bool,
     columns: slice = slice(None),
     numbers: Mapping[str, Sequence[np.ndarray]] = MappingProxyType({}),
+    begins_of_sources: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Read B rows of whole documents, of `length` positions the T `columns`, and build the arrays
     of a batch, as `pack` does.
@@ -124,7 +127,9 @@ def pack_documents(
     Row i is row `row[i]` of `bins[source[i]]`, both int64 [B]; one that is not there is padding.
     The rest of a row is padding. Where the documents of the sources have numbers, there is also
     value, float32 [B, T]: that of each position's document. So is each of `numbers`, by its name,
-    which has those of all documents of each source, float32 [num_documents].
+    which has those of all documents of each source, float32 [num_documents]. With
+    `begins_of_sources`, int64, there is also place, int64 [B, T]: 1 + the number of each target in
+    the stream of its source, whose first token has the number that is given; 0 in padding.
     """
     first_column, end, _ = columns.indices(length)
     # One column more, if there is one: its target is the first input.
@@ -138,7 +143,9 @@ def pack_documents(
     names = list(numbers)
     if shards[0].valued:
         names.append(VALUE)
-    of_documents = {name: np.zeros(shape, np.float32) for name in names}
+    more: dict[str, np.ndarray] = {name: np.zeros(shape, np.float32) for name in names}
+    if begins_of_sources is not None:
+        more[PLACE] = np.zeros(shape, np.int64)
     marks = []
     for number in np.unique(source).tolist():
         reader = shards[number]
@@ -161,12 +168,15 @@ def pack_documents(
         some = kept > 0
         filled = is_mine[:, None] & (np.arange(before, end) < counts[:, None])
         targets[filled], loss_mask[filled] = reader.spans((first + skip)[some], kept[some])
-        for name, array in of_documents.items():
-            if name == VALUE:
-                found = reader.values(documents)
+        for name, array in more.items():
+            if name == PLACE:
+                assert begins_of_sources is not None
+                ids = ranges((first + skip)[some], kept[some])
+                array[filled] = 1 + begins_of_sources[number] + ids
+            elif name == VALUE:
+                array[filled] = np.repeat(reader.values(documents), kept)
             else:
-                found = numbers[name][number][documents]
-            array[filled] = np.repeat(found, kept)
+                array[filled] = np.repeat(numbers[name][number][documents], kept)
 
         is_before_end = column < end
         begins[of_row[is_before_end], column[is_before_end]] = not attend_across_documents
@@ -185,9 +195,9 @@ def pack_documents(
     inputs = np.ascontiguousarray(inputs[:, wanted])
     targets = np.ascontiguousarray(targets[:, wanted])
     loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
-    for name, array in of_documents.items():
-        of_documents[name] = np.ascontiguousarray(array[:, wanted])
-    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, of_documents)
+    for name, array in more.items():
+        more[name] = np.ascontiguousarray(array[:, wanted])
+    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, more)
 
 
 def fold_documents(
@@ -232,7 +242,7 @@ def fold_documents(
     begins[to_where] = begins_before.ravel()[from_where]
     begins = begins.reshape(shape)
     counts = np.bincount(row, sizes, num_rows).astype(np.int64)
-    of_documents = {name: folded(name) for name in documents.keys() - _PLAIN}
+    more = {name: folded(name) for name in documents.keys() - _PLAIN}
     return _batch(
         folded("inputs"),
         folded("targets"),
@@ -240,7 +250,7 @@ def fold_documents(
         begins[:, :end].copy(),
         counts,
         restart_positions,
-        of_documents,
+        more,
     )
 
 
@@ -251,12 +261,12 @@ def _batch(
     begins: np.ndarray,
     counts: np.ndarray,
     restart_positions: bool,
-    of_documents: Mapping[str, np.ndarray] = MappingProxyType({}),
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
 
     `begins` is bool [B, end] where the others are [B, T]: these are the last T of its columns.
-    `of_documents`: arrays with a number of each position's document, by their names.
+    `more`: further arrays of each position, by their names.
     """
     end = begins.shape[1]
     first = end - inputs.shape[1]
@@ -270,7 +280,7 @@ def _batch(
         "positions": positions,
         "loss_mask": loss_mask,
     }
-    batch |= of_documents
+    batch |= more
     if (counts < end).any():
         padding = np.arange(first, end) >= counts[:, None]
         for array in batch.values():

@@ -114,7 +114,7 @@ def evaluate_prompts(
     longest = config.max_completion_length
     for name, data in sets.items():
         length = min(data.config.seq_length, model.config.max_length)
-        require_room(f"eval.sets.{name}", data.shards, length, longest)
+        require_room(f"eval.sets.{name}", data.shards, length, "grpo", longest)
     found = {}
     with contextlib.closing(Rewards(config, tokenizer)) as rewards:
         rewards.check()

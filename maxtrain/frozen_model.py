@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.teacher_files import TeacherFiles
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
@@ -245,6 +246,30 @@ def function_of(model: ModelConfig, precision: PrecisionConfig) -> str:
     decides = {key: value for key, value in values.items() if key not in {*FREE, "score"}}
     text = json.dumps([decides, dataclasses.asdict(precision)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def require_same_stored_teacher(
+    teacher: TeacherFiles | None, before: Mapping[str, str]
+) -> dict[str, str]:
+    """The digest of what is stored of a teacher, by its role; empty: there is none.
+
+    Args:
+        teacher: that the run learns from.
+        before: as of `require_same_frozen_model`.
+
+    Raises:
+        ConfigError: the run has learnt from another one until now.
+    """
+    if teacher is None:
+        return {}
+    digest = f"stored-{teacher.digest()}"
+    if before.get(TEACHER, digest) != digest:
+        raise ConfigError(
+            f"distill.stored: what is stored has the digest {digest}, and this run has learnt from "
+            f"{before[TEACHER]} until now. Bring it back, or set run_name to a new name to start "
+            "afresh."
+        )
+    return {TEACHER: digest}
 
 
 def require_same_frozen_model(

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from data_pipeline.bins import document_targets
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, resume_training
 from data_pipeline.one_tokenizer import require_one_tokenizer
+from data_pipeline.shards import TokenShards
+from data_pipeline.teacher_files import StoredTeacher, TeacherFiles, folder_of
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
@@ -168,6 +172,67 @@ def _by_path(tree: Any, path: str) -> dict[str, Any]:
     found = {}
     for name, inner in tree.items():
         found |= _by_path(inner, f"{path}.{name}")
+    return found
+
+
+def attach_stored_teacher(
+    config: RunConfig, data: TrainingData, sets: Mapping[str, EvaluationData]
+) -> None:
+    """Lets batches have what a stored teacher says, if the config names one.
+
+    Raises:
+        ConfigError: it is of other settings than the config's.
+        DataError: its files are not whole, damaged, or of other data.
+    """
+    if config.objective != "distill" or config.distill.stored is None:
+        return
+    opened = []
+    teachers = set()
+    for name, shards in zip(data.plan.names, data.shards):
+        length = max(span.seq_length for span in data.plan.spans)
+        opened.append(_open_stored(config, f"data.sources.{name}", shards, length))
+        teachers.add(opened[-1].record.teacher)
+    top = config.distill.top
+    data.teacher = TeacherFiles(opened, [shards.num_tokens for shards in data.shards], top)
+    for name, eval_set in sets.items():
+        key = f"eval.sets.{name}"
+        found = _open_stored(config, key, eval_set.shards, eval_set.config.seq_length)
+        teachers.add(found.record.teacher)
+        eval_set.teacher = TeacherFiles([found], [eval_set.shards.num_tokens], top)
+    if len(teachers) > 1:
+        raise ConfigError(
+            f"distill.stored={config.distill.stored} is of {len(teachers)} teachers in the sources "
+            "and sets of the config. Make all of them with the same one, by `maxtrain teach`."
+        )
+
+
+def _open_stored(config: RunConfig, key: str, shards: TokenShards, length: int) -> StoredTeacher:
+    """What a teacher says of a source or set, held against the config. `length`: of its rows."""
+    distill = config.distill
+    folder = folder_of(shards, distill.stored or "", "distill.stored")
+    try:
+        found = StoredTeacher.open(folder, shards, config.data.verify)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    record = found.record
+    if record.top < distill.top:
+        raise ConfigError(
+            f"distill.top={distill.top}, but {folder} has {record.top} entries of each token. Set "
+            f"distill.top={record.top}, or make it again with `maxtrain teach --top`."
+        )
+    if record.temperature != distill.temperature:
+        raise ConfigError(
+            f"distill.temperature={distill.temperature}, but {folder} was made at "
+            f"{record.temperature}. Set distill.temperature={record.temperature}, or make it again "
+            "with `maxtrain teach --temperature`."
+        )
+    longest = int(document_targets(shards, np.arange(shards.num_documents))[1].max())
+    if min(longest, length) > record.length:
+        raise ConfigError(
+            f"rows of {key} have up to {min(longest, length):,} tokens of a document, and {folder} "
+            f"has the first {record.length:,} of each. Set data.seq_length={record.length}, or "
+            "make it again with `maxtrain teach --seq-length`."
+        )
     return found
 
 

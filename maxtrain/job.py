@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
+from data_pipeline.teacher_files import TeacherFiles
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
 from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for, find_reference
-from maxtrain.inputs import open_data, require_answers, with_vocabulary
+from maxtrain.inputs import attach_stored_teacher, open_data, require_answers, with_vocabulary
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
@@ -294,7 +296,11 @@ class Job(Parts):
         if jax.process_count() > 1:
             numbers = self.data.numbers
             host = carry_errors(
-                host, range(start, stop), lambda step: self.layout(step).part, numbers
+                host,
+                range(start, stop),
+                lambda step: self.layout(step).part,
+                numbers,
+                self.data.teacher,
             )
         return prefetch(map(place, host), self.config.data.prefetch)
 
@@ -314,13 +320,16 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     require_answers(config, data, sets)
-    if config.objective == "grpo":
-        longest = config.grpo.max_completion_length
-        require_prompts(data, longest)
+    attach_stored_teacher(config, data, sets)
+    settings = rollout_settings(config)
+    if settings is not None:
+        longest = settings.max_completion_length
+        require_prompts(data, config.objective, longest)
         for name, eval_set in sets.items():
             if eval_set.shards.has_columns:
                 length = eval_set.config.seq_length
-                require_room(f"eval.sets.{name}", eval_set.shards, length, longest)
+                key = f"eval.sets.{name}"
+                require_room(key, eval_set.shards, length, config.objective, longest)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
@@ -344,6 +353,8 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    for stored in _stored_teachers(data, sets):
+        stored.require_vocabulary(fitted.model.vocab_size or 0)
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
@@ -352,6 +363,14 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         other.require_same_tokenizer(tokenizer)
         other.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+
+
+def _stored_teachers(
+    data: TrainingData, sets: Mapping[str, EvaluationData]
+) -> Iterator[TeacherFiles]:
+    for read in (data, *sets.values()):
+        if read.teacher is not None:
+            yield read.teacher
 
 
 def _with_warmup_of_plan(
@@ -462,6 +481,8 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
         fields[frozen.role] = f"step {frozen.step}, {frozen.function()}"
         if frozen.run is None:
             fields[f"files of the {frozen.role}"] = sampled_hash(frozen.directory)
+    if job.data.teacher is not None:
+        fields["stored teacher"] = job.data.teacher.digest()
     weights = Path(job.config.checkpoint.init_from or "").expanduser()
     if saved is None and (weights / "config.json").exists():
         fields["files of checkpoint.init_from"] = sampled_hash(weights)

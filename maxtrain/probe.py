@@ -40,6 +40,7 @@ from data_pipeline.extras import load_package
 from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
@@ -252,10 +253,10 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         UserError: the loss never fell, or was not finite from the start; data and config do not fit
             together.
     """
-    if config.objective == "grpo":
+    if rollout_settings(config) is not None:
         raise ConfigError(
-            "objective=grpo: a range test reads its batches ahead, and these are sampled from the "
-            "weights of each step. Compare a few short runs in place of it."
+            f"objective={config.objective}: a range test reads its batches ahead, and these are "
+            "sampled from the weights of each step. Compare a few short runs in place of it."
         )
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)

@@ -7,8 +7,8 @@ It starts at the newest checkpoint of step A or before, or at the initial state,
 It compares every number that the run's records have for these steps, with the hashes of batch and
 parameters, and every array of the checkpoints on the way. It writes nothing into the run's folder.
 
-Steps of a run with objective=grpo read the rollouts that are stored with it; with --rollouts again
-these are made again as well, from the weights that had made them, and compared.
+Steps of a run that learns from its own completions read the rollouts that are stored with it; with
+--rollouts again these are made again as well, from the weights that had made them, and compared.
 """
 
 import argparse
@@ -28,7 +28,12 @@ from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import to_yaml
-from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
+from maxtrain.config.rollouts import rollout_settings
+from maxtrain.frozen_model import (
+    frozen_digests,
+    require_same_frozen_model,
+    require_same_stored_teacher,
+)
 from maxtrain.job import Job, open_job
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.launches import (
@@ -104,7 +109,7 @@ def replay(
 ) -> str:
     """Replays the steps after `first` up to `end`; a line about what is the same.
 
-    `makes_rollouts`: with objective=grpo, rollouts are made again and compared.
+    `makes_rollouts`: of a run that learns from rollouts, they are made again and compared.
 
     Raises:
         DifferentError: something differs; says what, where first, and what the likely cause is.
@@ -128,7 +133,7 @@ def replay(
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = launched_config(folder, launch, overrides)
-    if makes_rollouts and config.objective != "grpo":
+    if makes_rollouts and rollout_settings(config) is None:
         raise UsageError(
             f"--rollouts again: {folder} has objective={config.objective}, whose batches are no "
             "rollouts. Leave it out."
@@ -156,6 +161,7 @@ def replay(
         )
         found |= frozen_digests(job.frozen_model, state)
         require_same_frozen_model(job.other_model, found, frozen_models)
+        require_same_stored_teacher(job.data.teacher, frozen_models)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
@@ -230,7 +236,7 @@ def _start(
 @contextlib.contextmanager
 def _batches(job: Job, folder: Path, makes_rollouts: bool, findings: Findings) -> Iterator[Batches]:
     """What gives the batches of steps, as of `ReplayedRollouts.batches`."""
-    if job.config.objective != "grpo":
+    if rollout_settings(job.config) is None:
 
         def of_data(
             start: int, stop: int, state: Callable[[], TrainState], left_out: frozenset[int]
@@ -399,7 +405,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "--rollouts",
         choices=("stored", "again"),
         default="stored",
-        help="with objective=grpo: read the stored ones, or also make them again and compare",
+        help="where a run learns from its own completions: read the stored ones, or also make them "
+        "again and compare",
     )
     parser.add_argument(
         "overrides",

@@ -20,7 +20,12 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
-from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
+from maxtrain.config.rollouts import rollout_settings
+from maxtrain.frozen_model import (
+    frozen_digests,
+    require_same_frozen_model,
+    require_same_stored_teacher,
+)
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
@@ -40,6 +45,7 @@ from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.rl.evaluation import Asking
 from maxtrain.rl.rollouts import Rollouts
+from maxtrain.rl.unrewarded_evaluation import Completing
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
@@ -84,7 +90,7 @@ class Run:
         evaluated_again: those of them that an earlier launch may have read before it died without
             saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
-        rollouts: where batches come from with objective=grpo; else None.
+        rollouts: where batches come from where a run learns from its own completions; else None.
         sample_interval: steps between completions of the prompts; 0: none, also where no process
             holds all of the model.
     """
@@ -125,7 +131,7 @@ class Run:
             config.log_interval,
             config.observe.layer_norms_interval,
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
-            keeps_samples=config.objective == "grpo",
+            keeps_samples=rollout_settings(config) is not None,
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
@@ -144,8 +150,9 @@ class Run:
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
-        self._asking: Asking | None = None
-        if config.objective == "grpo":
+        self._asking: Asking | Completing | None = None
+        settings = rollout_settings(config)
+        if settings is not None:
             self.rollouts = Rollouts(
                 config,
                 job.data,
@@ -157,9 +164,13 @@ class Run:
                 checkpoints.steps,
             )
             # As many slots as rollouts have, for which programs are compiled anyway.
-            slots = config.data.batch_size * config.grpo.num_iterations
-            slots = min(slots * config.grpo.num_generations, config.grpo.slots)
-            self._asking = Asking(config.grpo, job.data.tokenizer, slots, self.rollouts.rewards)
+            slots = config.data.batch_size * settings.num_iterations
+            slots = min(slots * settings.num_generations, settings.slots)
+            if config.objective == "grpo":
+                rewards = self.rollouts.rewards
+                self._asking = Asking(config.grpo, job.data.tokenizer, slots, rewards)
+            else:
+                self._asking = Completing(settings, job.data.tokenizer, slots)
         self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
@@ -218,6 +229,7 @@ class Run:
             self.state = start()
         found = frozen_digests(self.job.frozen_model, self.state) | self._stored_reference
         require_same_frozen_model(self.job.other_model, found, before.frozen_models)
+        found |= require_same_stored_teacher(self.data.teacher, before.frozen_models)
         # A run may learn from one of before again later.
         self._frozen_models = {**before.frozen_models, **found}
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from data_pipeline.loader import carry_errors
 from maxtrain import failpoints
+from maxtrain.config.rollouts import require_settings
 from maxtrain.job import Job
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
@@ -18,6 +19,7 @@ from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.evaluation import REWARD, Asking
 from maxtrain.rl.prompts import num_prompts
+from maxtrain.rl.unrewarded_evaluation import Completing, Completions
 from maxtrain.run_state import Best, ValidationState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
@@ -38,8 +40,8 @@ class Validation:
     """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with
     the run.
 
-    `asking`: completes and rewards the prompts of sets that hold some; None: the run has no
-    rewards, and all sets are evaluated as text.
+    `asking`: completes the prompts of sets that hold some, and may reward them; None: the run
+    learns from data, and all sets are evaluated as text.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Validation:
         clock: Stopwatch,
         progress: Progress,
         stop: StopRequest,
-        asking: Asking | None = None,
+        asking: Asking | Completing | None = None,
     ):
         self._config, self._sets, self._clock, self._progress, self._stop = (
             job.config,
@@ -103,9 +105,11 @@ class Validation:
         """Losses of a set can be compared where this is the same."""
         held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
         if self._asks(name):
-            grpo = self._config.grpo
             count = num_prompts(held_out, steps)
-            longest = grpo.max_completion_length
+            longest = require_settings(self._config).max_completion_length
+            if not self._rewards(name):
+                return f"{held_out.manifest.uid}, {count} prompts, the likeliest {longest} tokens"
+            grpo = self._config.grpo
             rewards = [list(grpo.rewards), list(grpo.reward_weights)]
             return (
                 f"{held_out.manifest.uid}, {count} prompts, the likeliest {longest} tokens, "
@@ -126,7 +130,7 @@ class Validation:
         best = self.best[name]
         count = f"{self.stale[name]:,} evaluations" if self.stale[name] > 1 else "evaluation"
         judged = "lower loss"
-        if self._asks(name):
+        if self._rewards(name):
             judged = "higher reward"
         since = f"the last {count} of eval.sets.{name} brought no {judged}"
         than = f"than {best.loss:.4f} after step {best.step:,}"
@@ -152,8 +156,12 @@ class Validation:
         return self._config.eval_steps if steps is None else steps
 
     def _asks(self, name: str) -> bool:
-        """Whether a set holds prompts that are completed and rewarded."""
+        """Whether a set holds prompts that are completed."""
         return self._asking is not None and self._sets[name].shards.has_columns
+
+    def _rewards(self, name: str) -> bool:
+        """Whether a set holds prompts whose completions are rewarded."""
+        return self._asks(name) and isinstance(self._asking, Asking)
 
     def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
         """The record of one evaluation set after this step: read whole, unless its steps say
@@ -194,7 +202,9 @@ class Validation:
         host = eval_set.iterate(layout.part, num_batches)
         if jax.process_count() > 1:
             count = min(num_batches or eval_set.num_batches, eval_set.num_batches)
-            host = carry_errors(host, range(count), lambda _: layout.part, eval_set.numbers)
+            host = carry_errors(
+                host, range(count), lambda _: layout.part, eval_set.numbers, eval_set.teacher
+            )
         errors: list[Exception] = []
 
         def placed() -> Iterator[Batch]:
@@ -233,14 +243,29 @@ class Validation:
         eval_set = self._sets[name]
         count = num_prompts(eval_set, self._steps(name))
         answers = self._asking(model, eval_set.shards, count, look_up)
+        if isinstance(answers, Completions):
+            record = answers.record() | self._divergence(name, answers, params)
+            return record, answers.samples(name, self._config.observe.num_samples)
         # A reward that takes too long may do so on one host alone: what the first one found counts.
         record = gather({"record": answers.record()}, _MOST_NUMBERS)[0]["record"]
         return record, answers.samples(name, self._config.observe.num_samples)
 
+    def _divergence(
+        self, name: str, completions: Completions, params: Mapping[str, nnx.State]
+    ) -> dict[str, Any]:
+        """What the objective says of completions; the loss is NaN if one has failed, since the
+        weights can't be used then."""
+        layout = self._layouts[name]
+        batches = completions.batches(layout)
+        found = evaluate(self._step, params, batches, None, 0, self._summed, self._counted)
+        if completions.failed:
+            found[self._loss] = math.nan
+        return found
+
     def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> Best | None:
         """The best evaluation of a set, with this one."""
         of = self._loss
-        if self._asks(name):
+        if self._rewards(name):
             of = REWARD
         value = result.get(of, math.nan)
         best = self.best.get(name)

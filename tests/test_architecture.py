@@ -73,6 +73,8 @@ FLOORS = {
             "maxtrain.export_adapters",
             "maxtrain.export_gguf",
             "maxtrain.server",
+            "maxtrain.teach",
+            "maxtrain.teaching",
             "maxtrain.model_card",
             "maxtrain.merge",
             "maxtrain.merge_sources",

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from benchmarks.additions import task
 from data_pipeline import prepare
-from maxtrain import evaluate, replay
+from maxtrain import evaluate, replay, teach
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.config.sections.dpo import UNPAIRED
@@ -144,7 +145,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
-    section = TEXT[TEXT.index("## GRPO") :]
+    section = TEXT[TEXT.index("## GRPO") : TEXT.index("## Distillation from files")]
     prepares, trains, evaluates, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
@@ -168,3 +169,57 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     words = shlex.split(replays)
     assert words[:2] == ["maxtrain", "replay"]
     assert replay.main(words[2:]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("this_process")
+def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monkeypatch, tiny_run):
+    """In a folder with prompts and a teacher."""
+    task.write_prompts(tmp_path / "prompts.jsonl")
+    config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
+    monkeypatch.chdir(tmp_path)
+    assert main(load_config([f"config={config}", "run_name=teacher", "seed=1"])) == 0
+    prompts = ["--prompts", "prompts.jsonl", "--tokenizer", "bytes", "--holdout", "0.2"]
+    assert prepare.main(["data/prompts", *prompts]) == 0
+    title = "Distillation on its own completions\n"
+    (section,) = [section for section in SECTIONS if section.startswith(title)]
+    trains, replays = commands(section)
+    words = shlex.split(trains)
+    assert words[:2] == ["maxtrain", "train"]
+    values = yaml.safe_load(config.read_text())
+    del values["data"]
+    config.write_text(yaml.safe_dump(values))
+    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    evaluations = [r for r in read_metrics(Path("runs/pupil")) if r["kind"] == "eval"]
+    assert evaluations[-1]["distill"] < evaluations[0]["distill"]
+    words = shlex.split(replays)
+    assert words[:2] == ["maxtrain", "replay"]
+    assert replay.main(words[2:]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("this_process")
+def test_the_commands_of_distillation_from_files_work(tmp_path, monkeypatch, tiny_run, capsys):
+    """In a folder with data and a teacher."""
+    config = tiny_run(tmp_path, "--holdout", "0.2", steps=2)
+    monkeypatch.chdir(tmp_path)
+    assert main(load_config([f"config={config}", "run_name=teacher", "seed=1"])) == 0
+    shutil.copytree("data", "web")
+    Path("web").rename("data/web")
+    (section,) = [section for section in SECTIONS if section.startswith("Distillation from files")]
+    teaches, trains = commands(section)
+    words = shlex.split(teaches)
+    assert words[:2] == ["maxtrain", "teach"]
+    monkeypatch.setattr(teach, "start", lambda mesh, cache: None)
+    capsys.readouterr()
+    assert teach.main(words[2:]) == 0
+    said = capsys.readouterr().err
+    assert "tokens x 100 bytes (16 entries)" in said and "4 + 6 K bytes" in section
+    words = shlex.split(trains)
+    assert words[:2] == ["maxtrain", "train"]
+    values = yaml.safe_load(config.read_text())
+    del values["data"]
+    config.write_text(yaml.safe_dump(values))
+    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    evaluations = [r for r in read_metrics(Path("runs/pupil")) if r["kind"] == "eval"]
+    assert evaluations[-1]["distill"] < evaluations[0]["distill"]

@@ -21,11 +21,16 @@ from maxtrain.config.across import (
 from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RewardConfig, RunConfig
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
-from maxtrain.config.sections.distill import teacher_problems
-from maxtrain.config.sections.dpo import packing_problems, smoothing_problems, stored_problems
+from maxtrain.config.sections.distill import stored_problems, teacher_problems
+from maxtrain.config.sections.dpo import (
+    packing_problems,
+    smoothing_problems,
+    stored_reference_problems,
+)
 from maxtrain.config.sections.grpo import grpo_problems, prompt_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.lora import lora_problems
@@ -104,16 +109,21 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
 def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from _idle_in_section(idle, DistillConfig, "distill.")
     yield from teacher_problems(config.objective, config.distill)
+    if config.objective == "distill":
+        yield from stored_problems(config.distill, config.data)
     yield from _idle_in_section(idle, DpoConfig, "dpo.")
     yield from smoothing_problems(config.objective, config.dpo)
-    yield from stored_problems(config.objective, config.dpo, config.data)
+    yield from stored_reference_problems(config.objective, config.dpo, config.data)
     yield from packing_problems(config.objective, config.data)
     yield from _idle_in_section(idle, RewardConfig, "reward.")
     yield from idle_among(idle, "model.score")
     yield from rewards.score_problems(config)
     yield from _idle_in_section(idle, GrpoConfig, "grpo.")
     yield from grpo_problems(config.objective, config.grpo)
-    yield from prompt_problems(config.objective, config.grpo, config.data)
+    settings = rollout_settings(config)
+    if settings is not None:
+        longest = settings.max_completion_length
+        yield from prompt_problems(config.objective, longest, config.data)
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

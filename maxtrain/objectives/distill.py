@@ -61,14 +61,12 @@ def distill(
     Raises:
         ValueError: a number or a name that is none of these.
     """
-    _require(temperature, weight, kind, beta)
+    require_divergence(temperature, kind, beta)
+    _require_weight(weight)
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - weight, "distill": weight}
-    unit = "nats per target"
-    if temperature != 1:
-        unit += f" at temperature {temperature:g}"
     compared = (
-        Quantity("distill", unit),
+        Quantity("distill", unit_of(temperature)),
         Quantity("agreement", "share of targets"),
     )
 
@@ -87,8 +85,8 @@ def distill(
             target_weights(batch, normalize) * scales["distill"],
             batch["loss_mask"].astype(jnp.float32),
             chunks=chunks_of(batch, policy),
-            student_numbers=_numbers(policy),
-            teacher_numbers=_numbers(teacher),
+            student_numbers=numbers_of(policy),
+            teacher_numbers=numbers_of(teacher),
             temperature=temperature,
             kind=kind,
             beta=beta,
@@ -111,20 +109,32 @@ def distill(
     )
 
 
-def _numbers(model: Decoder) -> Numbers:
+def unit_of(temperature: float) -> str:
+    """Of a divergence at a temperature."""
+    if temperature == 1:
+        return "nats per target"
+    return f"nats per target at temperature {temperature:g}"
+
+
+def numbers_of(model: Decoder) -> Numbers:
+    """The number formats of a model's logits."""
     return Numbers(model.precision.compute, model.precision.output, model.spec.logit_softcap)
 
 
-def _require(temperature: float, weight: float, kind: str, beta: float) -> None:
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature} must be above 0: it divides the logits. "
-            "Set it to 1 for the distributions as they are."
-        )
+def _require_weight(weight: float) -> None:
     if not 0 <= weight <= 1:
         raise ValueError(
             f"weight={weight} must be from 0 to 1: it is the share of the divergence in the loss. "
             "Set it to 0.5, for example."
+        )
+
+
+def require_divergence(temperature: float, kind: str, beta: float) -> None:
+    """ValueError: numbers or a name that are none of a divergence; see `distill`."""
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} must be above 0: it divides the logits. "
+            "Set it to 1 for the distributions as they are."
         )
     if kind not in KINDS:
         raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}. Set it to forward.")

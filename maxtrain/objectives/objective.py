@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from maxtrain.models.decoder import Decoder, Forward
 from maxtrain.ops.quantity import NLL, Quantity
 from maxtrain.ops.sums import Sum
+from maxtrain.parallel.batches import PerToken
 
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"
@@ -114,7 +115,7 @@ class Objective(NamedTuple):
     recorded: what is recorded of a step beside the loss, in the order of the record.
     evaluated: what is recorded of an evaluation beside what is counted.
     arrays: what a batch for training has beside what every batch has: float32, of each token ("BT")
-        or of each row ("B").
+        or of each row ("B"), or several numbers of each token.
     first_pass: what must be known of a whole batch before; None: nothing.
     counted: the sum whose weight is the summed loss mask of the targets, and whose total is finite
         if the loss is: `nll`, the negative log-likelihood of the targets, where there is one.
@@ -127,7 +128,7 @@ class Objective(NamedTuple):
     loss: Quantity = NLL
     recorded: tuple[Quantity, ...] = ()
     evaluated: tuple[Quantity, ...] = ()
-    arrays: Mapping[str, str] = MappingProxyType({})
+    arrays: Mapping[str, str | PerToken] = MappingProxyType({})
     first_pass: FirstPass | None = None
     counted: str = NLL.name
 

@@ -14,11 +14,13 @@ from maxtrain.config.schema import (
 from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.distill import distill
+from maxtrain.objectives.distill_stored import distill_stored
 from maxtrain.objectives.dpo import dpo
 from maxtrain.objectives.grpo import grpo
 from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
+from maxtrain.objectives.on_policy import on_policy
 from maxtrain.objectives.reward import reward
 
 
@@ -45,6 +47,22 @@ def _next_token(settings: Settings) -> Objective:
 
 
 def _distill(settings: Settings) -> Objective:
+    if settings.distill.on_policy:
+        return on_policy(
+            settings.distill.temperature,
+            settings.distill.kind,
+            settings.normalize,
+            settings.regularization,
+            settings.distill.beta,
+        )
+    if settings.distill.stored is not None:
+        return distill_stored(
+            settings.distill,
+            settings.loss,
+            settings.normalize,
+            settings.num_sources,
+            settings.regularization,
+        )
     return distill(
         settings.distill.temperature,
         settings.distill.weight,

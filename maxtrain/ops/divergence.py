@@ -50,6 +50,8 @@ class TokenDivergence(NamedTuple):
     divergence: Float[Array, " B"]
     # Of each row, the sum of mask where both models have the same most likely token.
     agreement: Float[Array, " B"]
+    # Of each row, the sum of mask * entropy of the student at the temperature, nats.
+    entropy: Float[Array, " B"]
 
 
 class Form(NamedTuple):
@@ -109,8 +111,8 @@ def plain_divergence(
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `divergence`."""
     teacher = jax.lax.stop_gradient(teacher)
-    of_student = _logits(student.hidden, student.head, form.student).rounded
-    of_teacher = _logits(teacher.hidden, teacher.head, form.teacher).rounded
+    of_student = model_logits(student.hidden, student.head, form.student).rounded
+    of_teacher = model_logits(teacher.hidden, teacher.head, form.teacher).rounded
     log_s = jax.nn.log_softmax(of_student / form.temperature)
     log_t = jax.nn.log_softmax(of_teacher / form.temperature)
     if form.kind == "forward":
@@ -118,13 +120,15 @@ def plain_divergence(
     elif form.kind == "reverse":
         each = _kl(log_s, log_t)
     else:
-        log_m = _mixture(log_s, log_t, form.beta)
+        log_m = mixture(log_s, log_t, form.beta)
         each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * _kl(log_s, log_m)
     same = of_student.argmax(-1) == of_teacher.argmax(-1)
     loss = form.temperature**2 * (each * weights).sum()
     rows = (each * mask).sum(-1)
+    entropy = (entropies(log_s) * mask).sum(-1)
+    agreement = (same.astype(jnp.float32) * mask).sum(-1)
     return TokenDivergence(
-        loss, jax.lax.stop_gradient(rows), (same.astype(jnp.float32) * mask).sum(-1)
+        loss, jax.lax.stop_gradient(rows), agreement, jax.lax.stop_gradient(entropy)
     )
 
 
@@ -133,7 +137,12 @@ def _kl(log_p: Float[Array, "B T V"], log_q: Float[Array, "B T V"]) -> Float[Arr
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def _mixture(
+def entropies(log_p: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """The entropy of each token's distribution, nats."""
+    return -(jnp.exp(log_p) * log_p).sum(-1)
+
+
+def mixture(
     log_s: Float[Array, "B T V"], log_t: Float[Array, "B T V"], beta: float
 ) -> Float[Array, "B T V"]:
     """log(beta t + (1 - beta) s)."""
@@ -152,26 +161,28 @@ def _chunked(
         return jax.tree.map(jnp.add, total, here), None
 
     parts = split_sequence(form.chunks, student.hidden, teacher.hidden, weights, mask)
-    total, _ = jax.lax.scan(one, _zero(weights), parts)
+    total, _ = jax.lax.scan(one, no_divergence(weights), parts)
     return total
 
 
-def _zero(weights: Array) -> TokenDivergence:
+def no_divergence(weights: Array) -> TokenDivergence:
+    """Of no token, in as many rows as there are weights for."""
     rows = jnp.zeros(weights.shape[:1], jnp.float32)
-    return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows)
+    return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows, rows)
 
 
-class _Logits(NamedTuple):
+class Logits(NamedTuple):
     """A model's logits, as they are compared; and before they were rounded."""
 
     rounded: Float[Array, "B T V"]
     exact: Float[Array, "B T V"]
 
 
-def _logits(hidden: Array, head: Array, numbers: Numbers) -> _Logits:
+def model_logits(hidden: Array, head: Array, numbers: Numbers) -> Logits:
+    """The logits of a model, from its last hidden states and its output matrix."""
     exact = dot(hidden, head, Recipe.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
-    return _Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
+    return Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 
 
 def _forward(
@@ -186,9 +197,9 @@ def _forward(
     ) -> tuple[tuple[TokenDivergence, Array], Array]:
         total, dhead = carry
         x, y, weight, of_record = part
-        logits = _logits(x, low, form.student)
+        logits = model_logits(x, low, form.student)
         of_student = logits.rounded
-        of_teacher = _logits(y, low_of_teacher, form.teacher).rounded
+        of_teacher = model_logits(y, low_of_teacher, form.teacher).rounded
         log_s = jax.nn.log_softmax(of_student / temperature)
         log_t = jax.nn.log_softmax(of_teacher / temperature)
         probability = jnp.exp(log_s)
@@ -199,7 +210,7 @@ def _forward(
             each = _kl(log_s, log_t)
             dlogits = probability * (log_s - log_t - each[..., None])
         else:
-            log_m = _mixture(log_s, log_t, form.beta)
+            log_m = mixture(log_s, log_t, form.beta)
             from_mixture = _kl(log_s, log_m)
             each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * from_mixture
             # The student's share of the mixture gives nothing: its terms add up to 0.
@@ -218,10 +229,11 @@ def _forward(
             temperature**2 * (each * weight).sum(),
             (each * of_record).sum(-1),
             (same.astype(jnp.float32) * of_record).sum(-1),
+            (entropies(log_s) * of_record).sum(-1),
         )
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
-    start = (_zero(weights), jnp.zeros(student.head.shape, jnp.float32))
+    start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
     parts = split_sequence(form.chunks, student.hidden, teacher.hidden, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
     dx = join_sequence(dx)

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -45,18 +45,18 @@ class BatchLayout:
         self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
     def own_part(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This host's part of whole arrays [batch_size, length] or [batch_size]."""
+        """This host's part of whole arrays [batch_size, length, ...] or [batch_size]."""
         rows, columns = self.part
         found = {}
         for name, array in arrays.items():
             of_rows = array[rows]
-            if array.ndim == 2:
+            if array.ndim > 1:
                 of_rows = np.ascontiguousarray(of_rows[:, columns])
             found[name] = of_rows
         return found
 
     def to_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays [batch_size, length], or [batch_size], from this host's part of them."""
+        """Global arrays [batch_size, length, ...], or [batch_size], from this host's part."""
         rows, columns = self.part
 
         def place(local: np.ndarray) -> jax.Array:
@@ -72,13 +72,24 @@ class BatchLayout:
             sharding = self.sharding
             if local.ndim == 1:
                 sharding = self.by_row
-            return jax.make_array_from_callback(self.shape[: local.ndim], sharding, part)
+            shape = (*self.shape, *local.shape[2:])[: local.ndim]
+            return jax.make_array_from_callback(shape, sharding, part)
 
         return {name: place(array) for name, array in arrays.items()}
 
 
+class PerToken(NamedTuple):
+    """An array of a batch with so many numbers for each token, [B, T, count]."""
+
+    count: int
+    dtype: str
+
+
 def abstract_batch(
-    mesh: Mesh, batch_size: int, length: int, arrays: Mapping[str, str] = MappingProxyType({})
+    mesh: Mesh,
+    batch_size: int,
+    length: int,
+    arrays: Mapping[str, str | PerToken] = MappingProxyType({}),
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as shapes with shardings, for programs that are only compiled.
 
@@ -93,7 +104,10 @@ def abstract_batch(
     batch["loss_mask"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
     batch["source"] = jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)
     for name, dims in arrays.items():
-        if dims == "BT":
+        if isinstance(dims, PerToken):
+            dtype = np.dtype(dims.dtype)
+            batch[name] = jax.ShapeDtypeStruct((*shape, dims.count), dtype, sharding=whole)
+        elif dims == "BT":
             batch[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
         else:
             batch[name] = jax.ShapeDtypeStruct((batch_size,), np.float32, sharding=by_row)

@@ -1,10 +1,9 @@
 """Which steps read a rollout together, and the batches that they make of it.
 
-With grpo.num_iterations=n, steps k n + 1 to k n + n read their prompts together, and each of them
+With num_iterations=n, steps k n + 1 to k n + n read their prompts together, and each of them
 trains on all completions. So prompts are read as the plan says, whatever n is.
 """
 
-import dataclasses
 import hashlib
 import json
 
@@ -15,6 +14,7 @@ from data_pipeline.guard import checksum
 from data_pipeline.loader import HostBatch, Made, TrainingData
 from data_pipeline.plan import Shape as BatchShape
 from maxtrain.config import RunConfig
+from maxtrain.config.rollouts import require_settings
 from maxtrain.models.cost import relative_quadratic
 from maxtrain.objectives.objective import Batch
 from maxtrain.parallel.batches import BatchLayout
@@ -25,25 +25,26 @@ from maxtrain.rl.store import FOLDER
 
 # What the training forward reads of a batch.
 _READ = ("inputs", "targets", "segment_ids", "positions")
+# What a batch has where nothing of a completion is learnt but its tokens.
+OF_TOKENS = (*_READ, "loss_mask", "source")
 # Of each token of a completion, [B, T]: the number of the completion among those of a step, uint32,
 # and its own number in the completion, int32; they say what it is drawn by.
 COMPLETION = "completion"
 NUMBER = "number"
-# Settings that change nothing of a rollout.
-_IDLE = ("keep_rollouts",)
 
 
 class RolloutBatches:
     """Batches of rollouts. To be used inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of a run that learns from rollouts.
         data: the prompts.
         mesh: that batches lie on.
     """
 
     def __init__(self, config: RunConfig, data: TrainingData, mesh: Mesh):
         self._config = config
+        self._settings = require_settings(config)
         self._data = data
         self._mesh = mesh
         self._length = max(length for _, length in data.shapes())
@@ -68,23 +69,20 @@ class RolloutBatches:
     def steps_of(self, step: int) -> range:
         """The steps, numbered from 0, that read the same rollout as this one."""
         first = self.round_down(step)
-        end = min(first + self._config.grpo.num_iterations, self._data.plan.num_steps)
+        end = min(first + self._settings.num_iterations, self._data.plan.num_steps)
         return range(max(first, self.first_step), end)
 
     def round_down(self, step: int) -> int:
         """The first step that reads the same rollout, where the data has not changed meanwhile."""
-        return step - step % self._config.grpo.num_iterations
+        return step - step % self._settings.num_iterations
 
     def identity(self, steps: range) -> str:
         """Of what is asked for with the rollout of these steps: prompts, settings and seed."""
-        settings = dataclasses.asdict(self._config.grpo)
-        for name in _IDLE:
-            del settings[name]
         asked = {
             "prompts": [self._data.digest_at(step) for step in steps],
             "shards": [shards.uid for shards in self._data.shards],
-            "grpo": settings,
             "seed": self._config.seed,
+            **self._settings.identity,
         }
         if self.is_exact:
             asked["exact"] = True
@@ -101,6 +99,8 @@ class RolloutBatches:
         """
         is_first = step == self.steps_of(step).start
         arrays, _ = batch_arrays(rollout, self._shape(), is_first)
+        if self._config.objective == "distill":
+            arrays = {name: arrays[name] for name in OF_TOKENS}
         if is_left_out:
             arrays["loss_mask"] = np.zeros_like(arrays["loss_mask"])
         rows, length = arrays["targets"].shape
@@ -148,8 +148,8 @@ class RolloutBatches:
 
     def _shape(self) -> Shape:
         unit = self.accumulation * batch_shards()
-        masks = self._config.grpo.mask_truncated_completions
         room = None
         if self.is_exact:
-            room = self._config.grpo.max_completion_length
+            room = self._settings.max_completion_length
+        masks = self._settings.mask_truncated_completions
         return Shape(self._length, unit, self._quadratic, masks, room)

@@ -23,6 +23,7 @@ from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores
 from maxtrain.rl.sampler import stop_ids
 from maxtrain.serve.engine import Engine
+from maxtrain.serve.generation import Generation
 from maxtrain.serve.sampling import Sampling
 
 # By which sets of prompts are judged: a higher one is better.
@@ -123,12 +124,9 @@ class Asking:
             sign_of_life: called every few tokens. What it raises ends the evaluation.
         """
         began = time.perf_counter()
-        prompts = read_together(_first_prompts, shards, count)
+        prompts = read_together(first_prompts, shards, count)
         ends = stop_ids(self._tokenizer, shards)
-        manner = Manner(Sampling(temperature=0.0), self._longest, ends)
-        wanted = [Wanted(prompt.ids, row) for row, prompt in enumerate(prompts)]
-        engine = Engine(model, slots=self._slots, eager=True)
-        generations = complete(engine, wanted, manner, sign_of_life)
+        generations = likeliest(model, prompts, ends, self._longest, self._slots, sign_of_life)
         made = [Completion.of(each) for each in generations]
         texts = self._rewards.texts(prompts, made)
         scores = None
@@ -151,7 +149,32 @@ class Asking:
         )
 
 
-def _first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+def likeliest(
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    stop_ids: Sequence[int],
+    longest: int,
+    slots: int,
+    sign_of_life: Callable[[], object],
+) -> list[Generation]:
+    """A completion of each prompt, by the likeliest tokens.
+
+    Args:
+        model: on one device, or split over the current mesh.
+        prompts: to be completed.
+        stop_ids: tokens that end a completion.
+        longest: tokens of a completion, at most.
+        slots: completions that are made at once.
+        sign_of_life: called every few tokens. What it raises ends it.
+    """
+    manner = Manner(Sampling(temperature=0.0), longest, tuple(stop_ids))
+    wanted = [Wanted(prompt.ids, row) for row, prompt in enumerate(prompts)]
+    engine = Engine(model, slots=slots, eager=True)
+    return complete(engine, wanted, manner, sign_of_life)
+
+
+def first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
+    """The first prompts of a set."""
     return [read_prompt(shards, number) for number in range(count)]
 
 

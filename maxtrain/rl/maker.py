@@ -25,6 +25,7 @@ from maxtrain.observe.samples import as_text
 from maxtrain.rl.advantages import advantages, has_signal
 from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
+from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores
@@ -34,12 +35,12 @@ from maxtrain.training.state import TrainState
 
 
 class Begun(NamedTuple):
-    """A rollout as it was sampled, and its rewards on their way."""
+    """A rollout as it was sampled, and its rewards on their way; None: it gets none."""
 
     steps: range
     prompts: list[Prompt]
     rollout: Rollout
-    rewards: concurrent.futures.Future[Counted]
+    rewards: concurrent.futures.Future[Counted] | None = None
 
 
 class RolloutMaker:
@@ -67,6 +68,15 @@ class RolloutMaker:
         self._rewarder = rewarder
         self._progress = progress
 
+    @property
+    def rewards(self) -> Rewards:
+        """Of completions."""
+        return self._rewarder.rewards
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._rewarder.close()
+
     def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
         """Samples completions of what these steps read, and begins with their rewards.
 
@@ -90,6 +100,7 @@ class RolloutMaker:
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
+        assert begun.rewards is not None
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
         numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
@@ -208,9 +219,15 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
 
 def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
-    numbers = reward_numbers(scores)
-    numbers["completion_length"] = float(rollout.lengths.mean())
-    numbers["longest_completion"] = float(rollout.lengths.max())
-    numbers["truncated"] = float(rollout.truncated.mean())
+    numbers = reward_numbers(scores) | length_numbers(rollout)
     numbers["groups_without_signal"] = float((~signals).mean())
     return numbers
+
+
+def length_numbers(rollout: Rollout) -> dict[str, float]:
+    """What is recorded of the lengths of completions."""
+    return {
+        "completion_length": float(rollout.lengths.mean()),
+        "longest_completion": float(rollout.lengths.max()),
+        "truncated": float(rollout.truncated.mean()),
+    }

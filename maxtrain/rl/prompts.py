@@ -27,26 +27,35 @@ class Prompt(NamedTuple):
     columns: dict[str, Any]
 
 
-def require_prompts(data: TrainingData, max_completion_length: int) -> None:
-    """ConfigError: a source does not hold prompts, or one leaves no room for a completion."""
+def require_prompts(data: TrainingData, objective: str, max_completion_length: int) -> None:
+    """ConfigError: a source does not hold prompts, or one leaves no room for a completion.
+
+    Args: as of `require_room`.
+    """
+    asked = f"objective={objective}"
+    if objective == "distill":
+        asked = "distill.on_policy=true"
     length = min(span.seq_length for span in data.plan.spans)
     for name, shards in zip(data.plan.names, data.shards):
         key = f"data.sources.{name}"
         if not shards.has_columns:
             raise ConfigError(
-                f"{key}.path={shards.path} holds documents, and objective=grpo completes prompts. "
+                f"{key}.path={shards.path} holds documents, and {asked} completes prompts. "
                 "Prepare them with `python -m data_pipeline.prepare OUT --prompts 'FILES.jsonl'`."
             )
-        require_room(key, shards, length, max_completion_length)
+        require_room(key, shards, length, objective, max_completion_length)
 
 
-def require_room(key: str, shards: TokenShards, length: int, max_completion_length: int) -> None:
+def require_room(
+    key: str, shards: TokenShards, length: int, objective: str, max_completion_length: int
+) -> None:
     """ConfigError: a prompt leaves no room for a completion.
 
     Args:
         key: of the config, that names the prompts, without `.path`.
         shards: the prompts.
         length: tokens of a prompt with its completion, at most.
+        objective: whose section has the longest completion.
         max_completion_length: tokens of a completion, at most.
     """
     _, lengths = shards.documents(np.arange(shards.num_documents))
@@ -62,10 +71,10 @@ def require_room(key: str, shards: TokenShards, length: int, max_completion_leng
         section = "eval"
     raise ConfigError(
         f"{key}.path={shards.path}: prompt {first} has {lengths[first]:,} tokens, and "
-        f"grpo.max_completion_length={max_completion_length:,} leaves room for {room:,} in "
+        f"{objective}.max_completion_length={max_completion_length:,} leaves room for {room:,} in "
         f"rows of {section}.seq_length; {too_long.size:,} prompts have too many. Set "
         f"{section}.seq_length to at least {int(lengths.max()) + max_completion_length:,}, "
-        "grpo.max_completion_length lower, or leave such prompts out."
+        f"{objective}.max_completion_length lower, or leave such prompts out."
     )
 
 

@@ -1,5 +1,5 @@
-"""The batches of reinforcement learning: rollouts of a run are made, stored, and read again when it
-goes on.
+"""The batches of runs that learn from their own completions: rollouts of a run are made, stored,
+and read again when it goes on.
 
 A rollout is scored before the first step that reads it, from the arrays that are about to be
 trained, and stored before that step. With grpo.staleness=0 it is sampled from them as well. With 1
@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain import failpoints
 from maxtrain.config import RunConfig
+from maxtrain.config.rollouts import require_settings
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
@@ -33,6 +34,7 @@ from maxtrain.rl.rewarder import Rewarder
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.sampler import Sampler, stop_ids
 from maxtrain.rl.store import RolloutStore
+from maxtrain.rl.unrewarded import UnrewardedMaker
 from maxtrain.training.state import TrainState, policy_variables
 
 
@@ -40,7 +42,7 @@ class RolloutParts:
     """What makes rollouts of a run, and batches of them. To be used inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of a run that learns from rollouts.
         data: the prompts.
         mesh: that the models lie on.
         graphdefs: the structure of each model, as of `models_from`.
@@ -61,19 +63,25 @@ class RolloutParts:
         progress: Progress,
     ):
         self.batches = RolloutBatches(config, data, mesh)
-        self._rewarder = Rewarder(config.grpo, data.tokenizer)
         ends = stop_ids(data.tokenizer, data.shards[0])
-        sampler = Sampler(config.grpo, config.seed, ends, self.batches, mesh, graphdefs, clock)
-        self._maker = RolloutMaker(config.grpo, data, sampler, self._rewarder, progress)
+        settings = require_settings(config)
+        sampler = Sampler(settings, config.seed, ends, self.batches, mesh, graphdefs, clock)
+        self._maker: RolloutMaker | UnrewardedMaker
+        if config.objective == "grpo":
+            rewarder = Rewarder(config.grpo, data.tokenizer)
+            self._maker = RolloutMaker(config.grpo, data, sampler, rewarder, progress)
+        else:
+            self._maker = UnrewardedMaker(settings, data, sampler, progress)
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        self._rewarder.close()
+        self._maker.close()
 
     @property
     def rewards(self) -> Rewards:
         """Of completions."""
-        return self._rewarder.rewards
+        assert isinstance(self._maker, RolloutMaker), "of an objective that has rewards"
+        return self._maker.rewards
 
     def begin(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
         """Samples what these steps read, by the weights after `step` steps, whose digest is
@@ -107,7 +115,7 @@ class Rollouts:
     """The rollouts of a run that trains.
 
     Args:
-        config: of the run, with objective=grpo.
+        config: of a run that learns from rollouts.
         data: the prompts.
         mesh: that the models lie on.
         graphdefs: the structure of each model, as of `models_from`.
@@ -131,7 +139,7 @@ class Rollouts:
         progress: Progress,
         saved_steps: Callable[[], Sequence[int]],
     ):
-        self._config = config.grpo
+        self._config = require_settings(config)
         self._num_steps = data.plan.num_steps
         self._parts = RolloutParts(config, data, mesh, graphdefs, clock, progress)
         self._batches = self._parts.batches

@@ -34,7 +34,7 @@ from jaxtyping import Array, Int, Key, UInt32
 from data_pipeline.errors import ConfigError, DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain import failpoints
-from maxtrain.config.schema import GrpoConfig
+from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
@@ -69,7 +69,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: GrpoConfig,
+        config: RolloutSettings,
         seed: int,
         stop_ids: Sequence[int],
         batches: RolloutBatches,
@@ -138,7 +138,7 @@ class Sampler:
             rollout = self._drawn_by_training(prompts, wanted, completed, manner, state)
             _require_finite(bool(np.isfinite(rollout.sampled).all()), step)
         else:
-            rollout = _as_sampled(prompts, completed(wanted))
+            rollout = as_sampled(prompts, completed(wanted))
         about = {"sampling_seconds": time.perf_counter() - began}
         return rollout._replace(about=rollout.about | about)
 
@@ -173,7 +173,7 @@ class Sampler:
         num_replaced = 0
         # Each pass confirms at least one more token of each completion.
         for passes in range(1, manner.longest + 2):
-            rollout = _as_sampled(prompts, made)
+            rollout = as_sampled(prompts, made)
             found = self._scored(rollout, state, manner.seed, wanted[0].row)
             self._sign_of_life()
             mended = with_first_replaced(made, found[DRAWN], manner)
@@ -295,7 +295,8 @@ def _seed_of_step(seed: int, step: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _as_sampled(prompts: Sequence[Prompt], made: Sequence[Completion]) -> Rollout:
+def as_sampled(prompts: Sequence[Prompt], made: Sequence[Completion]) -> Rollout:
+    """A rollout of these completions, those of a prompt behind each other."""
     tokens = [np.array(completion.ids, np.int32) for completion in made]
     sampled = [logprob for completion in made for logprob in completion.logprobs]
     return Rollout(

@@ -64,7 +64,8 @@ def oracle(student, teacher, weights, mask, dtype, temperature, kind):
     same = logits.argmax(-1) == logits_of_teacher.argmax(-1)
     loss = temperature**2 * (each * weights).sum()
     dhead = np.einsum("btd,btv->dv", x, dlogits)
-    rows = ((each * mask).sum(-1), (same * mask).sum(-1))
+    entropy = -(s * log_s).sum(-1)
+    rows = ((each * mask).sum(-1), (same * mask).sum(-1), (entropy * mask).sum(-1))
     return loss, dlogits @ head.T, dhead, rows
 
 
@@ -104,12 +105,13 @@ def test_every_form_equals_the_oracle(form, temperature, kind, dtype, tolerance)
         return 3 * found.loss, found
 
     (value, found), (dx, dhead) = jax.jit(jax.value_and_grad(loss, has_aux=True))(student)
-    expected, expected_dx, expected_dhead, (kl, agreement) = oracle(
+    expected, expected_dx, expected_dhead, (kl, agreement, entropy) = oracle(
         student, teacher, weights, mask, dtype, temperature, kind
     )
     np.testing.assert_allclose(value, 3 * expected, rtol=1e-5)
     np.testing.assert_allclose(found.divergence, kl, rtol=1e-5)
     np.testing.assert_allclose(found.agreement, agreement, rtol=1e-6)
+    np.testing.assert_allclose(found.entropy, entropy, rtol=1e-5)
     dx_tolerance = tolerance * np.abs(3 * expected_dx).max()
     dhead_tolerance = tolerance * np.abs(3 * expected_dhead).max()
     np.testing.assert_allclose(dx, 3 * expected_dx, atol=dx_tolerance)

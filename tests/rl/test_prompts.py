@@ -61,9 +61,9 @@ def test_later_prompts_are_those_of_the_steps_behind_and_after_the_last_those_of
 
 
 def test_a_prompt_without_room_is_named(data):
-    require_prompts(data, 8)
+    require_prompts(data, "grpo", 8)
     with pytest.raises(ConfigError, match=r"prompt 2 has 4 tokens.*room for 3.*at least 13"):
-        require_prompts(data, 9)
+        require_prompts(data, "grpo", 9)
 
 
 def test_what_ends_a_completion(folder):

@@ -4,13 +4,24 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import UsedBy, key
+from data_pipeline.config import DataConfig
+from data_pipeline.config_key import AllBut, UsedBy, key
 
 _DISTILL = UsedBy(
     {"objective": ("distill",)},
     "{key}={value} is not used with {cause}. Set objective=distill, or leave it out.",
 )
 _JSD = UsedBy({"distill.kind": ("jsd",)})
+_STORED = UsedBy(
+    {"distill.stored": AllBut(None)},
+    "{key}={value} is of a stored teacher, and not used with {cause}. Set distill.stored=NAME, or "
+    "leave it out.",
+)
+_ON_POLICY = UsedBy(
+    {"distill.on_policy": (True,)},
+    "{key}={value} is of completions that the student samples, and not used with {cause}. "
+    "Set distill.on_policy=true, or leave it out.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +33,19 @@ class DistillConfig:
         "the teacher: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face directory",
         path="local",
         used_by=_DISTILL,
+    )
+    stored: str | None = key(
+        None,
+        "name that `maxtrain teach` has kept a teacher's likeliest tokens under, beside all data",
+        used_by=_DISTILL,
+    )
+    top: int = key(
+        64,
+        "the likeliest tokens of the teacher, of those stored, that are compared one by one; all "
+        "others count as one",
+        low=1,
+        high=1 << 16,
+        used_by=(_DISTILL, _STORED),
     )
     temperature: float = key(
         1.0,
@@ -50,18 +74,101 @@ class DistillConfig:
         high=1,
         used_by=(_DISTILL, _JSD),
     )
+    on_policy: bool = key(
+        False,
+        "data are prompts, and the divergence is that of the student's own completions",
+        used_by=_DISTILL,
+    )
+    num_generations: int = key(
+        1, "completions of each prompt", low=1, high=1 << 16, used_by=(_DISTILL, _ON_POLICY)
+    )
+    max_completion_length: int = key(
+        256,
+        "tokens of a completion at most; with its prompt, it fits into a row",
+        low=1,
+        used_by=(_DISTILL, _ON_POLICY),
+    )
+    slots: int = key(
+        64,
+        "completions that are sampled at once",
+        low=1,
+        high=1 << 16,
+        used_by=(_DISTILL, _ON_POLICY),
+    )
+    sampling_temperature: float = key(
+        1.0,
+        "divides the logits of the sampler",
+        above=0,
+        high=100,
+        used_by=(_DISTILL, _ON_POLICY),
+    )
+    num_iterations: int = key(
+        1,
+        "so many steps read their prompts together, and all of them train on all completions",
+        low=1,
+        high=1000,
+        used_by=(_DISTILL, _ON_POLICY),
+    )
+    keep_rollouts: bool = key(
+        False,
+        "keep all rollouts of the run, not only those that checkpoints need",
+        used_by=(_DISTILL, _ON_POLICY),
+    )
+    mask_truncated_completions: bool = key(
+        False,
+        "completions that reach max_completion_length do not train",
+        used_by=(_DISTILL, _ON_POLICY),
+    )
 
 
 def teacher_problems(objective: str, distill: DistillConfig) -> Iterator[str]:
-    """Distillation without a teacher, and a mixture that is the teacher."""
+    """Distillation without a teacher, a mixture that is the teacher, and a student that is to learn
+    its own tokens."""
+    if objective == "distill" and distill.on_policy and distill.weight != 1:
+        yield (
+            f"distill.weight={distill.weight} leaves a weight for the cross-entropy, and with "
+            "distill.on_policy=True that is of tokens that the student has sampled itself. Set "
+            "distill.weight=1."
+        )
     if objective == "distill" and distill.kind == "jsd" and distill.beta == 1:
         yield (
             f"distill.beta={distill.beta} leaves nothing of the student in the mixture, and the "
             "divergence without a gradient. Set distill.beta=0.5, or distill.kind=reverse."
         )
-    if objective == "distill" and distill.teacher is None:
+    if objective == "distill" and distill.stored is not None and distill.on_policy:
+        yield (
+            f"distill.stored={distill.stored} is of the data's tokens, and with "
+            "distill.on_policy=True the student makes others. Set distill.teacher in its place."
+        )
+    if objective == "distill" and distill.stored is not None and distill.teacher is not None:
+        yield (
+            f"distill.stored={distill.stored} and distill.teacher={distill.teacher} are two "
+            "teachers. Keep one of them."
+        )
+    if objective == "distill" and distill.teacher is None and distill.stored is None:
         yield (
             "objective=distill needs a teacher, but distill.teacher=null. "
             "Set distill.teacher to a run of maxtrain or a Hugging Face directory, "
             "or objective=next_token."
+        )
+
+
+def stored_problems(distill: DistillConfig, data: DataConfig) -> Iterator[str]:
+    """Batches in which a token does not see what the teacher saw before it."""
+    if distill.stored is None:
+        return
+    rule = "and a stored teacher has read each document alone, as it is"
+    if data.packing == "stream":
+        yield (
+            f"data.packing={data.packing} cuts documents, {rule}. Set data.packing=bins, pad or "
+            "balanced."
+        )
+    if data.corruption.rate:
+        yield f"data.corruption.rate={data.corruption.rate} replaces tokens, {rule}. Leave it out."
+    if data.attend_across_documents:
+        yield f"data.attend_across_documents=True joins documents, {rule}. Leave it out."
+    if not data.restart_positions:
+        yield (
+            f"data.restart_positions=False moves documents, {rule}. Set "
+            "data.restart_positions=true."
         )

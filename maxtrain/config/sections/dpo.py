@@ -110,7 +110,7 @@ class DpoConfig:
     )
 
 
-def stored_problems(objective: str, dpo: DpoConfig, data: DataConfig) -> Iterator[str]:
+def stored_reference_problems(objective: str, dpo: DpoConfig, data: DataConfig) -> Iterator[str]:
     """Losses that ask the reference about more than the data, and data that is another each
     time."""
     if objective != "dpo" or dpo.reference_logprobs != "stored":

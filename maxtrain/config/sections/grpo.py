@@ -162,28 +162,36 @@ def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
             )
 
 
-def prompt_problems(objective: str, grpo: GrpoConfig, data: DataConfig) -> Iterator[str]:
-    """Batches that are no prompts one by one, and rows without room for a completion."""
-    if objective != "grpo":
-        return
+def prompt_problems(objective: str, max_completion_length: int, data: DataConfig) -> Iterator[str]:
+    """Batches that are no prompts one by one, and rows without room for a completion.
+
+    Args:
+        objective: whose section has the longest completion.
+        max_completion_length: tokens of a completion, at most.
+        data: what the prompts are read by.
+    """
+    name = f"objective={objective}"
+    if objective == "distill":
+        name = "distill.on_policy=true"
     if data.packing != "pad":
         yield (
-            f"data.packing={data.packing} joins documents, and objective=grpo reads prompts one by "
+            f"data.packing={data.packing} joins documents, and {name} reads prompts one by "
             "one. Set data.packing=pad."
         )
     if data.corruption.rate:
         yield (
             f"data.corruption.rate={data.corruption.rate} replaces tokens of inputs, and "
-            "objective=grpo completes prompts as they are. Leave it out."
+            f"{name} completes prompts as they are. Leave it out."
         )
     if data.attend_across_documents:
         yield (
             "data.attend_across_documents=True lets a completion see another one, and "
-            "objective=grpo compares them. Leave it out."
+            f"{name} compares them. Leave it out."
         )
-    if grpo.max_completion_length >= data.seq_length:
+    if max_completion_length >= data.seq_length:
         yield (
-            f"grpo.max_completion_length={grpo.max_completion_length:,} leaves no room for a "
+            f"{objective}.max_completion_length={max_completion_length:,} leaves no room for a "
             f"prompt in rows of data.seq_length={data.seq_length:,}. Set "
-            f"grpo.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length higher."
+            f"{objective}.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length "
+            "higher."
         )

@@ -81,7 +81,11 @@ class ObserveConfig:
         "steps between completions of prompts while training; 0: only at the end",
         low=0,
         used_by=UsedBy(
-            {"observe.prompts": AllBut(()), "objective": ("grpo",)},
+            {
+                "observe.prompts": AllBut(()),
+                "objective": ("grpo",),
+                "distill.on_policy": (True,),
+            },
             "{key}={value} needs prompts, but observe.prompts is empty. "
             "Set observe.prompts='[Once upon a time]', or leave it out.",
         ),
@@ -93,7 +97,7 @@ class ObserveConfig:
         low=0,
         high=1000,
         used_by=UsedBy(
-            {"objective": ("grpo",)},
+            {"objective": ("grpo",), "distill.on_policy": (True,)},
             "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
         ),
     )

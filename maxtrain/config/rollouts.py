@@ -1,0 +1,78 @@
+"""How a run samples completions of prompts, whichever objective learns from them."""
+
+import dataclasses
+from typing import NamedTuple
+
+from maxtrain.config.schema import RunConfig
+
+# Settings that change nothing of a rollout.
+_IDLE = ("keep_rollouts",)
+# Keys of `distill` that decide what is sampled.
+_OF_DISTILL = (
+    "num_generations",
+    "max_completion_length",
+    "slots",
+    "sampling_temperature",
+    "num_iterations",
+    "mask_truncated_completions",
+)
+
+
+class RolloutSettings(NamedTuple):
+    """What of a config decides how completions are sampled and read; as the keys of these names in
+    the sections `grpo` and `distill`.
+
+    `identity`: of all settings that a stored rollout depends on, by their section.
+    """
+
+    num_generations: int
+    max_completion_length: int
+    slots: int
+    temperature: float
+    num_iterations: int
+    staleness: int
+    keep_rollouts: bool
+    mask_truncated_completions: bool
+    identity: dict[str, dict[str, object]]
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings | None:
+    """How the run samples what it learns from; None: it learns from data."""
+    if config.objective == "grpo":
+        grpo = config.grpo
+        settings = dataclasses.asdict(grpo)
+        for name in _IDLE:
+            del settings[name]
+        return RolloutSettings(
+            num_generations=grpo.num_generations,
+            max_completion_length=grpo.max_completion_length,
+            slots=grpo.slots,
+            temperature=grpo.temperature,
+            num_iterations=grpo.num_iterations,
+            staleness=grpo.staleness,
+            keep_rollouts=grpo.keep_rollouts,
+            mask_truncated_completions=grpo.mask_truncated_completions,
+            identity={"grpo": settings},
+        )
+    if config.objective == "distill" and config.distill.on_policy:
+        distill = config.distill
+        return RolloutSettings(
+            num_generations=distill.num_generations,
+            max_completion_length=distill.max_completion_length,
+            slots=distill.slots,
+            temperature=distill.sampling_temperature,
+            num_iterations=distill.num_iterations,
+            # There are no rewards to be computed while steps are made.
+            staleness=0,
+            keep_rollouts=distill.keep_rollouts,
+            mask_truncated_completions=distill.mask_truncated_completions,
+            identity={"distill": {name: getattr(distill, name) for name in _OF_DISTILL}},
+        )
+    return None
+
+
+def require_settings(config: RunConfig) -> RolloutSettings:
+    """How a run that is known to sample does it."""
+    settings = rollout_settings(config)
+    assert settings is not None, "a run that learns from rollouts"
+    return settings

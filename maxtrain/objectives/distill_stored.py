@@ -1,0 +1,87 @@
+"""Distillation from what is stored of a teacher: its likeliest tokens and the mass of all others,
+which `maxtrain teach` has kept beside the data. The teacher itself is not needed."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from data_pipeline.teacher_files import IDS, LOG_PROBS, TAIL
+from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
+from maxtrain.objectives.distill import numbers_of, unit_of
+from maxtrain.objectives.next_token import (
+    NO_NOISE,
+    PLAIN,
+    chunks_of,
+    loss_of_hidden,
+    next_token,
+    noisy_forward,
+    num_targets,
+    target_weights,
+)
+from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
+from maxtrain.ops.divergence import Predictor
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
+from maxtrain.ops.top_divergence import Top, top_divergence
+from maxtrain.parallel.batches import PerToken
+
+
+def distill_stored(
+    config: DistillConfig,
+    loss: LossConfig = PLAIN,
+    normalize: str = "tokens",
+    num_sources: int = 0,
+    regularization: RegularizationConfig = NO_NOISE,
+) -> Objective:
+    """As `distill`, of the divergence that ops/top_divergence.py has.
+
+    Args:
+        config: the divergence, its weight, and how many entries there are of each token.
+        loss, normalize, num_sources, regularization: as of `next_token`.
+    """
+    plain = next_token(loss, normalize, num_sources, regularization)
+    factors = {**plain.factors, "nll": 1 - config.weight, "distill": config.weight}
+    compared = (
+        Quantity("distill", unit_of(config.temperature)),
+        Quantity("agreement", "share of targets"),
+    )
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        return plain.denominators(batch) | {"distill": num_targets(batch, normalize)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        out = noisy_forward(policy, batch, regularization)
+        learnt = loss_of_hidden(out, policy, batch, scales, loss, normalize, num_sources)
+        found = top_divergence(
+            Predictor(out.hidden, policy.output_matrix()),
+            Top(batch[IDS], batch[LOG_PROBS], batch[TAIL]),
+            target_weights(batch, normalize) * scales["distill"],
+            batch["loss_mask"].astype(jnp.float32),
+            chunks=chunks_of(batch, policy),
+            student_numbers=numbers_of(policy),
+            temperature=config.temperature,
+            kind=config.kind,
+            beta=config.beta,
+        )
+        targets = learnt.sums["nll"].weight
+        sums = {
+            **learnt.sums,
+            "distill": Sum(found.divergence.sum(), targets),
+            "agreement": Sum(found.agreement.sum(), targets),
+        }
+        sums = jax.lax.stop_gradient(sums)
+        return learnt._replace(loss=learnt.loss + found.loss, sums=sums)
+
+    return Objective(
+        factors,
+        denominators,
+        forward,
+        recorded=(*plain.recorded, *compared),
+        evaluated=compared,
+        arrays={
+            IDS: PerToken(config.top, "int32"),
+            LOG_PROBS: PerToken(config.top, "float32"),
+            TAIL: "BT",
+        },
+    )

@@ -1,0 +1,113 @@
+"""On-policy distillation: a model learns, on completions that it has sampled itself, the
+distributions of a frozen teacher.
+
+A batch holds completions behind their prompts, as documents that are packed into rows, with a loss
+mask that is 1 for the tokens of completions: see rl/rollouts.py, which makes it. The loss is the
+divergence of both models' whole distributions at each of these tokens. No gradient goes through the
+sampling, as in the paper.
+
+Source: Agarwal et al., https://arxiv.org/abs/2306.13649 (generalised knowledge distillation, all of
+    it on-policy); Gu et al., https://arxiv.org/abs/2306.08543.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.config.schema import RegularizationConfig
+from maxtrain.objectives.distill import TEACHER, numbers_of, require_divergence, unit_of
+from maxtrain.objectives.next_token import (
+    NO_NOISE,
+    chunks_of,
+    noisy_forward,
+    num_targets,
+    target_weights,
+)
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.divergence import Predictor, divergence
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
+
+_TARGETS = "targets"
+
+
+def on_policy(
+    temperature: float,
+    kind: str = "forward",
+    normalize: str = "tokens",
+    regularization: RegularizationConfig = NO_NOISE,
+    beta: float = 0.5,
+) -> Objective:
+    """temperature^2 * divergence of each token of completions from the teacher.
+
+    Recorded:
+        distill: the divergence, which is the loss of the run.
+        agreement: where both find the same token most likely.
+        entropy: of the policy's distributions, at the temperature.
+
+    Args:
+        temperature, kind, beta: of the divergence, as of `distill`.
+        normalize: what it is a mean of, as of `next_token`.
+        regularization: what is random where the batch has keys.
+
+    Raises:
+        ValueError: a number or a name that is none of these.
+    """
+    require_divergence(temperature, kind, beta)
+    loss = Quantity("distill", unit_of(temperature))
+    recorded = (
+        loss,
+        Quantity("agreement", "share of targets"),
+        Quantity("entropy", "nats per target"),
+    )
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        return {"distill": num_targets(batch, normalize), LAYERS: num_tokens(batch)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        teacher = models[TEACHER]
+        mask = batch["loss_mask"].astype(jnp.float32)
+        out = noisy_forward(policy, batch, regularization)
+        of_teacher = teacher.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+        found = divergence(
+            Predictor(out.hidden, policy.output_matrix()),
+            jax.lax.stop_gradient(Predictor(of_teacher, teacher.output_matrix())),
+            target_weights(batch, normalize) * scales["distill"],
+            mask,
+            chunks=chunks_of(batch, policy),
+            student_numbers=numbers_of(policy),
+            teacher_numbers=numbers_of(teacher),
+            temperature=temperature,
+            kind=kind,
+            beta=beta,
+        )
+        targets = mask.sum()
+        sums = {
+            "distill": Sum(found.divergence.sum(), targets),
+            "agreement": Sum(found.agreement.sum(), targets),
+            "entropy": Sum(found.entropy.sum(), targets),
+            _TARGETS: Sum(found.divergence.sum(), targets),
+        }
+        return with_layers(found.loss, jax.lax.stop_gradient(sums), out, scales)
+
+    return Objective(
+        {"distill": 1.0, LAYERS: 1.0},
+        denominators,
+        forward,
+        models=(POLICY, TEACHER),
+        loss=loss,
+        recorded=recorded,
+        evaluated=recorded,
+        counted=_TARGETS,
+    )

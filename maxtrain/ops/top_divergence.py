@@ -1,0 +1,239 @@
+"""Divergence of a model's next-token distribution from what is kept of a teacher's: its likeliest K
+entries, and the mass of all others.
+
+Both distributions are those over K + 1 outcomes: the K tokens, and "another one". With t and s for
+teacher and student, and t_o = 1 - sum_k t_k, s_o = 1 - sum_k s_k for the others:
+
+    KL(t || s) = sum_k t_k log(t_k / s_k) + t_o log(t_o / s_o)
+
+and likewise the other kinds. It is at most the divergence over all V tokens, and equal to it where
+K = V (there are no others then) or where both models divide the others alike.
+
+As in divergence.py, the sequence is cut in chunks: each chunk's logits give the divergence and at
+once its gradients, and are gone.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxtrain.ops.chunks import join_sequence, split_sequence
+from maxtrain.ops.cross_entropy import soft_capped_slope
+from maxtrain.ops.divergence import (
+    KINDS,
+    Numbers,
+    Predictor,
+    TokenDivergence,
+    entropies,
+    mixture,
+    model_logits,
+    no_divergence,
+)
+from maxtrain.ops.einsum import contract
+
+
+class Top(NamedTuple):
+    """What is kept of distributions over V tokens."""
+
+    # The likeliest K tokens, that with the highest probability first.
+    ids: Int[Array, "*b K"]
+    # Their log-probabilities, nats.
+    log_probs: Float[Array, "*b K"]
+    # The log of the mass of all others; -inf: there are none, for K = V.
+    tail: Float[Array, "*b"]
+
+
+class TopForm(NamedTuple):
+    """What is known when the program is compiled; see `top_divergence`."""
+
+    chunks: int
+    student: Numbers
+    temperature: float
+    kind: str
+    beta: float = 0.5
+
+
+def top_of(log_probs: Float[Array, "B T V"], k: int) -> Top:
+    """The likeliest k entries of distributions, and what they leave over."""
+    kept, ids = jax.lax.top_k(log_probs, k)
+    others = jnp.where(_is_in(ids, log_probs.shape[-1]), -jnp.inf, log_probs)
+    return Top(ids, kept, jax.nn.logsumexp(others, axis=-1))
+
+
+def top_divergence(
+    student: Predictor,
+    teacher: Top,
+    weights: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    chunks: int,
+    student_numbers: Numbers,
+    temperature: float = 1.0,
+    kind: str = "forward",
+    beta: float = 0.5,
+) -> TokenDivergence:
+    """Weighted sum over tokens of the divergence between a model and what is kept of another.
+
+    Args:
+        student: the model that learns.
+        teacher: at the temperature. Where the weight and the mask are 0, any finite numbers.
+        weights: [B, T] of the loss; 0 for what is no target. No gradient flows to them.
+        mask: [B, T] weights of what is recorded.
+        chunks: parts that the sequence is cut in; divides T.
+        student_numbers: number formats of the student's logits.
+        temperature, kind, beta: as of `divergence`.
+    """
+    assert kind in KINDS, kind
+    form = TopForm(chunks, student_numbers, temperature, kind, beta)
+    return _chunked(student, teacher, weights, mask, form)
+
+
+def plain_top_divergence(
+    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+) -> TokenDivergence:
+    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
+    `top_divergence`."""
+    teacher = jax.lax.stop_gradient(teacher)
+    logits = model_logits(student.hidden, student.head, form.student).rounded
+    log_s = jax.nn.log_softmax(logits / form.temperature)
+    outcomes = _outcomes(log_s, teacher)
+    each = _of_outcomes(outcomes, form).divergence
+    same = logits.argmax(-1) == teacher.ids[..., 0]
+    rows = jax.lax.stop_gradient((each * mask).sum(-1))
+    agreement = (same.astype(jnp.float32) * mask).sum(-1)
+    entropy = jax.lax.stop_gradient((entropies(log_s) * mask).sum(-1))
+    loss = form.temperature**2 * (each * weights).sum()
+    return TokenDivergence(loss, rows, agreement, entropy)
+
+
+class _Outcomes(NamedTuple):
+    """Log-probabilities of the K tokens, and of another one where K < V: [B, T, K + 1] or K."""
+
+    student: Float[Array, "B T O"]
+    teacher: Float[Array, "B T O"]
+
+
+class _Divergence(NamedTuple):
+    """Of each token; and what its gradient is made of, for the student's outcomes."""
+
+    divergence: Float[Array, "B T"]
+    # By the logit of a token, it has the slope of the token's outcome, times the probability that
+    # the student gives the token.
+    slope: Float[Array, "B T O"]
+
+
+def _is_in(ids: Int[Array, "B T K"], size: int) -> Bool[Array, "B T V"]:
+    """Which of so many tokens are among the ids."""
+    return _spread(ids, jnp.ones(ids.shape, bool), jnp.zeros(ids.shape[:-1], bool), size)
+
+
+def _spread(ids: Int[Array, "B T K"], values: Array, others: Array, size: int) -> Array:
+    """[B, T, size]: at each id its value, elsewhere that of the others [B, T]."""
+
+    def of_token(at: Array, value: Array, other: Array) -> Array:
+        return jnp.full(size, other, value.dtype).at[at].set(value)
+
+    return jax.vmap(jax.vmap(of_token))(ids, values, others)
+
+
+def _outcomes(log_s: Float[Array, "B T V"], teacher: Top) -> _Outcomes:
+    of_ids = jnp.take_along_axis(log_s, teacher.ids, axis=-1)
+    size = log_s.shape[-1]
+    if teacher.ids.shape[-1] == size:
+        return _Outcomes(of_ids, teacher.log_probs)
+    others = jnp.where(_is_in(teacher.ids, size), -jnp.inf, log_s)
+    tail = jax.nn.logsumexp(others, axis=-1)
+    return _Outcomes(
+        jnp.concatenate([of_ids, tail[..., None]], axis=-1),
+        jnp.concatenate([teacher.log_probs, teacher.tail[..., None]], axis=-1),
+    )
+
+
+def _of_outcomes(outcomes: _Outcomes, form: TopForm) -> _Divergence:
+    """The divergence of each token, of the form's kind."""
+    log_s, log_t = outcomes
+    if form.kind == "forward":
+        each = _kl(log_t, log_s)
+        return _Divergence(each, 1.0 - jnp.exp(log_t - log_s))
+    if form.kind == "reverse":
+        each = _kl(log_s, log_t)
+        return _Divergence(each, log_s - log_t - each[..., None])
+    log_m = mixture(log_s, log_t, form.beta)
+    from_mixture = _kl(log_s, log_m)
+    each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * from_mixture
+    return _Divergence(each, (1 - form.beta) * (log_s - log_m - from_mixture[..., None]))
+
+
+def _kl(log_p: Float[Array, "B T O"], log_q: Float[Array, "B T O"]) -> Float[Array, "B T"]:
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(
+    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+) -> TokenDivergence:
+    def one(total: TokenDivergence, part: tuple[Array, ...]) -> tuple[TokenDivergence, None]:
+        x, ids, log_probs, tail, weight, of_record = part
+        top = Top(ids, log_probs, tail)
+        here = plain_top_divergence(Predictor(x, student.head), top, weight, of_record, form)
+        return jax.tree.map(jnp.add, total, here), None
+
+    parts = split_sequence(form.chunks, student.hidden, *teacher, weights, mask)
+    total, _ = jax.lax.scan(one, no_divergence(weights), parts)
+    return total
+
+
+def _forward(
+    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+) -> tuple[TokenDivergence, tuple[Array, Array]]:
+    low = student.head.astype(form.student.compute)
+    temperature = form.temperature
+    size = low.shape[-1]
+
+    def one(
+        carry: tuple[TokenDivergence, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenDivergence, Array], Array]:
+        total, dhead = carry
+        x, ids, log_probs, tail, weight, of_record = part
+        logits = model_logits(x, low, form.student)
+        log_s = jax.nn.log_softmax(logits.rounded / temperature)
+        outcomes = _outcomes(log_s, Top(ids, log_probs, tail))
+        each, slope = _of_outcomes(outcomes, form)
+        # Where K = V, no token is left for the last one.
+        slopes = _spread(ids, slope[..., : ids.shape[-1]], slope[..., -1], size)
+        dlogits = jnp.exp(log_s) * slopes
+        # temperature^2, divided by the temperature that divides the logits.
+        dlogits = temperature * weight[..., None] * dlogits
+        softcap = form.student.softcap
+        if softcap is not None:
+            dlogits *= soft_capped_slope(logits.exact, softcap)
+        dlogits = dlogits.astype(form.student.compute)
+        dx = contract("btv,dv->btd", dlogits, low)
+        dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
+        same = logits.rounded.argmax(-1) == ids[..., 0]
+        here = TokenDivergence(
+            temperature**2 * (each * weight).sum(),
+            (each * of_record).sum(-1),
+            (same.astype(jnp.float32) * of_record).sum(-1),
+            (entropies(log_s) * of_record).sum(-1),
+        )
+        return (jax.tree.map(jnp.add, total, here), dhead), dx
+
+    start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
+    parts = split_sequence(form.chunks, student.hidden, *teacher, weights, mask)
+    (total, dhead), dx = jax.lax.scan(one, start, parts)
+    dx = join_sequence(dx)
+    return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
+
+
+def _backward(form: TopForm, saved: tuple[Array, Array], g: TokenDivergence) -> tuple[Any, ...]:
+    dx, dhead = saved
+    dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
+    dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)
+    return Predictor(dx, dhead), None, None, None
+
+
+_chunked.defvjp(_forward, _backward)

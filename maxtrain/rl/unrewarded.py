@@ -1,0 +1,81 @@
+"""Rollouts without rewards, for objectives that judge the tokens of completions themselves."""
+
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.loader import TrainingData
+from maxtrain.config.rollouts import RolloutSettings
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.samples import as_text
+from maxtrain.rl.maker import Begun, length_numbers
+from maxtrain.rl.prompts import prompts_of, read_together
+from maxtrain.rl.rollout import Rollout
+from maxtrain.rl.sampler import Sampler
+from maxtrain.serve.text import decode_new
+from maxtrain.training.state import TrainState
+
+
+class UnrewardedMaker:
+    """Makes rollouts: prompts -> completions. As `RolloutMaker`, without rewards, advantages and
+    old log-probabilities.
+
+    Args:
+        settings: of the run.
+        data: the prompts.
+        sampler: of the completions.
+        progress: what is told of it.
+    """
+
+    def __init__(
+        self, settings: RolloutSettings, data: TrainingData, sampler: Sampler, progress: Progress
+    ):
+        self._settings = settings
+        self._data = data
+        self._sampler = sampler
+        self._progress = progress
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
+        """Samples completions of what these steps read.
+
+        `about`: more that is known of the rollout.
+        """
+        prompts = read_together(prompts_of, self._data, steps)
+        self._progress.phase("sampling")
+        slots = min(len(prompts) * self._settings.num_generations, self._settings.slots)
+        sampled = self._sampler.sampled(prompts, steps.start, 0, state, slots)
+        self._progress.phase("")
+        return Begun(steps, prompts, sampled._replace(about=sampled.about | about))
+
+    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+        """Likewise, where completions were sampled by an earlier launch."""
+        return Begun(steps, read_together(prompts_of, self._data, steps), sampled)
+
+    def finish(self, begun: Begun, state: TrainState, about: dict[str, Any]) -> Rollout:
+        """The rollout with what is known of it.
+
+        `about`: more of that.
+        """
+        del state
+        rollout = begun.rollout
+        first = begun.prompts[0]
+        ids = rollout.tokens[: rollout.lengths[0]].tolist()
+        if not rollout.truncated[0]:
+            ids = ids[:-1]
+        seconds = rollout.about["sampling_seconds"]
+        numbers = {"sampling_seconds": seconds} | length_numbers(rollout)
+        numbers["sampled_tokens_per_second"] = float(rollout.lengths.sum()) / seconds
+        about = about | {
+            "names": [],
+            "weights_of_rewards": [],
+            "outcomes": {},
+            "details": {},
+            "texts": [as_text(first.original), decode_new(self._data.tokenizer, first.ids, ids)],
+            "numbers": numbers,
+        }
+        # Nobody asks for log-probabilities by the training forward.
+        nothing = np.zeros(0, np.float32)
+        return rollout._replace(old=nothing, about=rollout.about | about)
