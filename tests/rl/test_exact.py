@@ -19,6 +19,7 @@ from data_pipeline import prepare
 from data_pipeline.config import DataConfig
 from data_pipeline.loader import TrainingData
 from maxtrain.config import load_config
+from maxtrain.config.rollouts import require_settings
 from maxtrain.config.schema import (
     GrpoConfig,
     MeshConfig,
@@ -135,7 +136,8 @@ def sampling(case: str, compute: str, axes: dict[str, int]) -> Iterator[Small]:
     with jax.set_mesh(parts.mesh):
         state = parts.initial_state()
         batches = RolloutBatches(config, data, parts.mesh)
-        arguments = (config.grpo, 7, STOP_IDS, batches, parts.mesh, parts.graphdefs, Stopwatch())
+        settings = require_settings(config)
+        arguments = (settings, 7, STOP_IDS, batches, parts.mesh, parts.graphdefs, Stopwatch())
 
         def step(state: TrainState, batch: Batch) -> Any:
             models = models_from(parts.graphdefs, state.frozen, state.buffers)
