@@ -73,7 +73,7 @@ NOT_DRAWN = re.compile(
     r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)"
-    r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.score|grpo\..*|watchdog\..*"
+    r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"
     r"|.*\.NAME\.?.*"
 )
 # Values of keys whose range says too little about what is usual. Other keys get the ends of their

@@ -22,7 +22,14 @@ from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.rollouts import rollout_settings
-from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RewardConfig, RunConfig
+from maxtrain.config.schema import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    PpoConfig,
+    RewardConfig,
+    RunConfig,
+)
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import stored_problems, teacher_problems
@@ -40,6 +47,7 @@ from maxtrain.config.sections.model import heads_problems, rope_problems
 from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
+from maxtrain.config.sections.ppo import value_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
 from maxtrain.config.sections.schedule import pieces_problems
 
@@ -124,6 +132,9 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     if settings is not None:
         longest = settings.max_completion_length
         yield from prompt_problems(config.objective, longest, config.data)
+    yield from _idle_in_section(idle, PpoConfig, "ppo.")
+    yield from idle_among(idle, "model.value")
+    yield from value_problems(config.objective, config.model.value)
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

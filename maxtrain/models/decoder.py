@@ -100,6 +100,13 @@ class Decoder(nnx.Module):
         # Last, so that all other weights are drawn as without them.
         if config.lora.rank is not None:
             attach(self.layers, config.lora, draw, rngs.params())
+        value = None
+        if config.value:
+            value = Linear(rngs.params(), {"embed": D}, {"score": 1}, draw, of_logits, "head")
+            # Before it has learnt anything, it says that nothing is to be expected.
+            assert isinstance(value.kernel, nnx.Param)
+            value.kernel[...] = jnp.zeros_like(value.kernel[...])
+        self.value = value
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The head, or the embedding table turned around."""
@@ -119,6 +126,12 @@ class Decoder(nnx.Module):
         """The score of the text up to each token, of a model that has one."""
         assert self.score is not None, "a model without a score"
         return self.score(hidden)[..., 0].astype(jnp.float32)
+
+    def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """What rewards are to be expected after each token, of a model with a value; float32."""
+        assert self.value is not None, "a model without a value"
+        weights = self.value.weights()[:, 0].astype(jnp.float32)
+        return (hidden.astype(jnp.float32) * weights).sum(-1)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         if self.score is not None:
