@@ -103,8 +103,8 @@ class RunConfig:
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
         "seeded: records have hashes of parameters and batch; "
-        "full: also use only programs that repeat bit for bit; with objective=grpo, tokens are "
-        "those that the training forward draws (on CPUs, bit for bit)",
+        "full: also use only programs that repeat bit for bit; with objective=grpo and ppo, "
+        "tokens are those that the training forward draws (on CPUs, bit for bit)",
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",
