@@ -20,14 +20,9 @@ from maxtrain.objectives.grpo import (
     REFERENCE_LOG_PROBS,
     SAMPLED,
     VALUES,
+    pass_through,
 )
-from maxtrain.objectives.next_token import (
-    NO_NOISE,
-    next_token,
-    noisy_forward,
-    num_targets,
-    target_log_probs,
-)
+from maxtrain.objectives.next_token import NO_NOISE, next_token, num_targets
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
@@ -50,7 +45,10 @@ RETURNS = "returns"
 
 
 def ppo(
-    config: PpoConfig, temperature: float = 1.0, regularization: RegularizationConfig = NO_NOISE
+    config: PpoConfig,
+    temperature: float = 1.0,
+    regularization: RegularizationConfig = NO_NOISE,
+    is_exact: bool = False,
 ) -> Objective:
     """The clipped loss of the policy plus vf_coef times that of values, both means over tokens.
 
@@ -71,6 +69,7 @@ def ppo(
         config: the numbers of both losses.
         temperature: divides the logits, as of the sampler.
         regularization: what is random where the batch has keys.
+        is_exact: as of `pass_through` in grpo.py.
     """
     clip = Clip(config.cliprange, config.cliprange)
     factors = {"policy": 1.0, "value": config.vf_coef, LAYERS: 1.0}
@@ -100,8 +99,7 @@ def ppo(
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
-        out = noisy_forward(policy, batch, regularization)
-        found = target_log_probs(policy, out.hidden, batch, temperature)
+        out, found = pass_through(policy, batch, temperature, regularization, is_exact)
         values = policy.values(out.hidden)
         # In the first step that reads them, the policy is the old one still.
         is_first = batch[IS_FIRST][:, None] > 0

@@ -93,7 +93,7 @@ def _grpo(settings: Settings) -> Objective:
 
 
 def _ppo(settings: Settings) -> Objective:
-    return ppo(settings.ppo, settings.grpo.temperature, settings.regularization)
+    return ppo(settings.ppo, settings.grpo.temperature, settings.regularization, settings.is_exact)
 
 
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
