@@ -102,9 +102,8 @@ class RunConfig:
     log_interval: int = key(10, "steps between records of metrics", low=1)
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
-        "seeded: records have hashes of parameters and batch; "
-        "full: also use only programs that repeat bit for bit; with objective=grpo and ppo, "
-        "tokens are those that the training forward draws (on CPUs, bit for bit)",
+        "seeded: records hash parameters and batch; full: programs repeat bit for bit, and a "
+        "sampler draws what training computes (CPUs)",
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",
