@@ -103,7 +103,7 @@ class RunConfig:
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
         "seeded: records hash parameters and batch; full: programs repeat bit for bit, and a "
-        "sampler draws what training computes (CPUs)",
+        "sampler draws what training finds (CPUs)",
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",
