@@ -133,7 +133,6 @@ def learn(folder: Path, steps: int, seed: int, variant: str) -> list[dict[str, A
         f"steps={steps}",
         f"seed={seed}",
         f"checkpoint.init_from={folder / 'runs' / 'form'}",
-        "optimizer.learning_rate=1e-3",
         "objective=grpo",
         "grpo.rewards=['benchmarks.additions.task:score(by=\"group\")']",
         "grpo.num_generations=16",
@@ -143,6 +142,8 @@ def learn(folder: Path, steps: int, seed: int, variant: str) -> list[dict[str, A
         "grpo.beta=0.02",
         "grpo.epsilon_high=0.28",
     ]
+    if not any(word.startswith("optimizer.learning_rate=") for word in VARIANTS[variant]):
+        words.append("optimizer.learning_rate=1e-3")
     processes = 1
     if variant == TWO_PROCESSES:
         processes = 2
