@@ -38,6 +38,7 @@ from maxtrain.config.schema import (
     RoutingConfig,
     ScheduleConfig,
 )
+from maxtrain.config.sections.mesh import axes_of
 from maxtrain.generate import generate
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
@@ -348,7 +349,7 @@ def twenty_steps(
     """The case's steps on a mesh; `changes`: keys of the model."""
     theirs = np.load(PARITY / case / "trajectory.npz")
     mesh_config = MeshConfig(**axes)
-    devices = int(np.prod([mesh_config.data, mesh_config.fsdp, mesh_config.tensor]))
+    devices = math.prod(axes_of(mesh_config).values())
     mesh = make_mesh(mesh_config, jax.devices()[:devices])
     chosen: dict[str, Any] = {"routing": ALONE} | changes
     model, _ = load_pretrained(PARITY / case, mesh=mesh, **chosen)

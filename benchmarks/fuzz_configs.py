@@ -73,7 +73,7 @@ NOT_DRAWN = re.compile(
     r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)"
-    r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.score|grpo\..*|watchdog\..*"
+    r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"
     r"|.*\.NAME\.?.*"
 )
 # Values of keys whose range says too little about what is usual. Other keys get the ends of their
@@ -163,6 +163,7 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.data": ["1", "2", "4", "8", "-1"],
     "mesh.fsdp": ["1", "2", "4", "8", "-1"],
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
+    "mesh.context": ["1", "2", "4"],
     "checkpoint.keep": ["1", "2", "3"],
 }
 # Values that need a device that this machine does not have.

@@ -15,6 +15,7 @@ from data_pipeline.errors import UsageError
 from data_pipeline.loader import EvaluationData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig, RunConfig
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.generate import show
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample
@@ -69,7 +70,7 @@ def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig 
         UsageError: there is an option of completions, and no reward.
     """
     found = None
-    if config is not None and config.objective == "grpo":
+    if config is not None and config.objective in FROM_REWARDS:
         found = config.grpo
     if asked.reward:
         found = dataclasses.replace(

@@ -1,5 +1,5 @@
 """A frozen model beside the one that trains: the teacher of objective=distill, or the reference of
-objective=dpo or grpo. It is found, held against the run, and read onto its mesh.
+objective=dpo, grpo or ppo. It is found, held against the run, and read onto its mesh.
 
 It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
 them instead, so that a run goes on with the one that it began with.
@@ -159,6 +159,10 @@ def find_reference(config: RunConfig) -> FrozenModel | None:
         asked_for = config.grpo.reference
         needed_by = f"grpo.beta={config.grpo.beta}"
         without = ", or grpo.beta=0"
+    if config.objective == "ppo":
+        asked_for = config.ppo.reference
+        needed_by = f"ppo.kl_coef={config.ppo.kl_coef}"
+        without = ", or ppo.kl_coef=0"
     key = f"{config.objective}.reference"
     if asked_for is not None:
         return find_model(REFERENCE, asked_for, f"{key}=")
@@ -223,7 +227,8 @@ def _find_model(role: str, place: str, name: str) -> FrozenModel:
             f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
         )
     config = read_run_config(run)
-    return FrozenModel(role, name, run, config.model, config.precision, config, step)
+    model = dataclasses.replace(config.model, value=False)
+    return FrozenModel(role, name, run, model, config.precision, config, step)
 
 
 def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, str]:

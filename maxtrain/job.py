@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
 from data_pipeline.teacher_files import TeacherFiles
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
-from maxtrain.config.across.shapes import row_lengths
+from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings
@@ -54,7 +54,7 @@ from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import frozen_paths, split, split_buffers
+from maxtrain.training.partition import frozen_paths, join, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -73,6 +73,7 @@ from maxtrain.weights.start import (
     require_same_meaning,
     require_same_tokenizer,
     split_score,
+    split_value,
     starting_variables,
 )
 
@@ -152,7 +153,7 @@ class Parts:
             return self.with_frozen_model(state, frozen)
 
         def random_variables() -> nnx.State:
-            return policy_variables(self._random_state())
+            return split_value(policy_variables(self._random_state()))[1]
 
         def adapters_of(variables: nnx.State) -> nnx.State:
             return split_adapters(variables)[1]
@@ -160,19 +161,25 @@ class Parts:
         def score_of(variables: nnx.State) -> nnx.State:
             return split_score(variables)[0]
 
+        def value_of(variables: nnx.State) -> nnx.State:
+            return split_value(variables)[0]
+
         fresh_adapters = None
         if config.model.lora.rank is not None:
             fresh_adapters = functools.partial(self._random_part, adapters_of)
+        # A value is always new: it is that of one task and its rewards.
         variables = starting_variables(
-            policy_variables(self.abstract),
+            split_value(policy_variables(self.abstract))[1],
             config.checkpoint,
-            config.model,
+            dataclasses.replace(config.model, value=False),
             random_variables,
             tell,
             fresh_adapters,
             config.precision,
             functools.partial(self._random_part, score_of),
         )
+        if config.model.value:
+            variables = join(variables, self._random_part(value_of))
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
         return self.with_frozen_model(state, frozen)
@@ -412,6 +419,7 @@ def make_parts(
         config.dpo,
         config.reward,
         config.grpo,
+        config.ppo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -311,7 +312,9 @@ def load_run(
     require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    graphdef, variables = abstract_model(config.model, config.precision, mesh)
+    # Whoever reads a run wants its model of text.
+    plain = dataclasses.replace(config.model, value=False)
+    graphdef, variables = abstract_model(plain, config.precision, mesh)
     folder = Path(directory).expanduser() / "checkpoints"
     return nnx.merge(graphdef, restore_variables(folder, config, variables, step)), tokenizer
 

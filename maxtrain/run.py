@@ -21,6 +21,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.frozen_model import (
     frozen_digests,
     require_same_frozen_model,
@@ -166,7 +167,7 @@ class Run:
             # As many slots as rollouts have, for which programs are compiled anyway.
             slots = config.data.batch_size * settings.num_iterations
             slots = min(slots * settings.num_generations, settings.slots)
-            if config.objective == "grpo":
+            if config.objective in FROM_REWARDS:
                 rewards = self.rollouts.rewards
                 self._asking = Asking(config.grpo, job.data.tokenizer, slots, rewards)
             else:

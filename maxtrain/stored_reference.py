@@ -28,6 +28,7 @@ from data_pipeline.bins import Bins
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.loader import EvaluationData, carry_errors
 from data_pipeline.shards import TokenShards
+from maxtrain.config.schema import ModelConfig
 from maxtrain.frozen_model import digest_of, function_of
 from maxtrain.job import Job
 from maxtrain.models.adapt import split_adapters
@@ -97,10 +98,12 @@ class StoredReference:
             A digest of the reference by its role, as of `frozen_digests`.
 
         Raises:
+            ConfigError: see `require_one_number`.
             UserError: the reference or a file can't be read or written, or does not fit.
         """
         reference = self._job.stored_reference
         assert reference is not None
+        require_one_number(reference.model)
         self._progress.phase(f"reading the reference from {reference.describe()}")
         with self._clock.during("restore"):
             graphdef, abstract = reference.abstract(self._job.mesh)
@@ -115,9 +118,10 @@ class StoredReference:
         """Likewise, where the reference is the policy of this state without its adapters.
 
         Raises:
-            ConfigError: its buffers change while it trains.
+            ConfigError: its buffers change while it trains, or see `require_one_number`.
             UserError: a file can't be read or written, or does not fit.
         """
+        require_one_number(self._job.config.model)
         if state.buffers:
             raise ConfigError(
                 "dpo.reference_logprobs=stored needs a reference that stays as it is, and the "
@@ -345,6 +349,20 @@ def with_reference(
     state = start()
     stored.attach_of(state)
     return state, {}
+
+
+def require_one_number(model: ModelConfig) -> None:
+    """ConfigError: what a reference gives an answer depends on the others in its row, so that it is
+    no number of the answer alone."""
+    factor = model.routing.capacity_factor
+    if factor is None:
+        return
+    raise ConfigError(
+        "dpo.reference_logprobs=stored has one number of each answer, and experts of the reference "
+        f"with model.routing.capacity_factor={factor} drop what other answers of a row leave no "
+        "room for, so that it is another number in another row. Set "
+        "dpo.reference_logprobs=computed, or take a reference without a capacity."
+    )
 
 
 def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batch], Array]:

@@ -59,9 +59,17 @@ class Teacher(NamedTuple):
 def load_teacher(place: str) -> Teacher:
     """The teacher that a run or a directory of Hugging Face holds, on all devices of this process.
 
-    UserError: there is none, or it is damaged.
+    UserError: there is none, or it is damaged, or what it says of a token depends on how long a
+        row is.
     """
     frozen = find_model(TEACHER, place, "teach ")
+    factor = frozen.model.routing.capacity_factor
+    if factor is not None:
+        raise ConfigError(
+            f"teach {place}: its experts have room for model.routing.capacity_factor={factor} times "
+            "an equal share of a row, so what it says of a token depends on the length of the row. "
+            "Take a teacher without a capacity, or distill.teacher in place of distill.stored."
+        )
     devices = jax.local_devices()
     mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices)
     with jax.set_mesh(mesh):

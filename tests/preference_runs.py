@@ -1,4 +1,5 @@
-"""Tiny runs that learn from pairs, in this process: their data, their config, what is recorded."""
+"""Tiny runs that learn from preferences, in this process: their data, their config, what is
+recorded."""
 
 import json
 import random
@@ -56,6 +57,25 @@ def prepared_pairs(folder: Path) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def prepared_labels(folder: Path) -> list[str]:
+    """Overrides of a run that reads single answers, half of them good, in place of the pairs."""
+    rng = random.Random(1)
+    lines = []
+    for number in range(160):
+        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
+        is_good = number % 2 == 0
+        completion = " yes" if is_good else f" no {rng.choice(WORDS)}"
+        lines.append(json.dumps({"prompt": prompt, "completion": completion, "label": is_good}))
+    (folder / "labelled.jsonl").write_text("\n".join(lines))
+    options = ["--preferences", f"{folder}/labelled.jsonl", "--tokenizer", "bytes"]
+    options += ["--holdout", "0.2", "--workers", "1"]
+    assert prepare.main([str(folder / "labelled"), *options]) == 0
+    return [
+        f"data.sources.pairs.path={folder / 'labelled' / 'train'}",
+        f"eval.sets.heldout.path={folder / 'labelled' / 'eval'}",
+    ]
 
 
 def train(config: Path, run_name: str, *overrides: str) -> int:

@@ -72,6 +72,9 @@ TESTED_ELSEWHERE = {
     "python -m maxtrain.train config=quickstart run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2": (
         VARIANTS
     ),
+    "python -m maxtrain.train config=quickstart run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring": (
+        VARIANTS
+    ),
     "maxtrain replay runs/quickstart --steps 160:200": (
         "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
     ),

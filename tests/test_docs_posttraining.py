@@ -145,7 +145,8 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
-    section = TEXT[TEXT.index("## GRPO") : TEXT.index("## Distillation from files")]
+    begin = TEXT.index("## GRPO")
+    section, _, of_ppo = TEXT[begin : TEXT.index("## Distillation from files")].partition("## PPO")
     prepares, trains, evaluates, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
@@ -169,9 +170,15 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     words = shlex.split(replays)
     assert words[:2] == ["maxtrain", "replay"]
     assert replay.main(words[2:]) == 0
+    # In the same folder: PPO begins with the same model and reads the same prompts.
+    (trains,) = blocks(of_ppo, "bash")
+    words = shlex.split(trains.replace("\\\n", " "))
+    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    last = read_metrics(Path("runs/ppo"))[-2]
+    assert {"value_loss", "score", "kl"} <= last.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monkeypatch, tiny_run):
     """In a folder with prompts and a teacher."""
@@ -197,7 +204,7 @@ def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monk
     assert replay.main(words[2:]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_distillation_from_files_work(tmp_path, monkeypatch, tiny_run, capsys):
     """In a folder with data and a teacher."""

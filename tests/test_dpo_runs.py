@@ -2,7 +2,6 @@
 and refused where there is nothing to compare."""
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -14,8 +13,7 @@ from data_pipeline import prepare
 from data_pipeline.errors import UserError
 from maxtrain import evaluate, replay
 from maxtrain.observe.metrics import read_metrics
-from tests.preference_runs import STEPS, evaluations, prepared_pairs, train
-from tests.shared import WORDS
+from tests.preference_runs import STEPS, evaluations, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
@@ -84,25 +82,8 @@ def test_with_adapters_the_reference_is_the_model_without_them(config, capfd):
 @pytest.fixture(scope="module")
 def labelled(config) -> list[str]:
     """Overrides of a run that learns from single answers with a label."""
-    folder = config.parent
-    rng = random.Random(1)
-    lines = []
-    for number in range(160):
-        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
-        is_good = number % 2 == 0
-        completion = " yes" if is_good else f" no {rng.choice(WORDS)}"
-        lines.append(json.dumps({"prompt": prompt, "completion": completion, "label": is_good}))
-    (folder / "labelled.jsonl").write_text("\n".join(lines))
-    options = ["--preferences", f"{folder}/labelled.jsonl", "--tokenizer", "bytes"]
-    options += ["--holdout", "0.2", "--workers", "1"]
-    assert prepare.main([str(folder / "labelled"), *options]) == 0
-    return preferences(
-        config,
-        "dpo.loss_type=kto",
-        f"data.sources.pairs.path={folder / 'labelled' / 'train'}",
-        f"eval.sets.heldout.path={folder / 'labelled' / 'eval'}",
-        "optimizer.learning_rate=6e-3",
-    )
+    of_labels = prepared_labels(config.parent)
+    return preferences(config, "dpo.loss_type=kto", *of_labels, "optimizer.learning_rate=6e-3")
 
 
 def test_answers_with_a_label_are_learnt_and_the_run_goes_on_bit_for_bit(config, labelled):

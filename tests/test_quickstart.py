@@ -87,6 +87,7 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3 model.num_layers=1",
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
+        "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
     ],
     ids=lambda more: more.split()[0],
 )

@@ -7,18 +7,26 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import TokenShards
 from maxtrain import replay, stored_reference
 from maxtrain.config import load_config
-from maxtrain.observe.metrics import read_metrics
+from maxtrain.config.schema import ModelConfig, RoutingConfig, RunConfig
+from maxtrain.frozen_model import FrozenModel
+from maxtrain.job import Job
+from maxtrain.observe.metrics import Stopwatch, read_metrics
+from maxtrain.observe.progress import Progress
 from maxtrain.reference_file import ReferenceFile
-from tests.preference_runs import STEPS, prepared_pairs, train
+from maxtrain.training.state import TrainState
+from tests.preference_runs import STEPS, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
@@ -33,8 +41,8 @@ def preferences(config: Path, *overrides: str) -> list[str]:
 
 
 def files(config: Path, part: str = "train") -> list[Path]:
-    """Those with what references give the data."""
-    return sorted((config.parent / "data" / part).glob("*.logprobs"))
+    """Those with what references give the data; of all parts: `*`."""
+    return sorted((config.parent / "data").glob(f"{part}/*.logprobs"))
 
 
 def losses(config: Path, run_name: str) -> list[float]:
@@ -55,6 +63,17 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def same_files(config) -> Iterator[None]:
+    """What references give the data is afterwards what it was before."""
+    before = {path: path.read_bytes() for path in files(config, "*")}
+    yield
+    for path in files(config, "*"):
+        path.unlink()
+    for path, content in before.items():
+        path.write_bytes(content)
+
+
 def test_losses_are_those_of_the_reference_asked_in_each_step(config):
     expected = losses(config, "computed")
     assert len(expected) == STEPS + 2
@@ -68,6 +87,7 @@ def test_losses_are_those_of_the_reference_asked_in_each_step(config):
         assert (numbers < 0).all()
 
 
+@pytest.mark.usefixtures("same_files")
 def test_a_run_goes_on_and_is_replayed_bit_for_bit_and_reads_what_is_there(config, capfd):
     folder = config.parent / "runs" / "stored"
     expected = final_state(folder)
@@ -84,11 +104,9 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit_and_reads_what_is_there(confi
     shutil.rmtree(folder / "checkpoints" / f"{STEPS:08d}")
     assert train(config, "stored", *other) == 78
     assert "Set dpo.reference to that one" in capfd.readouterr().err
-    for path in files(config):
-        if path not in before:
-            path.unlink()
 
 
+@pytest.mark.usefixtures("same_files")
 def test_a_pass_that_was_stopped_goes_on_where_it_was_saved(config, monkeypatch, capfd):
     (path,) = files(config)
     whole = path.read_bytes()
@@ -119,6 +137,7 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was_saved(config, monkeypatch,
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "other data", "infinite", "not finite now"])
+@pytest.mark.usefixtures("same_files")
 def test_a_file_that_does_not_fit_is_told(config, monkeypatch, capfd, change):
     (path,) = files(config)
     whole = path.read_bytes()
@@ -149,7 +168,6 @@ def test_a_file_that_does_not_fit_is_told(config, monkeypatch, capfd, change):
         message = "log-probability that is not finite"
     code = train(config, "refused", *preferences(config, STORED))
     told = capfd.readouterr().err.replace("\n", "")
-    path.write_bytes(whole)
     assert code == 65
     assert message in told
 
@@ -179,20 +197,17 @@ def test_what_can_not_be_stored_is_refused(config, overrides, message):
         ["dpo.loss_type=robust", "dpo.label_smoothing=0.1", "data.workers=2"],
     ],
 )
-def test_losses_are_the_same_however_rows_are_made_and_split(config, overrides, tmp_path):
+@pytest.mark.usefixtures("same_files")
+def test_losses_are_the_same_however_rows_are_made_and_split(config, overrides):
     name = overrides[0].partition("=")[2] + overrides[1].partition("=")[2]
     given = preferences(config, "steps=4", *overrides)
     assert train(config, f"computed-{name}", *given) == 0
-    for path in files(config):
-        shutil.move(path, tmp_path)
+    for path in files(config, "*"):
+        path.unlink()
     assert train(config, f"stored-{name}", *given, STORED) == 0
     expected = losses(config, f"computed-{name}")
     found = losses(config, f"stored-{name}")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    for path in files(config):
-        path.unlink()
-    for path in tmp_path.glob("*.logprobs"):
-        shutil.move(path, config.parent / "data" / "train")
 
 
 def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, monkeypatch):
@@ -210,6 +225,7 @@ def test_data_that_can_not_be_written_to_has_its_numbers_in_the_run(tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("same_files")
 def test_two_processes_read_and_compute_together(config):
     """The numbers of the data are there, those of the evaluation set are not."""
     (held_out,) = files(config, "eval")
@@ -243,3 +259,38 @@ def test_two_processes_read_and_compute_together(config):
     # A shorter run has another learning rate from its end on, and another last evaluation.
     losses_of_one = losses(config, "computed")[:2]
     np.testing.assert_allclose(losses(config, "two")[:2], losses_of_one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["labels", "rows that get longer"])
+@pytest.mark.usefixtures("same_files")
+def test_losses_are_the_same_for_labels_and_in_rows_of_several_lengths(config, what):
+    if what == "labels":
+        more = ["dpo.loss_type=apo_zero_unpaired", *prepared_labels(config.parent)]
+    else:
+        # Longer pairs are left out until the rows have room.
+        stages = "data.stages=[{until: 3, seq_length: 64}, {}]"
+        more = [stages, "data.on_long=skip", "eval.seq_length=80"]
+    given = preferences(config, "steps=6", *more)
+    name = what.replace(" ", "-")
+    assert train(config, f"computed-{name}", *given) == 0
+    assert train(config, f"stored-{name}", *given, STORED) == 0
+    expected = losses(config, f"computed-{name}")
+    assert len(expected) == 8
+    np.testing.assert_allclose(losses(config, f"stored-{name}"), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_a_reference_that_looks_at_other_answers_of_a_row_is_refused(tmp_path, of_run):
+    model = ModelConfig(routing=RoutingConfig(capacity_factor=1.0))
+    reference = create_autospec(FrozenModel, instance=True, model=model)
+    job = create_autospec(
+        Job, instance=True, stored_reference=reference, config=RunConfig(model=model)
+    )
+    progress = create_autospec(Progress, instance=True)
+    stored = stored_reference.StoredReference(job, tmp_path, progress, Stopwatch())
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 drop what other answers"):
+        if of_run:
+            stored.attach_of(create_autospec(TrainState, instance=True, buffers={}))
+        else:
+            stored.attach()

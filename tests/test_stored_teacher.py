@@ -15,6 +15,8 @@ from data_pipeline.teacher_files import StoredTeacher, TeacherRecord
 from maxtrain import replay, teach, teaching
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
+from maxtrain.config.schema import ModelConfig, PrecisionConfig, RoutingConfig
+from maxtrain.frozen_model import FrozenModel
 from maxtrain.job import open_job
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.train import main
@@ -208,3 +210,11 @@ def test_what_does_not_fit_is_refused(stored, overrides, rule):
     with pytest.raises((ConfigError, DataError)) as error:
         open_job(load_config([*words, "run_name=refused"]), None)
     assert rule in str(error.value)
+
+
+def test_a_teacher_whose_experts_have_a_capacity_is_refused(monkeypatch):
+    model = ModelConfig(routing=RoutingConfig(capacity_factor=1.0))
+    frozen = FrozenModel("teacher", "large", Path("large"), model, PrecisionConfig())
+    monkeypatch.setattr(teaching, "find_model", lambda *args: frozen)
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 .* Take a teacher without"):
+        teaching.load_teacher("large")

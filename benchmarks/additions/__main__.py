@@ -2,8 +2,8 @@
 
     python -m benchmarks.additions --write
 
-Three seeds of the plain run; one each with adapters, one rollout ahead, on four devices and on two
-processes; and one whose advantages are those of other completions, which must learn nothing. A run
+Three seeds of the plain run; one each with adapters, one rollout ahead, on four devices, on two
+processes and by PPO; and one whose advantages are those of other completions, which must learn nothing. A run
 fails if it gains less than it should.
 """
 

@@ -61,6 +61,16 @@ VARIANTS: dict[str, list[str]] = {
     "one rollout ahead": ["grpo.staleness=1", "grpo.importance_sampling_cap=2.0"],
     FOUR_DEVICES: ["mesh.simulated_devices=4", "mesh.data=2", "mesh.fsdp=2"],
     TWO_PROCESSES: ["mesh.data=2", "mesh.fsdp=1"],
+    # As many completions in a step, none of which is compared with others of its prompt.
+    "PPO": [
+        "objective=ppo",
+        "model.value=true",
+        "grpo.beta=0",
+        "grpo.epsilon_high=null",
+        "ppo.kl_coef=0.02",
+        "ppo.vf_coef=0.5",
+        "ppo.cliprange_value=0.5",
+    ],
     SHUFFLED: [],
 }
 # Rewards of so many steps at the beginning and at the end are compared.

@@ -15,9 +15,7 @@ _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the s
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
 _NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
-_NO_CONTEXT = (
-    "rows are not split over devices yet; a longer row needs model.remat=full, or more of mesh.fsdp"
-)
+_SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
 
@@ -110,14 +108,14 @@ _MAXTEXT = (
         "ici_expert_parallelism dcn_expert_parallelism",
     ),
     (
-        "",
-        _NO_CONTEXT,
+        "mesh.context",
+        f"{_MESH}; {_SPLIT_ROWS}",
         "ici_context_parallelism dcn_context_parallelism ici_sequence_parallelism "
         "dcn_sequence_parallelism",
     ),
     (
         "",
-        _NO_CONTEXT,
+        "generation does not split rows over devices",
         "ici_context_autoregressive_parallelism dcn_context_autoregressive_parallelism",
     ),
     ("", _ONE_TENSOR, "ici_tensor_transpose_parallelism dcn_tensor_transpose_parallelism"),
@@ -345,7 +343,11 @@ _TORCHTITAN = (
     ),
     ("mesh.tensor", _SAME, "parallelism.tensor_parallel_degree tensor_parallel_degree"),
     ("", _NO_STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
-    ("", _NO_CONTEXT, "parallelism.context_parallel_degree context_parallel_degree"),
+    (
+        "mesh.context",
+        _SPLIT_ROWS,
+        "parallelism.context_parallel_degree context_parallel_degree",
+    ),
     ("", _NO_EXPERTS, "parallelism.expert_parallel_degree expert_parallel_degree"),
     ("model.remat", "full, dots, dots_no_batch or none", "activation_checkpoint.mode"),
     (
@@ -423,7 +425,7 @@ _PEFT = (
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
     ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
-    ("", _NO_CONTEXT, "mesh.context mesh.sequence mesh.cp mesh.sp"),
+    ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )
 
 

@@ -17,6 +17,7 @@ class Kernel(NamedTuple):
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
     rows: int = 1  # what their length must be a multiple of
+    context: bool = False  # only where rows are split over devices
 
 
 ATTENTION = {
@@ -33,6 +34,7 @@ ATTENTION = {
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),
     ),
+    "ring": Kernel(caches=False, context=True),
     "flash": Kernel(
         "tpu",
         caches=False,

@@ -14,6 +14,7 @@ from maxtrain.config.across import (
     evaluation,
     experts,
     rewards,
+    rows,
     shapes,
     steps,
     updates,
@@ -22,7 +23,14 @@ from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.rollouts import rollout_settings
-from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RewardConfig, RunConfig
+from maxtrain.config.schema import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    PpoConfig,
+    RewardConfig,
+    RunConfig,
+)
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import stored_problems, teacher_problems
@@ -40,6 +48,7 @@ from maxtrain.config.sections.model import heads_problems, rope_problems
 from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
+from maxtrain.config.sections.ppo import value_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
 from maxtrain.config.sections.schedule import pieces_problems
 
@@ -83,7 +92,7 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from expert_problems(config.model.moe)
     yield from lora_problems(config.model.lora)
     yield from adapters_problems(config.checkpoint)
-    yield from shapes.row_problems(config)
+    yield from rows.row_problems(config)
     yield from experts.balance_scope_problems(config)
     yield from experts.expert_kernel_problems(config)
     yield from attention.kernel_problems(config)
@@ -124,6 +133,9 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     if settings is not None:
         longest = settings.max_completion_length
         yield from prompt_problems(config.objective, longest, config.data)
+    yield from _idle_in_section(idle, PpoConfig, "ppo.")
+    yield from idle_among(idle, "model.value")
+    yield from value_problems(config.objective, config.model.value)
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.grpo import FROM_REWARDS
 
 # Settings that change nothing of a rollout.
 _IDLE = ("keep_rollouts",)
@@ -38,11 +39,14 @@ class RolloutSettings(NamedTuple):
 
 def rollout_settings(config: RunConfig) -> RolloutSettings | None:
     """How the run samples what it learns from; None: it learns from data."""
-    if config.objective == "grpo":
+    if config.objective in FROM_REWARDS:
         grpo = config.grpo
         settings = dataclasses.asdict(grpo)
         for name in _IDLE:
             del settings[name]
+        identity: dict[str, dict[str, object]] = {"grpo": settings}
+        if config.objective == "ppo":
+            identity["ppo"] = dataclasses.asdict(config.ppo)
         return RolloutSettings(
             num_generations=grpo.num_generations,
             max_completion_length=grpo.max_completion_length,
@@ -52,7 +56,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings | None:
             staleness=grpo.staleness,
             keep_rollouts=grpo.keep_rollouts,
             mask_truncated_completions=grpo.mask_truncated_completions,
-            identity={"grpo": settings},
+            identity=identity,
         )
     if config.objective == "distill" and config.distill.on_policy:
         distill = config.distill

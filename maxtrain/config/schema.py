@@ -24,6 +24,7 @@ from maxtrain.config.sections.model import LatentConfig, ModelConfig, RopeConfig
 from maxtrain.config.sections.moe import MoeConfig, RoutingConfig
 from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
+from maxtrain.config.sections.ppo import PpoConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
 from maxtrain.config.sections.reward import RewardConfig
 from maxtrain.config.sections.schedule import PieceConfig, ScheduleConfig
@@ -51,6 +52,7 @@ __all__ = [
     "ObserveConfig",
     "OptimizerConfig",
     "PieceConfig",
+    "PpoConfig",
     "PrecisionConfig",
     "RegularizationConfig",
     "RewardConfig",
@@ -101,13 +103,12 @@ class RunConfig:
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
         "seeded: records have hashes of parameters and batch; "
-        "full: also use only programs that repeat bit for bit; with objective=grpo, tokens are "
-        "those that the training forward draws (on CPUs, bit for bit)",
+        "full: only programs that repeat bit for bit, for sampling too",
     )
-    objective: Literal["next_token", "distill", "dpo", "reward", "grpo"] = key(
+    objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",
         "the loss: cross-entropy of the next token; distill: and of a teacher; dpo, reward: of "
-        "preferences; grpo: of rewards",
+        "preferences; grpo, ppo: of rewards",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
@@ -117,7 +118,8 @@ class RunConfig:
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     dpo: DpoConfig = key(DpoConfig(), "preferences, with objective=dpo")
     reward: RewardConfig = key(RewardConfig(), "scores of answers, with objective=reward")
-    grpo: GrpoConfig = key(GrpoConfig(), "rewards of completions, with objective=grpo")
+    grpo: GrpoConfig = key(GrpoConfig(), "rewards of completions, with objective=grpo and ppo")
+    ppo: PpoConfig = key(PpoConfig(), "values of tokens, with objective=ppo")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(
         RegularizationConfig(), "dropout and other noise in training"

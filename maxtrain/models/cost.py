@@ -38,6 +38,8 @@ def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops
     outputs = config.vocab_size
     if config.score:
         outputs = 1
+    if config.value:
+        outputs += 1
     return stack_flops(stack, config.embed_dim, outputs, length, frozen)
 
 

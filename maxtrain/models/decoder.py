@@ -23,6 +23,7 @@ from maxtrain.models.specs import DecoderSpec, RopeSpec
 from maxtrain.models.stack import Stack
 from maxtrain.models.summary import Summary
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.split import Split
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
@@ -100,6 +101,13 @@ class Decoder(nnx.Module):
         # Last, so that all other weights are drawn as without them.
         if config.lora.rank is not None:
             attach(self.layers, config.lora, draw, rngs.params())
+        value = None
+        if config.value:
+            value = Linear(rngs.params(), {"embed": D}, {"score": 1}, draw, of_logits, "head")
+            # Before it has learnt anything, it says that nothing is to be expected.
+            assert isinstance(value.kernel, nnx.Param)
+            value.kernel[...] = jnp.zeros_like(value.kernel[...])
+        self.value = value
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The head, or the embedding table turned around."""
@@ -119,6 +127,12 @@ class Decoder(nnx.Module):
         """The score of the text up to each token, of a model that has one."""
         assert self.score is not None, "a model without a score"
         return self.score(hidden)[..., 0].astype(jnp.float32)
+
+    def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """What rewards are to be expected after each token, of a model with a value; float32."""
+        assert self.value is not None, "a model without a value"
+        weights = self.value.weights()[:, 0].astype(jnp.float32)
+        return (hidden.astype(jnp.float32) * weights).sum(-1)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         if self.score is not None:
@@ -168,11 +182,16 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        rotations = self._rotations(positions, row_lengths(positions, segment_ids > 0))
-        context = Context(rotations, Mask.of_rows(segment_ids), noise)
+        split = Split.of_rows(tokens.shape[1], self.config.attention)
+        x = split.enter(x)
+        positions = split.enter(positions)
+        mask = split.mask(split.enter(segment_ids))
+        rotations = self._rotations(positions, row_lengths(positions, mask.q_segments > 0))
+        context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
-        return Forward(self.final_norm(out.x), out.terms, out.stats, observed)
+        hidden = split.leave(self.final_norm(out.x))
+        return Forward(hidden, out.terms, out.stats, observed)
 
     def quantities(self) -> tuple[Quantity, ...]:
         """What the layers say in `terms` and `stats`, each name once.

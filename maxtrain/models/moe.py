@@ -49,7 +49,13 @@ from maxtrain.ops.routing import (
 )
 from maxtrain.ops.stored import elementwise
 from maxtrain.ops.sums import Sum
-from maxtrain.parallel.sharding import Axes, batch_shards, partition_spec
+from maxtrain.parallel.sharding import (
+    LENGTH,
+    Axes,
+    batch_shards,
+    length_shards,
+    partition_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +273,10 @@ class Moe(nnx.Module):
             return share(None, x, taken, weights)
         # XLA would sort the tokens of all devices together: each device is given its rows, all
         # experts, and its part of their hidden units.
-        rows = partition_spec(("activation_batch", None, None), mesh.shape)
+        length = None
+        if capacity is None and x.shape[1] % length_shards() == 0:
+            length = LENGTH
+        rows = partition_spec(("activation_batch", length, None), mesh.shape)
         if x.shape[0] % batch_shards():
             rows = PartitionSpec(None, None, None)
         axis = None

@@ -55,8 +55,11 @@ SAMPLED = "sampled_log_probs"
 REFERENCE_LOG_PROBS = "reference_log_probs"
 # What `scored` finds beside log-probabilities: tokens, int32 [B, T].
 DRAWN = "drawn"
-# Of each token's completion.
+# Of each token's completion; with objective=ppo of the token itself.
 ADVANTAGES = "advantages"
+# By the policy, when the completion was taken up: what was to be expected before the token; only
+# where it has values.
+VALUES = "old_values"
 # 1 in the first step that reads these completions: the policy is the old one still.
 IS_FIRST = "is_first"
 # How many completions a row holds, also those that are masked.
@@ -212,7 +215,7 @@ def scored(
     models: Models, batch: Batch, temperature: float, keys: Key[Array, "B T"] | None = None
 ) -> dict[str, Array]:
     """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
-    reference; nothing is random.
+    reference, and the policy's value if it has one; nothing is random.
 
     Args:
         models: the policy, and perhaps a reference.
@@ -232,6 +235,8 @@ def scored(
             # Apart, so that log-probabilities are computed as they are without it.
             apart = jax.lax.optimization_barrier(hidden)
             found[DRAWN] = target_draws(model, apart, keys, batch, temperature)
+        if role == POLICY and model.value is not None:
+            found[VALUES] = model.values(hidden)
     return found
 
 

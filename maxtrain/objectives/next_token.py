@@ -24,7 +24,7 @@ from maxtrain.ops.draw import drawn_tokens
 from maxtrain.ops.log_probs import Form, TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum, sums_of_documents
-from maxtrain.parallel.sharding import batch_shards
+from maxtrain.parallel.sharding import batch_shards, length_shards
 
 PLAIN = LossConfig()
 NO_NOISE = RegularizationConfig()
@@ -96,7 +96,7 @@ def chunks_of(batch: Batch, model: Decoder) -> int:
     rows, length = batch["targets"].shape
     # Rounded up.
     rows_of_shard = -(-rows // batch_shards())
-    return num_chunks(length, rows_of_shard, model.config.loss_chunk)
+    return num_chunks(length // length_shards(), rows_of_shard, model.config.loss_chunk)
 
 
 def target_log_probs(

@@ -8,6 +8,7 @@ from maxtrain.config.schema import (
     DpoConfig,
     GrpoConfig,
     LossConfig,
+    PpoConfig,
     RegularizationConfig,
     RewardConfig,
 )
@@ -21,6 +22,7 @@ from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
 from maxtrain.objectives.on_policy import on_policy
+from maxtrain.objectives.ppo import ppo
 from maxtrain.objectives.reward import reward
 
 
@@ -32,6 +34,7 @@ class Settings(NamedTuple):
     dpo: DpoConfig
     reward: RewardConfig
     grpo: GrpoConfig
+    ppo: PpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
     normalize: str
@@ -89,12 +92,17 @@ def _grpo(settings: Settings) -> Objective:
     return grpo(settings.grpo, settings.regularization, settings.is_exact)
 
 
+def _ppo(settings: Settings) -> Objective:
+    return ppo(settings.ppo, settings.grpo.temperature, settings.regularization, settings.is_exact)
+
+
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
     "dpo": _dpo,
     "reward": _reward,
     "grpo": _grpo,
+    "ppo": _ppo,
 }
 
 

@@ -23,6 +23,7 @@ floats. Names that others rely on:
 
 Of rollouts, `train` has reward, accuracy, reward/NAME, reward_outcomes/NAME/OUTCOME (completions),
 completion_length and longest_completion (tokens), truncated and groups_without_signal (shares),
+with objective=ppo score (reward less what the divergence costs) and explained_variance (of values),
 rollout_seconds (of each step, beside its step_seconds), sampling_seconds, reward_seconds and
 scoring_seconds of the rollout, and sampled_tokens_per_second; with determinism=full
 sampling_passes and tokens_replaced (rl/sampler.py). Of a set of prompts, `eval` has the

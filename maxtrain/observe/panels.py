@@ -27,6 +27,9 @@ _OF_ROLLOUTS = (
     Curves("tokens", {"completion_length": "mean length", "longest_completion": "longest"}),
     Curves("entropy, nats", {"entropy": ""}),
     Curves("KL, nats", {"kl": ""}),
+    Curves("reward of tokens", {"value": "value", "returns": "returns"}),
+    Curves("explained variance of values", {"explained_variance": ""}),
+    Curves("loss of values", {"value_loss": ""}),
     Curves(
         "share",
         {
@@ -34,6 +37,7 @@ _OF_ROLLOUTS = (
             "groups_without_signal": "groups without signal",
             "clipped_low": "clipped low",
             "clipped_high": "clipped high",
+            "value_clipped": "values clipped",
         },
     ),
     Curves("sampler gap, nats", {"sampler_gap": ""}),

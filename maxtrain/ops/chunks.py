@@ -1,11 +1,14 @@
 """Sequences cut in parts, so that the logits of only a few tokens exist at a time."""
 
+import jax.numpy as jnp
 from jaxtyping import Array
+
+from maxtrain.parallel.sharding import length_shards
 
 
 def num_chunks(length: int, rows: int, chunk: int) -> int:
     """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no
-    bound), in a device's rows."""
+    bound), in a device's rows and columns."""
     if chunk == 0:
         return 1
     for n in range(1, length):
@@ -15,16 +18,21 @@ def num_chunks(length: int, rows: int, chunk: int) -> int:
 
 
 def split_sequence(chunks: int, *arrays: Array) -> tuple[Array, ...]:
-    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the
-    sequence is cut."""
+    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows and columns stay on their devices:
+    each device's columns are cut, and a chunk has some of all of them."""
+    shards = length_shards()
     parts = []
     for x in arrays:
         B = x.shape[0]
-        parts.append(x.reshape(B, chunks, -1, *x.shape[2:]).swapaxes(0, 1))
+        rest = x.shape[2:]
+        cut = jnp.moveaxis(x.reshape(B, shards, chunks, -1, *rest), 2, 0)
+        parts.append(cut.reshape(chunks, B, -1, *rest))
     return tuple(parts)
 
 
 def join_sequence(parts: Array) -> Array:
     """[chunks, B, T / chunks, ...] as [B, T, ...]: what `split_sequence` has cut."""
     chunks, B, length = parts.shape[:3]
-    return parts.swapaxes(0, 1).reshape(B, chunks * length, *parts.shape[3:])
+    rest = parts.shape[3:]
+    cut = parts.reshape(chunks, B, length_shards(), -1, *rest)
+    return jnp.moveaxis(cut, 0, 2).reshape(B, chunks * length, *rest)

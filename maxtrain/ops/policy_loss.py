@@ -138,6 +138,31 @@ def reference_divergence(
     return jnp.expm1(apart) - apart
 
 
+def clipped_value_loss(
+    values: Float[Array, "B T"],
+    old: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    cliprange: float,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Half the squared error of each value, that of the value itself or of the one that is at most
+    `cliprange` from the old one, whichever is larger; and where it is the latter, so that there is
+    no gradient.
+
+    Args:
+        values: of today; the gradient flows through them alone.
+        old: when the completions were taken up.
+        returns: that they should be.
+        cliprange: how far values may move from the old ones.
+
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, as their own code has it; the halves
+        as in TRL's PPOTrainer.
+    """
+    bounded = old + jnp.clip(values - old, -cliprange, cliprange)
+    plain = (values - returns) ** 2
+    clipped = (bounded - returns) ** 2
+    return 0.5 * jnp.maximum(plain, clipped), clipped > plain
+
+
 def mean_of_each(
     values: Float[Array, "B T"], mask: Float[Array, "B T"], completions: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from maxtrain.config.schema import MeshConfig
+from maxtrain.config.sections.mesh import axes_of
 
-# Outer to inner. Only three of them can be asked for today; the others have size 1, so that rules
+# Outer to inner. Only four of them can be asked for today; the others have size 1, so that rules
 # and checkpoints need no change when they come.
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
@@ -22,7 +23,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     if devices is None:
         devices = jax.devices()
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    sizes = {key.removeprefix("mesh."): size for key, size in axes_of(config).items()}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     # jax would leave some of them idle.
     assert math.prod(shape) == len(devices), f"{shape} of {len(devices)} devices"

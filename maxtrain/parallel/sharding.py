@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data_pipeline.errors import ConfigError
 
 Axes = tuple[str | None, ...]
+LENGTH = "activation_length"
 
 RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
@@ -32,7 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "rank": (),
     "latent": ("fsdp",),
     "activation_batch": ("data", "fsdp"),
-    "activation_length": ("context",),
+    LENGTH: ("context",),
     "activation_embed": (),
 }
 
@@ -125,12 +126,25 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Fixes how an intermediate array is split, by the logical names of its dims.
 
-    It does nothing outside a mesh.
+    It does nothing outside a mesh. A length that can't be split, such as that of a few tokens of
+    generation, is whole on all devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes, mesh.shape))
+    kept = []
+    for size, axis in zip(x.shape, axes, strict=True):
+        if axis == LENGTH and size % length_shards():
+            kept.append(None)
+        else:
+            kept.append(axis)
+    return jax.lax.with_sharding_constraint(x, partition_spec(tuple(kept), mesh.shape))
+
+
+def length_shards() -> int:
+    """Number of parts that the tokens of a row are split into on the current mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(m, 1) for m in RULES[LENGTH])
 
 
 def batch_shards() -> int:

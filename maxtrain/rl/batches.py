@@ -58,8 +58,9 @@ class RolloutBatches:
 
     @property
     def is_exact(self) -> bool:
-        """Whether completions have to be those that the training forward draws."""
-        return self._config.determinism == "full"
+        """Whether completions have to be those that the training forward draws. A divergence from a
+        teacher does not ask how likely a token was to the sampler."""
+        return self._config.determinism == "full" and self._config.objective != "distill"
 
     @property
     def first_step(self) -> int:

@@ -19,12 +19,13 @@ from jaxtyping import Bool
 
 from data_pipeline.loader import TrainingData
 from maxtrain import failpoints
-from maxtrain.config.schema import GrpoConfig
+from maxtrain.config.schema import GrpoConfig, PpoConfig
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
 from maxtrain.rl.advantages import advantages, has_signal
 from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
+from maxtrain.rl.returns import with_returns
 from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
@@ -48,6 +49,7 @@ class RolloutMaker:
 
     Args:
         config: of the run.
+        ppo: how advantages of tokens are made; None: those of completions are, by their groups.
         data: the prompts.
         sampler: of the completions.
         rewarder: of their rewards.
@@ -57,12 +59,14 @@ class RolloutMaker:
     def __init__(
         self,
         config: GrpoConfig,
+        ppo: PpoConfig | None,
         data: TrainingData,
         sampler: Sampler,
         rewarder: Rewarder,
         progress: Progress,
     ):
         self._config = config
+        self._ppo = ppo
         self._data = data
         self._sampler = sampler
         self._rewarder = rewarder
@@ -103,7 +107,10 @@ class RolloutMaker:
         assert begun.rewards is not None
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
-        numbers = _numbers(begun.rollout, counted.scores, self._has_signal(counted.scores))
+        numbers = _numbers(begun.rollout, counted.scores)
+        if self._ppo is None:
+            signals = self._has_signal(counted.scores)
+            numbers["groups_without_signal"] = float((~signals).mean())
         of_first = completions_of(begun.rollout.taken([0]))
         texts = [
             as_text(begun.prompts[0].original),
@@ -114,17 +121,23 @@ class RolloutMaker:
             rollout, counted, more = self._filled(begun, counted, state)
             numbers |= more
         scores = counted.scores
-        found = advantages(
-            scores.values,
-            self._config.num_generations,
-            weights=scores.weights,
-            scale_rewards=self._config.scale_rewards,
-        )
-        rollout = rollout._replace(rewards=scores.values, advantages=found.values)
+        rollout = rollout._replace(rewards=scores.values)
+        if self._ppo is None:
+            found = advantages(
+                scores.values,
+                self._config.num_generations,
+                weights=scores.weights,
+                scale_rewards=self._config.scale_rewards,
+            )
+            rollout = rollout._replace(advantages=found.values)
         self._progress.phase("scoring")
         failpoints.hit("scoring", begun.steps.start + 1)
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
+        if self._ppo is not None:
+            masks = self._config.mask_truncated_completions
+            rollout, of_values = with_returns(rollout, scores.weights, self._ppo, masks)
+            numbers |= of_values
         first_seconds = begun.rollout.about["sampling_seconds"]
         numbers = {"sampling_seconds": first_seconds} | numbers
         numbers |= {
@@ -217,10 +230,9 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
     return places
 
 
-def _numbers(rollout: Rollout, scores: Scores, signals: Bool[np.ndarray, "P"]) -> dict[str, float]:
+def _numbers(rollout: Rollout, scores: Scores) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
     numbers = reward_numbers(scores) | length_numbers(rollout)
-    numbers["groups_without_signal"] = float((~signals).mean())
     return numbers
 
 

@@ -21,6 +21,8 @@ from data_pipeline.shards import write_atomic
 
 _ABOUT = "about"
 _DIGEST = "digest"
+# Arrays of PPO alone. Where they are empty, files and digests are as without them.
+_OF_PPO = ("values", "token_advantages", "returns")
 
 
 # What numpy, zipfile and json raise where bytes are not those of an archive.
@@ -60,6 +62,9 @@ class Rollout(NamedTuple):
             (`sampled_after`), with determinism=full `sampling_passes` and `tokens_replaced` as of
             rl/sampler.py, `names`, `outcomes` and `details` of the rewards,
             `weights_of_rewards`, `texts` of the first prompt, and `numbers` to record.
+        values: of each token, what was to be expected before it; empty: there are none, and so for
+            what follows.
+        token_advantages, returns: of each token.
     """
 
     prompts: Int[np.ndarray, " T"]
@@ -73,11 +78,17 @@ class Rollout(NamedTuple):
     rewards: Float[np.ndarray, "R N"]
     advantages: Float[np.ndarray, " N"]
     about: dict[str, Any]
+    values: Float[np.ndarray, " V_S"] = np.zeros(0, np.float32)
+    token_advantages: Float[np.ndarray, " V_S"] = np.zeros(0)
+    returns: Float[np.ndarray, " V_S"] = np.zeros(0)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All but `about`, by name."""
         found = self._asdict()
         del found[_ABOUT]
+        for name in _OF_PPO:
+            if not found[name].size:
+                del found[name]
         return found
 
     def content(self) -> str:
@@ -126,7 +137,7 @@ class Rollout(NamedTuple):
         completions = (numbers[:, None] * group + np.arange(group)).reshape(-1)
         of_prompts = _places(self.prompt_lengths, numbers)
         of_tokens = _places(self.lengths, completions)
-        places = dict.fromkeys(("sampled", "old", "reference", "tokens"), of_tokens)
+        places = dict.fromkeys(("sampled", "old", "reference", "tokens", *_OF_PPO), of_tokens)
         places |= dict.fromkeys(("lengths", "truncated", "rewards", "advantages"), completions)
         places |= {"prompts": of_prompts, "prompt_lengths": numbers}
         arrays = {}

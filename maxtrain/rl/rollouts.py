@@ -22,6 +22,7 @@ from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain import failpoints
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import require_settings
+from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
@@ -67,9 +68,12 @@ class RolloutParts:
         settings = require_settings(config)
         sampler = Sampler(settings, config.seed, ends, self.batches, mesh, graphdefs, clock)
         self._maker: RolloutMaker | UnrewardedMaker
-        if config.objective == "grpo":
+        if config.objective in FROM_REWARDS:
+            ppo = None
+            if config.objective == "ppo":
+                ppo = config.ppo
             rewarder = Rewarder(config.grpo, data.tokenizer)
-            self._maker = RolloutMaker(config.grpo, data, sampler, rewarder, progress)
+            self._maker = RolloutMaker(config.grpo, ppo, data, sampler, rewarder, progress)
         else:
             self._maker = UnrewardedMaker(settings, data, sampler, progress)
 

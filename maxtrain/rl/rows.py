@@ -14,7 +14,10 @@ from maxtrain.objectives.grpo import (
     OLD,
     REFERENCE_LOG_PROBS,
     SAMPLED,
+    VALUES,
 )
+from maxtrain.objectives.ppo import RETURNS
+from maxtrain.rl.returns import counted_completions
 from maxtrain.rl.rollout import Rollout
 
 
@@ -95,12 +98,19 @@ def batch_arrays(
     names = ["loss_mask", OLD, SAMPLED, ADVANTAGES]
     if rollout.reference.size:
         names.append(REFERENCE_LOG_PROBS)
+    if rollout.values.size:
+        names += [VALUES, RETURNS]
     for name in names:
         arrays[name] = np.zeros((num_rows, shape.length), np.float32)
     arrays["source"] = np.zeros(num_rows, np.int32)
     arrays[IS_FIRST] = np.full(num_rows, is_first, np.float32)
     arrays[NUM_COMPLETIONS] = np.bincount(where.row, minlength=num_rows).astype(np.float32)
 
+    is_target = np.ones(len(lengths), bool)
+    if rollout.returns.size:
+        is_target = counted_completions(rollout, shape.mask_truncated)
+    elif shape.mask_truncated:
+        is_target = ~rollout.truncated
     segments = _segments(where)
     prompt_ends = np.cumsum(rollout.prompt_lengths)
     ends = np.cumsum(lengths)
@@ -117,8 +127,7 @@ def batch_arrays(
         arrays["positions"][row, here] = np.arange(sizes[i])
         arrays[ADVANTAGES][row, here] = rollout.advantages[i]
         of_completion = slice(here.stop - int(lengths[i]), here.stop)
-        is_target = not (shape.mask_truncated and rollout.truncated[i])
-        arrays["loss_mask"][row, of_completion] = is_target
+        arrays["loss_mask"][row, of_completion] = is_target[i]
         begin = row * shape.length
         indices.append(np.arange(begin + of_completion.start, begin + of_completion.stop))
     places = Places(np.concatenate(indices), num_rows)
@@ -126,6 +135,9 @@ def batch_arrays(
         (OLD, rollout.old),
         (SAMPLED, rollout.sampled),
         (REFERENCE_LOG_PROBS, rollout.reference),
+        (VALUES, rollout.values),
+        (RETURNS, rollout.returns),
+        (ADVANTAGES, rollout.token_advantages),
     ):
         if values.size:
             arrays[name] = places.spread(values, shape.length)

@@ -36,7 +36,7 @@ from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain import failpoints
 from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.models.decoder import Decoder
-from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, scored
+from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, VALUES, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.speed import ROLLOUT
@@ -143,10 +143,15 @@ class Sampler:
         return rollout._replace(about=rollout.about | about)
 
     def with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
-        """With log-probabilities by the training forward, under the shapes of the training step."""
+        """With log-probabilities, and values if there are some, by the training forward, under the
+        shapes of the training step."""
         found = self._scored(rollout, state)
         nothing = np.zeros(0, np.float32)
-        return rollout._replace(old=found[OLD], reference=found.get(REFERENCE_LOG_PROBS, nothing))
+        return rollout._replace(
+            old=found[OLD],
+            reference=found.get(REFERENCE_LOG_PROBS, nothing),
+            values=found.get(VALUES, nothing),
+        )
 
     def _drawn_by_training(
         self,

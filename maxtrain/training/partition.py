@@ -36,8 +36,8 @@ def only_policy() -> dict[str, nnx.State]:
 def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
     """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
 
-    Of a model with adapters, these train, and its score if it has one, and what `only` names; of
-    one without, all does unless `only` names some.
+    Of a model with adapters, these train, and its score or value if it has one, and what `only`
+    names; of one without, all does unless `only` names some.
 
     Args:
         config: patterns of those that train, and of those that do not.
@@ -55,8 +55,8 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
         frozen.update(names)
         frozen -= adapters
         if adapters:
-            # It is new as they are.
-            frozen -= {name for name in names if name.startswith("score.")}
+            # They are new as adapters are.
+            frozen -= {name for name in names if name.startswith(("score.", "value."))}
         frozen -= _matching("train.only", config.only, names)
     frozen |= _matching("train.freeze", config.freeze, names)
     quantized = [name for name in names if is_quantized(named[name]) and name not in frozen]

@@ -64,6 +64,8 @@ _SCALE_OF_ADAPTERS = ("alpha", "scaling")
 _TABLE_ROWS = 60
 # What checkpoints call the head.
 _HEAD = "params.head.kernel"
+# The value of a model that has learnt by PPO, which is always new.
+_VALUE = "params.value.kernel"
 
 
 def _no_more() -> nnx.State:
@@ -249,6 +251,7 @@ def starting_variables(
     arrays_there = all_arrays(path, commit)
     of_model = ("params.", "buffers.")
     there = {name: array for name, array in arrays_there.items() if name.startswith(of_model)}
+    there.pop(_VALUE, None)
     if without_head:
         there.pop(_HEAD, None)
     quantized = {}
@@ -266,6 +269,16 @@ def starting_variables(
         arrays = dict(zip(names, jax.tree.leaves(initial), strict=True)) | arrays
     loaded_variables = jax.tree.unflatten(treedef, [arrays[name] for name in names])
     return join(loaded_variables, new_score)
+
+
+def split_value(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The value of a model that has one, and all else."""
+
+    def is_value(path: tuple[Any, ...], _: Any) -> bool:
+        return path[0] == "value"
+
+    value, others = nnx.split_state(variables, is_value, ...)
+    return value, others
 
 
 def split_score(variables: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -277,6 +277,26 @@ LONGROPE = [
             "Set model.rope_original_length=4096",
         ),
         (
+            ["mesh.context=3", "data.seq_length=512", "model.attention=ring"],
+            "data.seq_length=512 must be divisible by 2 times mesh.context=3",
+            "Set data.seq_length to 510 or 516",
+        ),
+        (
+            ["mesh.context=2", "model.attention=ring", "regularization.residual_dropout=0.1"],
+            "regularization.residual_dropout=0.1 goes by a token's place in the row",
+            "Set regularization.residual_dropout=0, or model.attention=xla",
+        ),
+        (
+            ["mesh.context=4", "model.num_heads=2", "model.num_kv_heads=2"],
+            "model.num_heads=2 must be divisible by mesh.tensor=1 times mesh.context=4",
+            "model.attention=ring",
+        ),
+        (
+            ["model.attention=ring"],
+            "model.attention=ring is for rows that are split over devices",
+            "Set model.attention=xla, or mesh.context=2",
+        ),
+        (
             ["mesh.data=3", "mesh.fsdp=1"],
             "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1",
             "15 or 18",

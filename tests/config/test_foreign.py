@@ -70,6 +70,8 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("head_dim", "model.head_dim"),  # the same name, one level down
         ("vocab_size", "model.vocab_size"),
         ("learning_rate", "optimizer.learning_rate"),
+        ("ici_context_parallelism", "mesh.context"),
+        ("parallelism.context_parallel_degree", "mesh.context"),
     ],
 )
 def test_the_usual_ones(theirs, ours):
@@ -85,10 +87,9 @@ def test_names_that_are_ours_too_need_no_entry():
     [
         ("mesh.stage", "pipelines are not there yet"),
         ("mesh.expert", "experts are not split over devices yet"),
-        ("mesh.context", "rows are not split over devices yet"),
+        ("mesh.cp", "mesh.context splits rows over devices"),
         ("ici_pipeline_parallelism", "pipelines are not there yet"),
         ("dcn_expert_parallelism", "experts are not split over devices yet"),
-        ("parallelism.context_parallel_degree", "rows are not split over devices yet"),
     ],
 )
 def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):

@@ -19,6 +19,7 @@ from data_pipeline import prepare
 from data_pipeline.config import DataConfig
 from data_pipeline.loader import TrainingData
 from maxtrain.config import load_config
+from maxtrain.config.rollouts import require_settings
 from maxtrain.config.schema import (
     GrpoConfig,
     MeshConfig,
@@ -77,13 +78,19 @@ def config(tmp_path_factory, tiny_run) -> Path:
     )
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "objective",
+    [pytest.param("grpo", marks=pytest.mark.long), pytest.param("ppo", marks=pytest.mark.slow)],
+)
 @pytest.mark.usefixtures("this_process")
-def test_there_is_no_gap_between_sampler_and_training(config):
-    assert main(load_config([f"config={config}", "run_name=exact"])) == 0
+def test_there_is_no_gap_between_sampler_and_training(config, objective):
+    overrides = [f"run_name={objective}", f"objective={objective}"]
+    if objective == "ppo":
+        overrides += ["model.value=true", "ppo.kl_coef=0"]
+    assert main(load_config([f"config={config}", *overrides])) == 0
     lines = [
         record
-        for record in read_metrics(config.parent / "runs" / "exact")
+        for record in read_metrics(config.parent / "runs" / objective)
         if record["kind"] == "train"
     ]
     assert [line["sampler_gap"] for line in lines] == [0.0] * STEPS
@@ -135,7 +142,8 @@ def sampling(case: str, compute: str, axes: dict[str, int]) -> Iterator[Small]:
     with jax.set_mesh(parts.mesh):
         state = parts.initial_state()
         batches = RolloutBatches(config, data, parts.mesh)
-        arguments = (config.grpo, 7, STOP_IDS, batches, parts.mesh, parts.graphdefs, Stopwatch())
+        settings = require_settings(config)
+        arguments = (settings, 7, STOP_IDS, batches, parts.mesh, parts.graphdefs, Stopwatch())
 
         def step(state: TrainState, batch: Batch) -> Any:
             models = models_from(parts.graphdefs, state.frozen, state.buffers)

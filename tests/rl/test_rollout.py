@@ -156,6 +156,24 @@ def test_truncated_completions_may_be_left_out(rollout):
     assert masked[NUM_COMPLETIONS].sum() == len(rollout.lengths)
 
 
+def test_with_room_for_the_longest_a_place_does_not_depend_on_lengths(rollout):
+    """Neither on its own, nor on those of others."""
+    shape = Shape(16, 2, 0.1, room=5)
+    count = len(rollout.lengths)
+    longest = rollout._replace(
+        lengths=np.full(count, 5, np.int32),
+        **dict.fromkeys(("sampled", "old"), np.zeros(5 * count, np.float32)),
+        tokens=np.arange(5 * count, dtype=np.int32),
+    )
+    assert rollout.lengths.min() < 5
+    firsts = []
+    for each in (rollout, longest):
+        _, places = batch_arrays(each, shape, is_first=True)
+        begins = np.cumsum(each.lengths) - each.lengths
+        firsts.append((places.num_rows, places.tokens[begins].tolist()))
+    assert firsts[0] == firsts[1]
+
+
 def test_there_are_few_numbers_of_rows():
     assert sorted({count_rows(least, 1) for least in range(1, 49)}) == [
         *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)

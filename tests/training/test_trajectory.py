@@ -45,6 +45,17 @@ def thorough(*case):
         thorough("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
         thorough("qwen3_moe", {"fsdp": 1}, 1, {}),
         thorough("mixtral", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
+        thorough("llama3", {"fsdp": 2, "context": 2, "tensor": 2}, 2, {"attention": "ring"}),
+        thorough("llama3", {"fsdp": 1, "context": 8}, 1, {"attention": "ring", "remat": "full"}),
+        thorough("qwen3", {"fsdp": 2, "context": 2}, 1, {}),
+        thorough(
+            "mistral", {"fsdp": 2, "context": 4}, 1, {"attention": "ring", "scan_layers": False}
+        ),
+        thorough("mixtral", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
+        thorough("gpt_oss", {"fsdp": 1, "context": 4}, 1, {"attention": "ring"}),
+        thorough("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
+        thorough("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
+        thorough("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

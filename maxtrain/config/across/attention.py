@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxtrain.config.across.shapes import row_lengths
+from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.moe import DEEPSEEK
@@ -22,7 +22,11 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
 def _repeat_problems(config: RunConfig) -> Iterator[str]:
     name = config.model.attention
     if config.determinism == "full" and not ATTENTION[name].repeats:
-        others = [other for other, can in ATTENTION.items() if can.repeats and can.platform is None]
+        others = [
+            other
+            for other, can in ATTENTION.items()
+            if can.repeats and can.platform is None and not can.context
+        ]
         yield (
             f"model.attention={name} may add in another order each time in its backward pass, "
             "which determinism=full does not allow. "

@@ -6,33 +6,12 @@ import math
 from collections.abc import Iterator
 
 from data_pipeline.errors import ConfigError
+from maxtrain.config.across.context import context_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.mesh import axes_of
 from maxtrain.config.words import divisors, multiples, nearest
 
 _SPLIT_OVER_TENSOR = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
-
-
-def row_lengths(config: RunConfig) -> dict[str, int]:
-    """Every length of rows in tokens, by its key."""
-    lengths = {"data.seq_length": config.data.seq_length}
-    for index, stage in enumerate(config.data.stages):
-        if stage.seq_length:
-            lengths[f"data.stages[{index}].seq_length"] = stage.seq_length
-    if config.eval.seq_length:
-        lengths["eval.seq_length"] = config.eval.seq_length
-    return lengths
-
-
-def row_problems(config: RunConfig) -> Iterator[str]:
-    """Rows that are longer than the model is meant for."""
-    longest = config.model.max_length
-    for key, length in row_lengths(config).items():
-        if length > longest:
-            yield (
-                f"{key}={length} must be at most model.max_length={longest}. "
-                f"Set {key}={longest} or less, or model.max_length={length}."
-            )
 
 
 def division_problems(config: RunConfig) -> Iterator[str]:
@@ -41,6 +20,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     yield from _batch_problems(config)
     yield from _held_out_problems(config)
     yield from _tensor_problems(config)
+    yield from context_problems(config)
 
 
 def _batch_sizes(config: RunConfig) -> dict[str, int]:
@@ -162,6 +142,9 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
             divided by them.
     """
     axes = axes_of(config.mesh)
+    if axes["mesh.context"] == 1:
+        # Few split rows: where nobody does, messages are about the others.
+        del axes["mesh.context"]
     sizes = {key: size for key, size in axes.items() if size > 0}
     free = [key for key in axes if key not in sizes]
     product = math.prod(sizes.values())

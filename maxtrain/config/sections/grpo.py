@@ -7,10 +7,11 @@ from typing import Literal
 from data_pipeline.config import DataConfig
 from data_pipeline.config_key import AllBut, UsedBy, key
 
-_GRPO = UsedBy(
-    {"objective": ("grpo",)},
-    "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
-)
+# Objectives that learn from rewards of the model's own completions.
+FROM_REWARDS = ("grpo", "ppo")
+_IDLE = "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out."
+_GRPO = UsedBy({"objective": ("grpo",)}, _IDLE)
+_SAMPLES = UsedBy({"objective": FROM_REWARDS}, _IDLE)
 _CLIPPED = UsedBy({"grpo.loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")})
 _WITH_DIVERGENCE = UsedBy({"grpo.beta": AllBut(0.0)})
 
@@ -23,26 +24,35 @@ class GrpoConfig:
         (),
         "what rewards completions: names of ours, such as 'overlong(max_tokens=512, "
         "cache_tokens=64)', or module:function of yours",
-        used_by=_GRPO,
+        used_by=_SAMPLES,
     )
     reward_weights: tuple[float, ...] = key(
-        (), "what each reward is multiplied with; empty: 1", used_by=_GRPO
+        (), "what each reward is multiplied with; empty: 1", used_by=_SAMPLES
     )
     reward_seconds: float = key(
-        10.0, "a reward that takes longer for a completion is not counted", above=0, used_by=_GRPO
+        10.0,
+        "a reward that takes longer for a completion is not counted",
+        above=0,
+        used_by=_SAMPLES,
     )
     num_generations: int = key(
-        8, "completions of each prompt: a group", low=2, high=1 << 16, used_by=_GRPO
+        8, "completions of each prompt: a group", low=1, high=1 << 16, used_by=_SAMPLES
     )
     max_completion_length: int = key(
         256,
         "tokens of a completion at most; with its prompt, it fits into a row",
         low=1,
-        used_by=_GRPO,
+        used_by=_SAMPLES,
     )
-    slots: int = key(64, "completions that are sampled at once", low=1, high=1 << 16, used_by=_GRPO)
+    slots: int = key(
+        64, "completions that are sampled at once", low=1, high=1 << 16, used_by=_SAMPLES
+    )
     temperature: float = key(
-        1.0, "divides the logits, of the sampler and of the loss", above=0, high=100, used_by=_GRPO
+        1.0,
+        "divides the logits, of the sampler and of the loss",
+        above=0,
+        high=100,
+        used_by=_SAMPLES,
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = key(
         "dapo",
@@ -91,7 +101,7 @@ class GrpoConfig:
         "so many steps read their prompts together, and all of them train on all completions",
         low=1,
         high=1000,
-        used_by=_GRPO,
+        used_by=_SAMPLES,
     )
     dynamic_sampling: int = key(
         0,
@@ -119,26 +129,33 @@ class GrpoConfig:
     keep_rollouts: bool = key(
         False,
         "keep all rollouts of the run, not only those that checkpoints need",
-        used_by=_GRPO,
+        used_by=_SAMPLES,
     )
     mask_truncated_completions: bool = key(
-        False, "completions that reach max_completion_length do not train", used_by=_GRPO
+        False, "completions that reach max_completion_length do not train", used_by=_SAMPLES
     )
 
 
 def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
     """No reward, weights of other rewards, bounds in the wrong order, and weights that are gone."""
-    if objective != "grpo":
+    if objective not in FROM_REWARDS:
         return
     if not grpo.rewards:
         yield (
-            "objective=grpo needs a reward, but grpo.rewards=[] names none. "
+            f"objective={objective} needs a reward, but grpo.rewards=[] names none. "
             "Set grpo.rewards='[gsm8k]', for example."
         )
     if grpo.reward_weights and len(grpo.reward_weights) != len(grpo.rewards):
         yield (
             f"grpo.reward_weights={list(grpo.reward_weights)} must have as many numbers as "
             f"grpo.rewards={list(grpo.rewards)}. Give each reward one, or none at all."
+        )
+    if objective != "grpo":
+        return
+    if grpo.num_generations < 2:
+        yield (
+            f"grpo.num_generations={grpo.num_generations} has no other completion to be compared "
+            "with. Set grpo.num_generations=8, or objective=ppo."
         )
     if grpo.loss_type == "cispo" and grpo.epsilon_high is None:
         yield (
@@ -166,13 +183,15 @@ def prompt_problems(objective: str, max_completion_length: int, data: DataConfig
     """Batches that are no prompts one by one, and rows without room for a completion.
 
     Args:
-        objective: whose section has the longest completion.
+        objective: that learns from completions.
         max_completion_length: tokens of a completion, at most.
         data: what the prompts are read by.
     """
     name = f"objective={objective}"
+    section = "grpo"
     if objective == "distill":
         name = "distill.on_policy=true"
+        section = "distill"
     if data.packing != "pad":
         yield (
             f"data.packing={data.packing} joins documents, and {name} reads prompts one by "
@@ -186,12 +205,12 @@ def prompt_problems(objective: str, max_completion_length: int, data: DataConfig
     if data.attend_across_documents:
         yield (
             "data.attend_across_documents=True lets a completion see another one, and "
-            f"{name} compares them. Leave it out."
+            f"{name} learns from each alone. Leave it out."
         )
     if max_completion_length >= data.seq_length:
         yield (
-            f"{objective}.max_completion_length={max_completion_length:,} leaves no room for a "
+            f"{section}.max_completion_length={max_completion_length:,} leaves no room for a "
             f"prompt in rows of data.seq_length={data.seq_length:,}. Set "
-            f"{objective}.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length "
+            f"{section}.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length "
             "higher."
         )

@@ -19,6 +19,11 @@ class MeshConfig:
         high=1 << 20,
     )
     tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
+    context: int = key(
+        1,
+        "parts of each row, whose heads are dealt out or (model.attention=ring) met",
+        high=1 << 20,
+    )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "required device kind; auto: the best there is"
     )
@@ -50,7 +55,12 @@ class MeshConfig:
 
 def axes_of(mesh: MeshConfig) -> dict[str, int]:
     """The sizes of the axes by their keys, outer to inner."""
-    return {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.tensor": mesh.tensor}
+    return {
+        "mesh.data": mesh.data,
+        "mesh.fsdp": mesh.fsdp,
+        "mesh.context": mesh.context,
+        "mesh.tensor": mesh.tensor,
+    }
 
 
 def axis_problems(mesh: MeshConfig) -> Iterator[str]:

@@ -237,9 +237,19 @@ class ModelConfig:
             "{key}={value} is not used with {cause}. Set objective=reward, or leave it out.",
         ),
     )
+    value: bool = key(
+        False,
+        "a value of each token beside logits, from zero weights",
+        used_by=UsedBy(
+            {"objective": ("ppo",)},
+            "{key}={value} is not used with {cause}. Set objective=ppo, or leave it out.",
+        ),
+    )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["eager", "xla", "cudnn", "flash"] = key(
-        "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
+    attention: Literal["eager", "xla", "cudnn", "flash", "ring"] = key(
+        "xla",
+        "kernel: plain reference, blocks in XLA, cuDNN on GPUs, flash on TPUs, or a ring over "
+        "mesh.context",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections.grpo import FROM_REWARDS
 
 
 def _read_by(*trackers: str) -> UsedBy:
@@ -83,7 +84,7 @@ class ObserveConfig:
         used_by=UsedBy(
             {
                 "observe.prompts": AllBut(()),
-                "objective": ("grpo",),
+                "objective": FROM_REWARDS,
                 "distill.on_policy": (True,),
             },
             "{key}={value} needs prompts, but observe.prompts is empty. "
@@ -97,7 +98,7 @@ class ObserveConfig:
         low=0,
         high=1000,
         used_by=UsedBy(
-            {"objective": ("grpo",), "distill.on_policy": (True,)},
+            {"objective": FROM_REWARDS, "distill.on_policy": (True,)},
             "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
         ),
     )

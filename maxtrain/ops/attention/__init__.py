@@ -8,10 +8,12 @@ from jaxtyping import Array, Float, Key
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
+from maxtrain.ops.attention.all_to_all import all_to_all_attention
 from maxtrain.ops.attention.cudnn import cudnn_attention
 from maxtrain.ops.attention.eager import eager_attention
-from maxtrain.ops.attention.flash import flash_attention
+from maxtrain.ops.attention.flash import flash_attention, flash_on_one_device
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.ring import ring_attention
 from maxtrain.ops.attention.xla import xla_attention
 
 KERNELS: dict[str, Callable[..., Array]] = {
@@ -19,7 +21,10 @@ KERNELS: dict[str, Callable[..., Array]] = {
     "xla": xla_attention,
     "cudnn": cudnn_attention,
     "flash": flash_attention,
+    "ring": ring_attention,
 }
+# Of those that are split over devices by themselves: what one device does.
+ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {"flash": flash_on_one_device}
 
 
 def require_platform(kernel: str, platform: str) -> None:
@@ -68,7 +73,8 @@ def attention(
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
-            about), or "flash" (TPUs).
+            about), "flash" (TPUs), or "ring" (where rows are split over devices). Of split rows,
+            "eager" is given whole ones by XLA, and others get whole rows of some heads.
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         scale: what scores are multiplied with; None: 1 / sqrt(H).
         softcap: scaled scores become softcap * tanh(score / softcap), which lies between -softcap
@@ -117,4 +123,7 @@ def attention(
                 f"can drop weights, and model.attention={kernel} can't. Set model.attention=eager."
             )
         options["dropout"] = dropout
+    if mask.exchange == "heads":
+        local = ON_ONE_DEVICE.get(kernel, KERNELS[kernel])
+        return all_to_all_attention(q, k, v, mask, kernel=local, dtype=dtype, **options)
     return KERNELS[kernel](q, k, v, mask, dtype=dtype, **options)

@@ -6,6 +6,7 @@ Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022,
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,12 @@ def flash_attention(
         check_vma=False,
     )
     return split(q, k, v, mask.q_segments)
+
+
+def flash_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:
+    """See `flash_attention`; for rows and heads that one device has."""
+    options = {"softcap": None, "interpret": False} | options
+    return _on_one_device(q, k, v, mask.q_segments, window=mask.window, **options)
 
 
 def _on_one_device(

@@ -30,6 +30,9 @@ class Mask:
         in_order: queries and keys are the same tokens, in the order of their columns, which are
             0, 1, 2, ... Known when the program is compiled, so that kernels can leave out blocks
             that nobody sees.
+        exchange: what devices give each other where rows are split over them: "keys" (a ring) or
+            "heads" (all to all); None: nothing, or what XLA finds. Known when the program is
+            compiled.
 
     Raises:
         ValueError: the window is not at least 1.
@@ -41,6 +44,7 @@ class Mask:
     kv_segments: Int[Array, "B S"]
     window: int | None = None
     in_order: bool = False
+    exchange: str | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -50,10 +54,10 @@ class Mask:
             )
 
     @classmethod
-    def of_rows(cls, segments: Int[Array, "B T"]) -> "Mask":
+    def of_rows(cls, segments: Int[Array, "B T"], exchange: str | None = None) -> "Mask":
         """Rows that see themselves: token t stands at column t."""
         columns = jnp.arange(segments.shape[1])
-        return cls(columns, columns, segments, segments, in_order=True)
+        return cls(columns, columns, segments, segments, in_order=True, exchange=exchange)
 
     def within(self, window: int | None) -> "Mask":
         """The same mask with another window."""
@@ -81,7 +85,7 @@ class Mask:
 
 
 _DATA = ("q_columns", "kv_columns", "q_segments", "kv_segments")
-_STATIC = ("window", "in_order")
+_STATIC = ("window", "in_order", "exchange")
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:

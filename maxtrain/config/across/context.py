@@ -1,0 +1,79 @@
+"""Rows that are split over devices: what their length, the heads and the kernel must be, and what
+can't be split with them."""
+
+from collections.abc import Iterator
+
+from maxtrain.config.across.rows import row_lengths
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import multiples
+
+
+def context_problems(config: RunConfig) -> Iterator[str]:
+    """What does not go with mesh.context; an axis of a size that is not known yet has none."""
+    context = config.mesh.context
+    if config.model.attention == "ring" and context == 1:
+        yield (
+            "model.attention=ring is for rows that are split over devices, and mesh.context is 1. "
+            "Set model.attention=xla, or mesh.context=2 or more."
+        )
+    if context <= 1:
+        return
+    yield from _length_problems(config)
+    if config.model.attention == "ring":
+        yield from _ring_problems(config)
+    elif config.model.attention != "eager":
+        yield from _head_problems(config)
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    """Each part has two pieces, of the beginning and of the end of a row."""
+    unit = 2 * config.mesh.context
+    for key, length in row_lengths(config).items():
+        if length % unit:
+            yield (
+                f"{key}={length} must be divisible by 2 times mesh.context="
+                f"{config.mesh.context}. Set {key} to {multiples(length, unit)}."
+            )
+
+
+def _ring_problems(config: RunConfig) -> Iterator[str]:
+    """What is drawn or counted by a token's place in the row."""
+    model = config.model
+    regularization = config.regularization
+    asked: dict[str, tuple[object, str]] = {}
+    for key, rate in (
+        ("regularization.attention_dropout", regularization.attention_dropout),
+        ("regularization.residual_dropout", regularization.residual_dropout),
+        ("model.lora.dropout", model.lora.dropout),
+    ):
+        if rate:
+            asked[key] = (rate, "0")
+    if regularization.router_noise != "none":
+        asked["regularization.router_noise"] = (regularization.router_noise, "none")
+    if model.routing.capacity_factor is not None:
+        asked["model.routing.capacity_factor"] = (model.routing.capacity_factor, "null")
+    for key, (value, nothing) in asked.items():
+        yield (
+            f"{key}={value} goes by a token's place in the row, and model.attention=ring puts "
+            f"tokens in another order. Set {key}={nothing}, or model.attention=xla."
+        )
+
+
+def _head_problems(config: RunConfig) -> Iterator[str]:
+    """Heads that can't be dealt out, and weights that are dropped by their head."""
+    model = config.model
+    tensor = max(config.mesh.tensor, 1)
+    context = config.mesh.context
+    kernel = f"model.attention={model.attention}"
+    mend = "Set mesh.context to one of its divisors, or model.attention=ring."
+    if model.num_heads % (tensor * context):
+        yield (
+            f"model.num_heads={model.num_heads} must be divisible by mesh.tensor={tensor} times "
+            f"mesh.context={context}, over which {kernel} deals heads out. {mend}"
+        )
+    kv_heads = (model.num_kv_heads or model.num_heads) // tensor
+    if kv_heads and kv_heads % context and context % kv_heads:
+        yield (
+            f"mesh.context={context} must be a multiple or a divisor of the {kv_heads} key heads "
+            f"that a device of mesh.tensor has, since {kernel} deals heads out. {mend}"
+        )

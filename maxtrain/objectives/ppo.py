@@ -1,0 +1,151 @@
+"""Reinforcement learning with a value of each token: PPO.
+
+A batch is one of objectives/grpo.py, but for advantages, which here are of each token, and it has
+values and returns beside them. They are computed when a rollout is made: see rl/returns.py.
+
+Source: Schulman et al., https://arxiv.org/abs/1707.06347; for language models Ouyang et al.,
+    https://arxiv.org/abs/2203.02155.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.config.schema import PpoConfig, RegularizationConfig
+from maxtrain.objectives.grpo import (
+    ADVANTAGES,
+    IS_FIRST,
+    NUM_COMPLETIONS,
+    OLD,
+    REFERENCE_LOG_PROBS,
+    SAMPLED,
+    VALUES,
+    pass_through,
+)
+from maxtrain.objectives.next_token import NO_NOISE, next_token, num_targets
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    REFERENCE,
+    Batch,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.policy_loss import Clip, clipped_value_loss, policy_loss
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
+
+# Array of a batch beside those of GRPO, float32 of each token [B, T]: what a value should have
+# been, which is the advantage before it is whitened plus the value.
+RETURNS = "returns"
+
+
+def ppo(
+    config: PpoConfig,
+    temperature: float = 1.0,
+    regularization: RegularizationConfig = NO_NOISE,
+    is_exact: bool = False,
+) -> Objective:
+    """The clipped loss of the policy plus vf_coef times that of values, both means over tokens.
+
+    The value of a token is that of what stands before it: both are of the same hidden state.
+
+    Recorded beside `nll`, which is that of the tokens that were sampled:
+        policy_loss, value_loss: what is minimised, without the coefficient.
+        kl: of the policy and the reference; only with kl_coef. Its estimate is k1, whatever the
+            reward has.
+        entropy: of the policy's distributions.
+        ratio: of the policy now and when the completions were taken up.
+        clipped_low, clipped_high: the share of tokens whose gradient is cut off.
+        value_clipped: likewise of values.
+        value, returns: means.
+        sampler_gap: how far the sampler's log-probabilities are from those of training.
+
+    Args:
+        config: the numbers of both losses.
+        temperature: divides the logits, as of the sampler.
+        regularization: what is random where the batch has keys.
+        is_exact: as of `pass_through` in grpo.py.
+    """
+    clip = Clip(config.cliprange, config.cliprange)
+    factors = {"policy": 1.0, "value": config.vf_coef, LAYERS: 1.0}
+    plain = next_token(regularization=regularization)
+    recorded = [
+        Quantity("policy_loss", "mean over targets"),
+        Quantity("value_loss", "half a squared reward per target"),
+        Quantity("entropy", "nats per target"),
+        Quantity("ratio", "per target"),
+        Quantity("clipped_low", "share of targets"),
+        Quantity("clipped_high", "share of targets"),
+        Quantity("value_clipped", "share of targets"),
+        Quantity("value", "reward per target"),
+        Quantity("returns", "reward per target"),
+        Quantity("sampler_gap", "nats per target"),
+    ]
+    if config.kl_coef:
+        recorded.insert(2, Quantity("kl", "nats per target"))
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        count = num_targets(batch, "tokens")
+        return {"policy": count, "value": count, LAYERS: num_tokens(batch)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        if ADVANTAGES not in batch:
+            # Of an evaluation set: nobody sampled it.
+            return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
+        policy = models[POLICY]
+        mask = batch["loss_mask"].astype(jnp.float32)
+        out, found = pass_through(policy, batch, temperature, regularization, is_exact)
+        values = policy.values(out.hidden)
+        # In the first step that reads them, the policy is the old one still.
+        is_first = batch[IS_FIRST][:, None] > 0
+        old = jnp.where(is_first, jax.lax.stop_gradient(found.log_probs), batch[OLD])
+        old_values = jnp.where(is_first, jax.lax.stop_gradient(values), batch[VALUES])
+        tokens = policy_loss(
+            found.log_probs, old, batch[ADVANTAGES], mask, batch["segment_ids"], clip
+        )
+        returns = batch[RETURNS]
+        errors, is_clipped = clipped_value_loss(values, old_values, returns, config.cliprange_value)
+
+        def mean_of(of_tokens: Array) -> Sum:
+            return Sum((of_tokens.astype(jnp.float32) * mask).sum(), mask.sum())
+
+        sums = {
+            "nll": mean_of(-found.log_probs),
+            "policy_loss": mean_of(tokens.loss),
+            "value_loss": mean_of(errors),
+            "entropy": mean_of(found.entropy),
+            "ratio": mean_of(tokens.ratio),
+            "clipped_low": mean_of(tokens.clipped_low),
+            "clipped_high": mean_of(tokens.clipped_high),
+            "value_clipped": mean_of(is_clipped),
+            "value": mean_of(values),
+            "returns": mean_of(returns),
+            "sampler_gap": mean_of(jnp.abs(batch[SAMPLED] - old)),
+        }
+        if config.kl_coef:
+            sums["kl"] = mean_of(found.log_probs - batch[REFERENCE_LOG_PROBS])
+        loss = scales["policy"] * sums["policy_loss"].total
+        loss += scales["value"] * sums["value_loss"].total
+        return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
+
+    arrays = {
+        OLD: "BT",
+        SAMPLED: "BT",
+        ADVANTAGES: "BT",
+        VALUES: "BT",
+        RETURNS: "BT",
+        IS_FIRST: "B",
+        NUM_COMPLETIONS: "B",
+    }
+    models: tuple[str, ...] = (POLICY,)
+    if config.kl_coef:
+        arrays[REFERENCE_LOG_PROBS] = "BT"
+        models = (POLICY, REFERENCE)
+    return Objective(
+        factors, denominators, forward, models=models, recorded=tuple(recorded), arrays=arrays
+    )

@@ -1,0 +1,342 @@
+"""Attention over rows that are split over devices: keys and values go around a ring.
+
+Each device keeps its queries. Keys and values, with the columns and segments of their tokens, go
+from device to device until all queries have met all keys; while one part is being multiplied, the
+next one is on its way. Parts are met in blocks, with a running maximum and sum for each query, and
+a block that no query of another block sees by their columns is left out. With the tokens in
+`Zigzag`'s order, every device has as much to do as the others.
+
+Memory of a device: two parts of keys and values, and the scores of one block. Sent, by each device
+and layer: its keys and values C - 1 times forward, and with their gradients C times backward.
+
+Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889; the order of the tokens: Brandon et al.
+    2023, https://arxiv.org/abs/2311.09431.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.ops.attention.eager import MASKED
+from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.xla import xla_attention
+from maxtrain.ops.einsum import contract
+from maxtrain.parallel.sharding import partition_spec
+
+AXIS = "context"
+# Of a block, in tokens, at most: its scores are B x N x 512 x 512 float32.
+MAX_BLOCK = 512
+
+
+class _Form(NamedTuple):
+    """What is known when the program is compiled; see `attention`."""
+
+    dtype: str
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class _Part(NamedTuple):
+    """Some tokens in blocks: their columns and segments, and what they have of each head.
+
+    Of queries, the heads of a group lie one after the other: [blocks, B, K, G * t, H].
+    """
+
+    columns: Array  # [blocks, t]
+    segments: Array  # [blocks, B, t]
+    heads: tuple[Array, ...]  # each [blocks, B, K, tokens, H]
+
+
+# Of keys, and of values.
+_Pair = tuple[Array, ...]
+
+
+class _State(NamedTuple):
+    """What is known of the softmax of a block of queries so far."""
+
+    top: Array  # the largest score
+    total: Array  # of exp(score - top)
+    out: Array  # of exp(score - top) * value
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    dtype: str,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """See `attention`; rows are split over the mesh axis `context`, and the parts have an even
+    number of tokens. Rows that are whole, where a model is used outside of its mesh, are one part
+    and need no ring."""
+    if mask.exchange != "keys":
+        return xla_attention(q, k, v, mask, dtype=dtype, scale=scale, softcap=softcap, sinks=sinks)
+    mesh = jax.sharding.get_abstract_mesh()
+    form = _Form(dtype, scale, softcap, mask.window)
+    rows = ("activation_batch", "activation_length")
+    of_queries = partition_spec((*rows, "heads", "head_dim"), mesh.shape)
+    of_keys = partition_spec((*rows, "kv_heads", "head_dim"), mesh.shape)
+    of_tokens = partition_spec(rows, mesh.shape)
+    of_columns = partition_spec(("activation_length",), mesh.shape)
+    specs = [of_queries, of_keys, of_keys, of_columns, of_tokens]
+    arrays = [x.astype(jnp.float32) for x in (q, k, v)]
+    arrays += [mask.q_columns, mask.q_segments]
+    if sinks is not None:
+        specs.append(partition_spec(("heads",), mesh.shape))
+        arrays.append(sinks.astype(jnp.float32))
+
+    def on_one_device(
+        q: Array, k: Array, v: Array, columns: Array, segments: Array, sinks: Array | None = None
+    ) -> Array:
+        return _attend(q, k, v, sinks, columns, segments, form)
+
+    split = jax.shard_map(
+        on_one_device, in_specs=tuple(specs), out_specs=of_queries, check_vma=False
+    )
+    return split(*arrays)
+
+
+def _block_size(tokens: int) -> int:
+    """The largest divisor of half a part that is no larger than a block may be."""
+    half = tokens // 2
+    for size in range(min(half, MAX_BLOCK), 0, -1):
+        if half % size == 0:
+            return size
+    raise AssertionError(f"a part of {tokens} tokens can't be split in two")
+
+
+def _blocks_of(x: Array, size: int, axis: int) -> Array:
+    """The blocks of an array [..., T, ...] as its first dim."""
+    shape = x.shape
+    split = x.reshape(*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _queries(x: Array, num_kv_heads: int, size: int) -> Array:
+    """[B, T, N, H] -> [blocks, B, K, G * t, H]."""
+    B, _, N, H = x.shape
+    blocks = _blocks_of(x, size, 1)
+    grouped = blocks.reshape(-1, B, size, num_kv_heads, N // num_kv_heads, H)
+    return grouped.transpose(0, 1, 3, 4, 2, 5).reshape(
+        -1, B, num_kv_heads, N // num_kv_heads * size, H
+    )
+
+
+def _rows(x: Array, size: int) -> Array:
+    """[blocks, B, K, G * t, H] -> [B, T, N, H]."""
+    blocks, B, K, M, H = x.shape
+    split = x.reshape(blocks, B, K, M // size, size, H)
+    return split.transpose(1, 0, 4, 2, 3, 5).reshape(B, blocks * size, -1, H)
+
+
+def _keys(x: Array, size: int) -> Array:
+    """[B, S, K, H] -> [blocks, B, K, s, H]."""
+    return _blocks_of(x, size, 1).swapaxes(2, 3)
+
+
+def _of_sinks(sinks: Array, num_kv_heads: int, size: int) -> Array:
+    """[N] -> [1, K, G * t, 1]: the sink of each query of a block."""
+    grouped = sinks.reshape(1, num_kv_heads, -1, 1)
+    return jnp.repeat(grouped, size, axis=2)
+
+
+def _rotated[T](tree: T) -> T:
+    """What the device before this one has."""
+    size = jax.lax.axis_size(AXIS)
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, ring), tree)
+
+
+def _may_see(queries: Array, keys: Array, window: int | None) -> Array:
+    """Whether some query may see some key, by their columns [t] and [s]."""
+    seen = keys.min() <= queries.max()
+    if window is not None:
+        seen &= keys.max() > queries.min() - window
+    return seen
+
+
+def _scores(queries: _Part, keys: _Part, form: _Form) -> Array:
+    """Scaled, bounded, masked scores of a block of queries and one of keys [B, K, G * t, s]."""
+    q = queries.heads[0]
+    k = keys.heads[0]
+    scores = contract("bkmh,bksh->bkms", q, k) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
+    B, K, _, s = scores.shape
+    t = queries.columns.shape[0]
+    mask = Mask(queries.columns, keys.columns, queries.segments, keys.segments, form.window)
+    visible = mask.visible()[:, None, None]
+    return jnp.where(visible, scores.reshape(B, K, -1, t, s), MASKED).reshape(scores.shape)
+
+
+def _met(state: _State, queries: _Part, keys: _Part, form: _Form) -> _State:
+    """The state of a block of queries that has met a block of keys."""
+
+    def meet() -> _State:
+        scores = _scores(queries, keys, form)
+        top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
+        weights = jnp.exp(scores - top)
+        before = jnp.exp(state.top - top)
+        total = state.total * before + weights.sum(-1, keepdims=True)
+        new = contract("bkms,bksh->bkmh", weights.astype(form.dtype), keys.heads[1])
+        return _State(top, total, state.out * before + new)
+
+    seen = _may_see(queries.columns, keys.columns, form.window)
+    return jax.lax.cond(seen, meet, lambda: state)
+
+
+def _meet_all(states: _State, queries: _Part, keys: _Part, form: _Form) -> _State:
+    """All blocks of queries with all blocks of a part of keys."""
+
+    def of_queries(args: tuple[_State, _Part]) -> _State:
+        state, block = args
+
+        def with_keys(state: _State, keys: _Part) -> tuple[_State, None]:
+            return _met(state, block, keys, form), None
+
+        return jax.lax.scan(with_keys, state, keys)[0]
+
+    return jax.lax.map(of_queries, (states, queries))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(
+    q: Array, k: Array, v: Array, sinks: Array | None, columns: Array, segments: Array, form: _Form
+) -> Array:
+    out, _ = _forward(q, k, v, sinks, columns, segments, form)
+    return out
+
+
+def _parts(
+    q: Array, k: Array, v: Array, columns: Array, segments: Array, form: _Form
+) -> tuple[_Part, _Part]:
+    """A device's queries, and its keys and values, in blocks and in the type of products."""
+    size = _block_size(q.shape[1])
+    columns = _blocks_of(columns, size, 0)
+    segments = _blocks_of(segments, size, 1)
+    q, k, v = (x.astype(form.dtype) for x in (q, k, v))
+    queries = _Part(columns, segments, (_queries(q, k.shape[2], size),))
+    return queries, _Part(columns, segments, (_keys(k, size), _keys(v, size)))
+
+
+def _forward(
+    q: Array, k: Array, v: Array, sinks: Array | None, columns: Array, segments: Array, form: _Form
+) -> tuple[Array, tuple]:
+    queries, keys = _parts(q, k, v, columns, segments, form)
+    size = queries.columns.shape[1]
+    blocks, B, K, M, _ = queries.heads[0].shape
+    top = jnp.full((blocks, B, K, M, 1), MASKED, jnp.float32)
+    total = jnp.zeros_like(top)
+    if sinks is not None:
+        # Like the score of a key without a value, which all queries meet first.
+        top = jnp.broadcast_to(_of_sinks(sinks, K, size), top.shape)
+        total = jnp.ones_like(top)
+    state = _State(top, total, jnp.zeros((blocks, B, K, M, v.shape[-1]), jnp.float32))
+
+    def turn(carry: tuple[_State, _Part], _: None) -> tuple[tuple[_State, _Part], None]:
+        state, keys = carry
+        # On its way while this part is multiplied.
+        following = _rotated(keys)
+        return (_meet_all(state, queries, keys, form), following), None
+
+    turns = jax.lax.axis_size(AXIS) - 1
+    (state, last), _ = jax.lax.scan(turn, (state, keys), None, length=turns)
+    state = _meet_all(state, queries, last, form)
+    out = state.out / state.total
+    lse = state.top + jnp.log(state.total)
+    return _rows(out, size), (q, k, v, sinks, columns, segments, out, lse)
+
+
+class _Gradients(NamedTuple):
+    """Of a block: what the backward pass reads beside the queries."""
+
+    g: Array  # of the output [B, K, M, Hv], in the type of products
+    lse: Array  # [B, K, M, 1]
+    mean: Array  # of the gradient of weights: sum over keys of weight * gradient
+
+
+def _met_backward(
+    dq: Array, queries: _Part, of: _Gradients, keys: _Part, dkeys: _Pair, form: _Form
+) -> tuple[Array, _Pair]:
+    """The gradients of a block of queries and of a block of keys and values, with what each has of
+    the other."""
+    k, v = keys.heads
+
+    def meet() -> tuple[Array, _Pair]:
+        scores = _scores(queries, keys, form)
+        p = jnp.exp(scores - of.lse)
+        dp = contract("bkmh,bksh->bkms", of.g, v)
+        slope = form.scale
+        if form.softcap is not None:
+            # Of tanh. What is masked lies far outside and has none.
+            bounded = jnp.clip(scores / form.softcap, -1.0, 1.0)
+            slope *= 1.0 - bounded * bounded
+        ds = (p * (dp - of.mean) * slope).astype(form.dtype)
+        dk, dv = dkeys
+        dk = dk + contract("bkms,bkmh->bksh", ds, queries.heads[0])
+        dv = dv + contract("bkms,bkmh->bksh", p.astype(form.dtype), of.g)
+        return dq + contract("bkms,bksh->bkmh", ds, k), (dk, dv)
+
+    seen = _may_see(queries.columns, keys.columns, form.window)
+    return jax.lax.cond(seen, meet, lambda: (dq, dkeys))
+
+
+def _backward(form: _Form, saved: tuple, g: Array) -> tuple:
+    q, k, v, sinks, columns, segments, out, lse = saved
+    queries, keys = _parts(q, k, v, columns, segments, form)
+    size = queries.columns.shape[1]
+    K = k.shape[2]
+    g_blocks = _queries(g, K, size)
+    mean = (g_blocks * out).sum(-1, keepdims=True)
+    of = _Gradients(g_blocks.astype(form.dtype), lse, mean)
+
+    def meet_all(dq: Array, keys: _Part, dkeys: _Pair) -> tuple[Array, _Pair]:
+        def of_queries(dkeys: _Pair, args: tuple[Array, _Part, _Gradients]) -> tuple[_Pair, Array]:
+            dq, block, of_block = args
+
+            def with_keys(dq: Array, args: tuple[_Part, _Pair]) -> tuple[Array, _Pair]:
+                return _met_backward(dq, block, of_block, *args, form)
+
+            dq, dkeys = jax.lax.scan(with_keys, dq, (keys, dkeys))
+            return dkeys, dq
+
+        dkeys, dq = jax.lax.scan(of_queries, dkeys, (dq, queries, of))
+        return dq, dkeys
+
+    def turn(carry: tuple[Array, _Part, _Pair], _: None) -> tuple[tuple[Array, _Part, _Pair], None]:
+        dq, keys, dkeys = carry
+        following = _rotated(keys)
+        dq, dkeys = meet_all(dq, keys, dkeys)
+        return (dq, following, _rotated(dkeys)), None
+
+    dq = jnp.zeros(queries.heads[0].shape, jnp.float32)
+    dkeys = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys.heads)
+    turns = jax.lax.axis_size(AXIS) - 1
+    (dq, keys, dkeys), _ = jax.lax.scan(turn, (dq, keys, dkeys), None, length=turns)
+    dq, dkeys = meet_all(dq, keys, dkeys)
+    # Back to the device that has these keys.
+    dk, dv = (_of_keys(x) for x in _rotated(dkeys))
+    dsinks = None
+    if sinks is not None:
+        # As that of any other score, for a key whose value is 0.
+        p_sink = jnp.exp(_of_sinks(sinks, K, size) - lse)
+        of_heads = -(p_sink * mean).reshape(*mean.shape[:3], -1, size)
+        dsinks = of_heads.sum((0, 1, 4)).reshape(-1)
+    return _rows(dq, size), dk, dv, dsinks, None, None
+
+
+def _of_keys(x: Array) -> Array:
+    """[blocks, B, K, s, H] -> [B, S, K, H]."""
+    blocks, B, K, s, H = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(B, blocks * s, K, H)
+
+
+_attend.defvjp(_forward, _backward)
