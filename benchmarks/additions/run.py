@@ -137,6 +137,7 @@ def learn(folder: Path, steps: int, seed: int, variant: str) -> list[dict[str, A
         f"steps={steps}",
         f"seed={seed}",
         f"checkpoint.init_from={folder / 'runs' / 'form'}",
+        "optimizer.learning_rate=1e-3",
         "objective=grpo",
         "grpo.rewards=['benchmarks.additions.task:score(by=\"group\")']",
         "grpo.num_generations=16",
@@ -146,8 +147,9 @@ def learn(folder: Path, steps: int, seed: int, variant: str) -> list[dict[str, A
         "grpo.beta=0.02",
         "grpo.epsilon_high=0.28",
     ]
-    if not any(word.startswith("optimizer.learning_rate=") for word in VARIANTS[variant]):
-        words.append("optimizer.learning_rate=1e-3")
+    # No key may be given twice.
+    own = {word.partition("=")[0] for word in VARIANTS[variant]}
+    words = [word for word in words if word.partition("=")[0] not in own]
     processes = 0
     if variant == TWO_PROCESSES:
         processes = 2
