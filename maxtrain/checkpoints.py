@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
-from maxtrain.checkpoint.copying import copy_step, remove_step
+from maxtrain.checkpoint.copying import copy_step, half_removed, remove_step
 from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.frozen import (
     FOLDER,
@@ -293,25 +294,30 @@ def copy(directory: Path, target: Path, step: int | None, console: Console) -> N
 def prune(
     directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console
 ) -> None:
-    """Removes whole steps but for the newest, every Nth and the best of each evaluation.
+    """Removes whole steps but for the newest, every Nth and the best of each evaluation, and what
+    an interrupted removal has left.
 
     Without `apply` it only says so. Removing takes the run's lock, so that nothing is removed that
     a training beside it goes by. LockedError: such a training runs.
     """
+    folder, _ = open_directory(directory)
     if not apply:
         going, steps = _superfluous(directory, keep, keep_every)
-        for path in going:
+        left = half_removed(folder)
+        for path in [*left, *going]:
             _tell_removal("would remove", path, console)
         rest = ""
-        if going:
+        if left or going:
             rest = " Nothing is removed without --apply."
         console.print(f"{len(going)} of {len(steps)} whole steps would go.{rest}")
         return
-    folder, _ = open_directory(directory)
     run = folder
     if folder.name == "checkpoints":
         run = folder.parent
     with RunLock(run):
+        for path in half_removed(folder):
+            _tell_removal("removes", path, console)
+            shutil.rmtree(path)
         going, steps = _superfluous(directory, keep, keep_every)
         if going:
             why = check(steps[-1])

@@ -140,6 +140,24 @@ def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
     assert "Use --keep 1 or more" in said(capsys, "prune", run, "--keep", 0, code=64)
 
 
+def test_prune_frees_what_an_interrupted_one_has_left(run, capsys):
+    folder = run / "checkpoints"
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copying.remove_step(folder / "00000001", interrupt)
+    # Of a copy that is under way.
+    (folder / ".00000009.partial").mkdir()
+    out = said(capsys, "prune", run, "--keep", 5)
+    assert "would remove .00000001.removed.partial" in out
+    assert "0 of 5 whole steps would go. Nothing is removed without --apply." in out
+    assert "removes .00000001" in said(capsys, "prune", run, "--keep", 5, "--apply")
+    assert steps(folder) == [2, 3, 4, 5, 6]
+    assert [path.name for path in folder.glob(".*")] == [".00000009.partial"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

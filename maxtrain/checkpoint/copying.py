@@ -98,10 +98,19 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
     return ""
 
 
+# Ends the name of a step that is being removed.
+_REMOVED = ".removed.partial"
+
+
 def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
     """Removes a step. It is renamed first, so that half of it is never taken for a step."""
-    partial = path.with_name(f".{path.name}.removed.partial")
+    partial = path.with_name(f".{path.name}{_REMOVED}")
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(path, partial)
     before_files()
     shutil.rmtree(partial)
+
+
+def half_removed(folder: Path) -> list[Path]:
+    """What is left of steps whose removal was interrupted: their space, under a hidden name."""
+    return sorted(folder.glob(f".*{_REMOVED}"))
