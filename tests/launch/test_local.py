@@ -1,0 +1,135 @@
+"""Processes on this machine, which here only pretend to train: what they print, how they end."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import RunConfig
+from maxtrain.launch import local
+from maxtrain.launch.plan import Plan
+from maxtrain.observe.launches import read_launches
+from maxtrain.observe.metrics import read_metrics
+from tests import commands
+from tests.shared import TINY_MODEL, WORDS
+
+# Each process does what its word says.
+PRETEND = """
+import os, signal, sys, time
+index = int(os.environ.get("JAX_PROCESS_ID", "0"))
+word = sys.argv[2].split(",")[index]
+print("one of", os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("A"), flush=True)
+print("to stderr", end="", file=sys.stderr, flush=True)
+if word == "asked":
+    print("ready", flush=True)
+    signal.sigwait([signal.SIGINT, signal.SIGTERM])
+    word = "75"
+if word == "hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+if word == "late":
+    time.sleep(0.6)
+    word = "75"
+if word.startswith("s"):
+    os.kill(os.getpid(), int(word[1:]))
+sys.exit(int(word))
+"""
+
+
+def run(does: str, grace: float = 60.0) -> int:
+    program = (sys.executable, "-c", PRETEND)
+    plan = Plan(RunConfig(), "train", [does], program)
+    return local.run_local(plan, len(does.split(",")), {"A": "b"}, grace)
+
+
+def test_each_line_says_which_process_it_is_of(capsys):
+    assert run("0,0") == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[0] one of 2 b", "[1] one of 2 b"]
+    assert sorted(err.splitlines()) == ["[0] to stderr", "[1] to stderr"]
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [("0,65", 65), ("hang,78", 78), ("75,s9", 137), ("late,70", 70), ("75,75", 75)],
+)
+def test_one_that_fails_ends_the_others_and_its_code_counts(does, code, capsys, monkeypatch):
+    """75 alone may only say that another one is lost."""
+    monkeypatch.setattr(local, "SETTLE", 1.0)
+    begin = time.monotonic()
+    assert run(does) == code
+    assert time.monotonic() - begin < 60
+    assert "launch: process 1 ended with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("grace", "does", "code"), [(60, "asked,asked", 75), (1, "asked,hang", 75)]
+)
+def test_ctrl_c_is_handed_on(grace, does, code, capfd, monkeypatch):
+    """To each once; one that does not end in time is killed."""
+
+    def press() -> None:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(local, "SETTLE", 2.0)
+    threading.Thread(target=press).start()
+    begin = time.monotonic()
+    before = signal.getsignal(signal.SIGINT)
+    assert run(does, grace) == code
+    assert time.monotonic() - begin < 60
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_gpus_are_shared_and_a_tpu_is_not(tmp_path):
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+
+    def shares(count: int, environment: dict[str, str], platform: str = "auto") -> list[str | None]:
+        found = local.device_shares(count, environment, platform, str(tmp_path))
+        return [share.get("CUDA_VISIBLE_DEVICES") for share in found]
+
+    assert shares(2, {}) == ["0,1", "2,3"]
+    assert shares(2, {"CUDA_VISIBLE_DEVICES": "5,7"}) == ["5", "7"]
+    assert shares(1, {}) == [None]
+    assert shares(2, {}, "cpu") == [None, None]
+    with pytest.raises(ConfigError, match="Start one process for each GPU"):
+        shares(3, {})
+    (Path(tmp_path) / "accel0").touch()
+    with pytest.raises(ConfigError, match="Use --processes 1"):
+        shares(2, {})
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_two_processes_train_as_one(tmp_path):
+    """The command of the documents, with a tiny model."""
+    (tmp_path / "text.txt").write_text(" ".join(WORDS * 40))
+    words = [str(tmp_path / "data"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]
+    assert prepare.main(words) == 0
+    values = {
+        "steps": 3,
+        "model": TINY_MODEL,
+        "data": {"sources": {"text": {"path": "data"}}, "seq_length": 32, "batch_size": 4},
+        "schedule": {"warmup_steps": 1},
+        "observe": {"tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},
+        "log_interval": 1,
+    }
+    values["observe"]["compilation_cache"] = None
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    command = "maxtrain launch local --processes 2 config=tiny.yaml run_name=two "
+    said = commands.run(command + "mesh.simulated_devices=2 mesh.fsdp=4", tmp_path)
+    lines = said.all.splitlines()
+    assert lines and all(line.startswith(("[0] ", "[1] ")) for line in lines), said.all
+    folder = tmp_path / "runs" / "two"
+    steps = [record["step"] for record in read_metrics(folder) if record["kind"] == "train"]
+    assert steps == [1, 2, 3]
+    (launch,) = read_launches(folder)
+    assert launch["processes"] == 2 and launch["devices"]["count"] == 4
