@@ -45,7 +45,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _plan(options: argparse.Namespace, given: Devices, program: Sequence[str]) -> Plan:
-    return make_plan(options.job, options.arguments, given, MODELS, program)
+    return make_plan(options.job, options.settings, options.job_options, given, MODELS, program)
 
 
 def _run_here(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import Any
 
 from data_pipeline.errors import ConfigError, StorageError, UsageError
 from maxtrain.launch.plan import Plan
@@ -95,8 +95,9 @@ class _Job:
         self._processes.tell(number)
 
 
-def _pass_lines(source: IO[bytes], sink: IO[str], prefix: str) -> None:
-    """Passes on what a process prints, each line with a prefix, in one write."""
+def _pass_lines(source: Any, sink: Any, prefix: str) -> None:
+    """Passes on what a process prints, a stream of bytes, to one of text: each line with a prefix,
+    in one write."""
     with source:
         for line in source:
             text = line.decode(errors="replace")

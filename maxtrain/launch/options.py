@@ -111,7 +111,7 @@ _COMMON = (_NAME, _ENV)
 
 
 def parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
-    """The options, with `target`, `job`, and `arguments` of the job.
+    """The options, with `target`, `job`, and `settings` and `job_options` of the job.
 
     Raises:
         UsageError: a number is too low.
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     if words:
         options = _parser_of(words[0], prog).parse_intermixed_args(words[1:])
         options.target = words[0]
-    options.arguments = [*options.arguments, *after]
+    options.job_options = after
     for option in _options_of(options.target):
         value = getattr(options, option.name.removeprefix("--").replace("-", "_"))
         # NaN is not at least anything.
@@ -163,7 +163,7 @@ def _parser_of(target: str, prog: str) -> argparse.ArgumentParser:
         description=about,
         epilog=_AFTER,
     )
-    parser.add_argument("arguments", nargs="*", metavar="key=value", help="config and its settings")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="config and its settings")
     parser.add_argument("--job", choices=VERBS, default="train", help="default: train")
     for option in _options_of(target):
         # A default list would be the same one each time.

@@ -82,25 +82,29 @@ def _packaged() -> list[str]:
 
 
 def make_plan(
-    verb: str, arguments: Sequence[str], given: Devices, models: Models, program: Sequence[str]
+    verb: str,
+    settings: Sequence[str],
+    options: Sequence[str],
+    given: Devices,
+    models: Models,
+    program: Sequence[str],
 ) -> Plan:
     """A checked plan; what the config has to say is printed to stderr.
 
     Args:
         verb: what each process runs.
-        arguments: `config=NAME`, overrides, and options of the verb.
+        settings: `config=NAME` and overrides.
+        options: of the verb, after its settings.
         given: what the job is given.
         models: what is known of models elsewhere.
         program: words that run `maxtrain`.
 
     Raises:
-        UsageError: the launcher sets a key that was typed.
+        UsageError: a run has no options.
         ConfigError: every problem of the config, or the mesh does not fit the devices.
     """
-    settings = [word for word in arguments if not word.startswith("-")]
-    for word in arguments:
-        if verb == "train" and word.startswith("-"):
-            raise UsageError(f"{word}: a run has no options. Write its settings as key=value.")
+    if verb == "train" and options:
+        raise UsageError(f"{options[0]}: a run has no options. Write its settings as key=value.")
     config = RunConfig()
     if settings or verb == "train":
         loaded = load_with_notes(settings, models)
@@ -111,7 +115,7 @@ def make_plan(
     count = given.count(config)
     if count and verb == "train":
         _require_slices(fit_to_devices(config, count), given)
-    return Plan(config, verb, list(arguments), tuple(program))
+    return Plan(config, verb, [*settings, *options], tuple(program))
 
 
 def _require_fit(config: RunConfig, given: Devices) -> None:

@@ -52,7 +52,8 @@ def test_sums_over_each_axis_are_right_and_timed(monkeypatch):
     real = jax.lax.psum
 
     def wrong(x, axis):
-        return real(x, axis) + (jax.lax.axis_index(mesh.axis_names) == 5)
+        is_fifth = jax.lax.axis_index(mesh.axis_names) == 5
+        return real(x, axis) + is_fifth.astype(x.dtype)
 
     monkeypatch.setattr(jax.lax, "psum", wrong)
     found = devices.measure_sums(mesh, 0.01, 4096)
@@ -125,9 +126,10 @@ real = host.disk
 def test_two_processes_are_examined_as_one_job(tmp_path):
     """Started by the launcher, as the documents have it."""
     said = run(DOCTOR, tmp_path)
-    lines = [line.removeprefix("[0] ") for line in said.stdout.splitlines()]
-    assert all(line.startswith("[0] ") for line in said.stdout.splitlines())
-    found = json.loads("\n".join(lines))
+    lines = said.stdout.splitlines()
+    text = "\n".join(line.removeprefix("[0] ") for line in lines if line.startswith("[0] "))
+    # Before that, the runtime of CPUs says whom it is connected to.
+    found = json.loads(text[text.index("{") :])
     assert found["problems"] == []
     first, second = found["processes"]
     assert abs(first["clock"] - second["clock"]) < 1.0

@@ -22,17 +22,17 @@ from tests.shared import TINY_MODEL, WORDS
 
 # Each process does what its word says.
 PRETEND = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 index = int(os.environ.get("JAX_PROCESS_ID", "0"))
 word = sys.argv[2].split(",")[index]
 print("one of", os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("A"), flush=True)
 print("to stderr", end="", file=sys.stderr, flush=True)
+pathlib.Path(os.environ["READY"], str(index)).touch()
 if word == "asked":
-    print("ready", flush=True)
     signal.sigwait([signal.SIGINT, signal.SIGTERM])
     word = "75"
 if word == "hang":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 if word == "late":
     time.sleep(0.6)
@@ -43,14 +43,15 @@ sys.exit(int(word))
 """
 
 
-def run(does: str, grace: float = 60.0) -> int:
+def run(does: str, folder: Path, grace: float = 60.0) -> int:
+    """The exit code of processes that do this; each leaves a file in the folder when it is up."""
     program = (sys.executable, "-c", PRETEND)
     plan = Plan(RunConfig(), "train", [does], program)
-    return local.run_local(plan, len(does.split(",")), {"A": "b"}, grace)
+    return local.run_local(plan, len(does.split(",")), {"A": "b", "READY": str(folder)}, grace)
 
 
-def test_each_line_says_which_process_it_is_of(capsys):
-    assert run("0,0") == 0
+def test_each_line_says_which_process_it_is_of(capsys, tmp_path):
+    assert run("0,0", tmp_path) == 0
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[0] one of 2 b", "[1] one of 2 b"]
     assert sorted(err.splitlines()) == ["[0] to stderr", "[1] to stderr"]
@@ -60,11 +61,13 @@ def test_each_line_says_which_process_it_is_of(capsys):
     ("does", "code"),
     [("0,65", 65), ("hang,78", 78), ("75,s9", 137), ("late,70", 70), ("75,75", 75)],
 )
-def test_one_that_fails_ends_the_others_and_its_code_counts(does, code, capsys, monkeypatch):
+def test_one_that_fails_ends_the_others_and_its_code_counts(
+    does, code, capsys, monkeypatch, tmp_path
+):
     """75 alone may only say that another one is lost."""
     monkeypatch.setattr(local, "SETTLE", 1.0)
     begin = time.monotonic()
-    assert run(does) == code
+    assert run(does, tmp_path) == code
     assert time.monotonic() - begin < 60
     assert "launch: process 1 ended with" in capsys.readouterr().err
 
@@ -72,18 +75,20 @@ def test_one_that_fails_ends_the_others_and_its_code_counts(does, code, capsys, 
 @pytest.mark.parametrize(
     ("grace", "does", "code"), [(60, "asked,asked", 75), (1, "asked,hang", 75)]
 )
-def test_ctrl_c_is_handed_on(grace, does, code, capfd, monkeypatch):
+def test_ctrl_c_is_handed_on(grace, does, code, monkeypatch, tmp_path):
     """To each once; one that does not end in time is killed."""
 
     def press() -> None:
-        time.sleep(1.5)
+        end = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(local, "SETTLE", 2.0)
     threading.Thread(target=press).start()
     begin = time.monotonic()
     before = signal.getsignal(signal.SIGINT)
-    assert run(does, grace) == code
+    assert run(does, tmp_path, grace) == code
     assert time.monotonic() - begin < 60
     assert signal.getsignal(signal.SIGINT) is before
 
