@@ -20,9 +20,9 @@ COPY configs/ configs/
 RUN python -m pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 # Pods and volumes of `maxtrain launch k8s` have this user, too.
-RUN useradd --uid 1000 --create-home maxtrain
+RUN useradd --uid 1000 --home-dir /maxtrain --create-home maxtrain
 USER maxtrain
-WORKDIR /home/maxtrain
+WORKDIR /maxtrain
 
 ENTRYPOINT ["maxtrain"]
 CMD ["--help"]

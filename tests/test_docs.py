@@ -72,7 +72,7 @@ TESTED_ELSEWHERE = {
     "maxtrain doctor": EXAMINED,
     "maxtrain launch local --processes 2 --job doctor -- --seconds 0.1 --json": EXAMINED,
     "maxtrain launch local --processes 2 config=quickstart run_name=two mesh.simulated_devices=2 mesh.fsdp=4": (
-        "tests/launch/test_local.py::test_two_processes_train_as_one"
+        "tests/test_train.py::test_two_processes_are_as_one"
     ),
     "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_document_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from data_pipeline.errors import LostProcessError, TryAgainError, UserError, run_command
+from data_pipeline.errors import LostProcessError, TryAgainError, UsageError, UserError, run_command
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import load_with_notes
 from maxtrain.config.schema import MeshConfig
@@ -77,7 +78,15 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="N",
         help="seconds until it ends with 75, if something hangs; default: %(default)s",
     )
-    return parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    for name in ("seconds", "patience"):
+        value = getattr(options, name)
+        # NaN is not above anything.
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"--{name} {value:g} must be a time above 0. Set --{name} to 1 or more."
+            )
+    return options
 
 
 def _examine(asked: argparse.Namespace) -> None:
@@ -116,7 +125,8 @@ def _patience(seconds: float) -> Iterator[Any]:
         current[0] = what
 
     def give_up() -> None:
-        who = f"process {jax.process_index()} on {platform.node()}"
+        # jax may be what hangs.
+        who = f"process {os.getpid()} on {platform.node()}"
         rule = f"{who} hangs for {seconds:g} s (--patience), in: {current[0]}"
         mend = "If another process says nothing, look at its host"
         print(f"error: {rule}. {mend}.", file=sys.stderr, flush=True)

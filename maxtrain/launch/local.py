@@ -34,14 +34,15 @@ def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace:
     Raises:
         ConfigError: they can't share the accelerators of this machine.
     """
-    shares = device_shares(processes, os.environ | environment, plan.config.mesh.platform)
+    extra = dict(environment)
+    shares = device_shares(processes, os.environ | extra, plan.config.mesh.platform)
     job = _Job(grace)
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, job.hand_on)
     try:
         for index, address in enumerate(addresses(processes)):
-            job.start(index, plan.command, environment | address | shares[index])
+            job.start(index, plan.command, extra | address | shares[index])
         code = job.wait()
     finally:
         job.end()

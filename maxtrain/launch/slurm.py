@@ -8,6 +8,7 @@ and the job goes back to the queue.
 Source: https://slurm.schedmd.com/sbatch.html, srun.html, scancel.html, scontrol.html, sinfo.html.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def render(plan: Plan, job: SlurmJob) -> str:
         "spare_nodes": job.spare_nodes,
         "max_restarts": job.max_restarts,
         "folder": shlex.quote(job.folder),
-        "output_dir": shlex.quote(plan.config.output_dir),
+        "output_dir": shlex.quote(os.path.join(job.folder, plan.config.output_dir)),
         "setup": "\n".join(_setup(job)),
         "srun": " \\\n    ".join(_srun(job)),
         "command": shlex.join(plan.command),
@@ -151,8 +152,9 @@ spare_nodes=@spare_nodes@
 max_restarts=@max_restarts@
 # Seconds before the next start, doubled each time.
 pause=10
-# Not empty when the time of this job is nearly over; and when a signal has come.
+# Not empty when the time of this job is nearly over, when Slurm ends it, and when a signal has come.
 nearly_over=
+told_to_end=
 woken=
 
 cd -- @folder@ || exit 1
@@ -166,6 +168,14 @@ ask_to_save() {
 }
 trap ask_to_save USR1
 
+# Slurm ends the job, since somebody cancels it or it has to make room, and has told the processes
+# so. They save; if this script ended before them, they could not.
+wait_for_the_end() {
+  told_to_end=yes
+  woken=yes
+}
+trap wait_for_the_end TERM
+
 # The nodes of this job that are of no use any more, with commas between them.
 nodes_down() {
   sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N |
@@ -176,15 +186,20 @@ nodes_down() {
 back_to_the_queue() {
   echo "launch: $1; goes back to the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
-  exit "$code"
+  exit 75
 }
 
-ends=
+# Each process that fails leaves its exit code here.
+ends=@output_dir@/.ends-$SLURM_JOB_ID
+export @ends@="$ends"
 trap 'rm -rf -- "$ends"' EXIT
 
 restarts=0
+code=75
 while true; do
-  code=75
+  if [ -n "$told_to_end" ]; then
+    exit "$code"
+  fi
   if [ -n "$nearly_over" ]; then
     back_to_the_queue "the time is over"
   fi
@@ -198,10 +213,9 @@ while true; do
     back_to_the_queue "$down can't be used, and there are $spare_nodes spare nodes"
   fi
 
-  # Each process that fails leaves its exit code here.
-  mkdir -p -- @output_dir@
-  ends=$(mktemp -d -- @output_dir@/.ends-XXXXXX) || exit 74
-  export @ends@="$ends"
+  # What an earlier attempt has left is not about this one.
+  rm -rf -- "$ends"
+  mkdir -p -- "$ends" || exit 74
 
   @srun@ \
     @command@ &
@@ -221,7 +235,6 @@ while true; do
       @final_failures@) code=$(cat -- "$file") ;;
     esac
   done
-  rm -rf -- "$ends"
 
   case $code in
     # Done; or the same would happen again.
@@ -235,7 +248,7 @@ while true; do
       fi
       ;;
   esac
-  if [ -n "$nearly_over" ]; then
+  if [ -n "$nearly_over$told_to_end" ]; then
     continue
   fi
   if [ "$restarts" -ge "$max_restarts" ]; then

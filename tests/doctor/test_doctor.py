@@ -3,6 +3,7 @@ are one job."""
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import jax
@@ -119,6 +120,24 @@ def test_one_host_is_examined_and_what_is_broken_ends_it_with_70(tmp_path, capsy
 
 
 real = host.disk
+
+
+def test_what_hangs_is_told_and_ended(monkeypatch, capsys):
+    """The process is ended from another thread."""
+    ended = threading.Event()
+    codes = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    with command._patience(0.1) as doing:
+        doing("multiplying on device 3")
+        assert ended.wait(60)
+    assert codes == [75]
+    assert "hangs for 0.1 s (--patience), in: multiplying on device 3." in capsys.readouterr().err
+    assert command.main(["--patience", "nan"], "maxtrain doctor") == 64
 
 
 @pytest.mark.long

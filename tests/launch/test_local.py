@@ -8,17 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import RunConfig
 from maxtrain.launch import local
 from maxtrain.launch.plan import Plan
-from maxtrain.observe.launches import read_launches
-from maxtrain.observe.metrics import read_metrics
-from tests import commands
-from tests.shared import TINY_MODEL, WORDS
 
 # Each process does what its word says.
 PRETEND = """
@@ -110,31 +104,3 @@ def test_gpus_are_shared_and_a_tpu_is_not(tmp_path):
     (Path(tmp_path) / "accel0").touch()
     with pytest.raises(ConfigError, match="Use --processes 1"):
         shares(2, {})
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_two_processes_train_as_one(tmp_path):
-    """The command of the documents, with a tiny model."""
-    (tmp_path / "text.txt").write_text(" ".join(WORDS * 40))
-    words = [str(tmp_path / "data"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]
-    assert prepare.main(words) == 0
-    values = {
-        "steps": 3,
-        "model": TINY_MODEL,
-        "data": {"sources": {"text": {"path": "data"}}, "seq_length": 32, "batch_size": 4},
-        "schedule": {"warmup_steps": 1},
-        "observe": {"tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},
-        "log_interval": 1,
-    }
-    values["observe"]["compilation_cache"] = None
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
-    command = "maxtrain launch local --processes 2 config=tiny.yaml run_name=two "
-    said = commands.run(command + "mesh.simulated_devices=2 mesh.fsdp=4", tmp_path)
-    lines = said.all.splitlines()
-    assert lines and all(line.startswith(("[0] ", "[1] ")) for line in lines), said.all
-    folder = tmp_path / "runs" / "two"
-    steps = [record["step"] for record in read_metrics(folder) if record["kind"] == "train"]
-    assert steps == [1, 2, 3]
-    (launch,) = read_launches(folder)
-    assert launch["processes"] == 2 and launch["devices"]["count"] == 4

@@ -24,6 +24,7 @@ from maxtrain.launch import command
 # What each attempt does, a word each: an exit code of srun, then those that processes leave.
 SRUN = """
 import os, pathlib, signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 here = pathlib.Path(os.environ["PRETEND"])
 with open(here / "srun", "a") as file:
     print(repr(sys.argv[1:]), file=file)
@@ -187,17 +188,27 @@ def test_there_is_an_end_to_restarts(slurm):
     assert "ended with 74 after 2 restarts; gives up" in said
 
 
-def test_shortly_before_its_time_is_over_the_job_saves_and_goes_back_to_the_queue(slurm):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_job_waits_until_its_processes_have_saved(slurm, number):
+    """Shortly before its time is over, it asks them to, and goes back to the queue. When it is
+    cancelled, Slurm has told them so already."""
     script = slurm.start("wait")
     end = time.monotonic() + 60
     while not (slurm.folder / "waiting").exists() and time.monotonic() < end:
         time.sleep(0.05)
-    script.send_signal(signal.SIGUSR1)
+    script.send_signal(number)
+    if number == signal.SIGTERM:
+        time.sleep(0.3)
+        assert script.poll() is None
+        os.kill(int((slurm.folder / "pid").read_text()), number)
     _, said = script.communicate(timeout=60)
+    assert script.returncode == 75 and len(slurm.said_to("srun")) == 1
+    if number == signal.SIGTERM:
+        assert slurm.said_to("scancel") == slurm.said_to("scontrol") == [] and said == ""
+        return
     assert slurm.said_to("scancel") == ["--signal=TERM 77"]
     assert slurm.said_to("scontrol") == ["requeue 77"]
     assert "the time is over; goes back to the queue" in said
-    assert script.returncode == 75 and len(slurm.said_to("srun")) == 1
 
 
 def test_spare_nodes_stand_in_for_those_that_go_down(tmp_path, capsys):
