@@ -157,12 +157,12 @@ def _require_slices(config: RunConfig, given: Devices) -> None:
         given: what the job is given.
     """
     mesh = config.mesh
-    shards = mesh.data * mesh.fsdp
-    if shards % given.slices:
-        axes = f"mesh.data={mesh.data} x mesh.fsdp={mesh.fsdp}"
+    parts = mesh.data * mesh.stage * mesh.fsdp
+    if parts % given.slices:
+        axes = f"mesh.data={mesh.data} x mesh.stage={mesh.stage} x mesh.fsdp={mesh.fsdp}"
         rule = f"must be a multiple of the {given.slices} slices of {given.words}"
         why = "only the network of the hosts is between slices, too slow for mesh.tensor or context"
         raise ConfigError(
-            f"{axes} = {shards} {rule}: {why}. "
+            f"{axes} = {parts} {rule}: {why}. "
             f"Set mesh.data to {given.slices}, or mesh.tensor and mesh.context lower."
         )

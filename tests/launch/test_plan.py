@@ -56,7 +56,7 @@ def test_heads_are_not_split_over_the_network_between_slices(capsys):
     shape = ["model.num_heads=16", "model.num_kv_heads=16", "model.mlp_dim=1024"]
     assert command.main([*words, *shape, "model.embed_dim=256"], "maxtrain launch") == 78
     said = capsys.readouterr().err
-    assert "mesh.data=1 x mesh.fsdp=1 = 1 must be a multiple of the 2 slices" in said
+    assert "mesh.data=1 x mesh.stage=1 x mesh.fsdp=1 = 1 must be a multiple of the 2 slices" in said
     assert "Set mesh.data to 2" in said
 
 
