@@ -115,7 +115,9 @@ def make_plan(
     count = given.count(config)
     if count and verb == "train":
         _require_slices(fit_to_devices(config, count), given)
-    return Plan(config, verb, [*settings, *options], tuple(program))
+    # A config may be named without `config=`; nothing else is without a key here.
+    named = [word if "=" in word else f"config={word}" for word in settings]
+    return Plan(config, verb, [*named, *options], tuple(program))
 
 
 def _require_fit(config: RunConfig, given: Devices) -> None:

@@ -152,7 +152,7 @@ spare_nodes=@spare_nodes@
 max_restarts=@max_restarts@
 # Seconds before the next start, doubled each time.
 pause=10
-# Not empty when the time of this job is nearly over, when Slurm ends it, and when a signal has come.
+# Not empty when the time of this job is nearly over, when Slurm ends it, when a signal has come.
 nearly_over=
 told_to_end=
 woken=

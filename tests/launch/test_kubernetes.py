@@ -125,7 +125,7 @@ def test_a_config_file_goes_along(capsys, tmp_path):
     """And it is read there as it is here."""
     file = tmp_path / "mine.yaml"
     file.write_text("# it's\ndata:\n  batch_size: 32\nrun_name: 'two  words'\n")
-    config_map, job_set = manifests(capsys, *K8S, f"config={file}", "data.sources.a.path=/d")
+    config_map, job_set = manifests(capsys, *K8S, str(file), "data.sources.a.path=/d")
     assert config_map["kind"] == "ConfigMap"
     assert config_map["metadata"] == job_set["metadata"] == {"name": "two-words"}
     assert config_map["data"] == {"mine.yaml": file.read_text()}
