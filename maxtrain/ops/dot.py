@@ -25,6 +25,7 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
   of an adapter, whose product is added to a kernel.
 * `maxtrain/models/moe.py`: sums what experts made, weighted by how much each was chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
+* `maxtrain/doctor/devices.py`: measures that for each device, and whether the products are right.
 """
 
 import dataclasses
