@@ -82,11 +82,13 @@ class StepMemory:
         rows = len(devices) * config.optimizer.accumulation
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
-        # Random weights are as fast as others.
-        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())
-        bare = dataclasses.replace(config, data=data, eval=evaluation, checkpoint=random)
+        bare = dataclasses.replace(config, data=data, eval=evaluation)
         fitted = fit_to_devices(bare, len(devices))
-        self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        # Random weights are as fast as others; the reference of the objective is what it is.
+        random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
+        trained = dataclasses.replace(fitted, checkpoint=random)
+        self.parts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
 
     @property

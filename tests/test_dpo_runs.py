@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline import prepare
 from data_pipeline.errors import UserError
-from maxtrain import evaluate, replay
+from maxtrain import evaluate, probe, replay
 from maxtrain.observe.metrics import read_metrics
 from tests.preference_runs import STEPS, evaluations, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
@@ -119,6 +119,19 @@ def test_evaluate_gives_the_loss_of_the_text(config, capsys):
     assert found["nll"] == pytest.approx(
         evaluations(config.parent / "runs" / "dpo")[-1]["nll"], rel=1e-4
     )
+
+
+def test_a_batch_is_found_for_a_policy_beside_its_reference(config, capsys):
+    """The reference is the model that the run begins with, or a part of the policy."""
+    capsys.readouterr()
+    words = ["--what", "batch", "--memory", "4MiB", f"config={config}", "run_name=probed"]
+    assert probe.main([*words, *preferences(config)]) == 0
+    with_copy = json.loads((config.parent / "runs" / "probed" / "probe.json").read_text())["batch"]
+    assert probe.main([*words, "objective=dpo", "dpo.loss_type=simpo"]) == 0
+    alone = json.loads((config.parent / "runs" / "probed" / "probe.json").read_text())["batch"]
+    assert 8 <= with_copy["largest"] < alone["largest"]
+    assert probe.main([*words, "objective=dpo"]) == 78
+    assert "there is none. Set model=DIR or checkpoint.init_from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
