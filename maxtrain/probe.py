@@ -42,7 +42,14 @@ from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
+from maxtrain.inputs import (
+    attach_stored_teacher,
+    data_section,
+    data_seed,
+    open_data,
+    require_answers,
+    with_vocabulary,
+)
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
@@ -261,6 +268,8 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
             "sampled from the weights of each step. Compare a few short runs in place of it."
         )
     data, _ = open_data(config, None)
+    require_answers(config, data, {})
+    attach_stored_teacher(config, data, {})
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     piece = PieceConfig("exponential", start=low / high, end=1.0)
     growth = ScheduleConfig("pieces", 0, pieces=(piece,))
