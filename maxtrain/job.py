@@ -411,21 +411,7 @@ def make_parts(
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
-    if not config.loss.by_source:
-        num_sources = 0
-    settings = Settings(
-        config.loss,
-        config.distill,
-        config.dpo,
-        config.reward,
-        config.grpo,
-        config.ppo,
-        config.regularization,
-        config.optimizer.normalize,
-        num_sources,
-        config.determinism == "full",
-    )
-    objective = make_objective(config.objective, settings)
+    objective = objective_of(config, num_sources)
     frozen_model = find_for(objective, config)
     stored_reference = None
     if REFERENCE_SUM in objective.arrays:
@@ -467,6 +453,28 @@ def make_parts(
         frozen_model,
         stored_reference,
     )
+
+
+def objective_of(config: RunConfig, num_sources: int = 0) -> Objective:
+    """What a config minimises.
+
+    `num_sources`: of the data; 0: losses are not told apart by source, whatever the config says.
+    """
+    if not config.loss.by_source:
+        num_sources = 0
+    settings = Settings(
+        config.loss,
+        config.distill,
+        config.dpo,
+        config.reward,
+        config.grpo,
+        config.ppo,
+        config.regularization,
+        config.optimizer.normalize,
+        num_sources,
+        config.determinism == "full",
+    )
+    return make_objective(config.objective, settings)
 
 
 def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:

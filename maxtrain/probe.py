@@ -42,7 +42,14 @@ from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
+from maxtrain.inputs import (
+    attach_stored_teacher,
+    data_section,
+    data_seed,
+    open_data,
+    require_answers,
+    with_vocabulary,
+)
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
@@ -82,11 +89,13 @@ class StepMemory:
         rows = len(devices) * config.optimizer.accumulation * _micro_batches(config)
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
-        # Random weights are as fast as others.
-        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())
-        bare = dataclasses.replace(config, data=data, eval=evaluation, checkpoint=random)
+        bare = dataclasses.replace(config, data=data, eval=evaluation)
         fitted = fit_to_devices(bare, len(devices))
-        self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        # Random weights are as fast as others; the reference of the objective is what it is.
+        random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
+        trained = dataclasses.replace(fitted, checkpoint=random)
+        self.parts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
 
     @property
@@ -266,6 +275,8 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
             "sampled from the weights of each step. Compare a few short runs in place of it."
         )
     data, _ = open_data(config, None)
+    require_answers(config, data, {})
+    attach_stored_teacher(config, data, {})
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     piece = PieceConfig("exponential", start=low / high, end=1.0)
     growth = ScheduleConfig("pieces", 0, pieces=(piece,))

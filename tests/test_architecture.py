@@ -64,7 +64,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain", "maxtrain.rl"], 6),
-    **dict.fromkeys(["maxtrain.model_source", "maxtrain.frozen_model"], 6),
+    **dict.fromkeys(["maxtrain.model_source", "maxtrain.chat_source", "maxtrain.frozen_model"], 6),
     **dict.fromkeys(["maxtrain.stored_reference", "maxtrain.reference_file"], 6),
     **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
     **dict.fromkeys(
@@ -83,7 +83,9 @@ FLOORS = {
     ),
     **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
     **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
-    **dict.fromkeys(["maxtrain.evaluate_prompts", "maxtrain.doctor"], 6),
+    **dict.fromkeys(
+        ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
+    ),
     **dict.fromkeys(
         [
             "maxtrain.cli",
