@@ -1,5 +1,5 @@
-"""Ctrl-C of a command that does not go on where it was: it ends within two seconds, whatever it is
-computing, and leaves nothing behind.
+"""Ctrl-C of a command that does not go on where it was: it ends within three seconds, whatever it
+is computing, and leaves nothing behind.
 
 Python tells of a signal between two of its own steps. A library that computes for minutes in one
 step would keep the command alive so long, so that a thread ends the process then.
@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ INTERRUPTED = 128 + signal.SIGINT
 MESSAGE = "interrupted. Run the same command again."
 # That the command has for its own end, in which it cleans up.
 _SECONDS = 1.5
+# That removing has, while threads of a library go on writing.
+_REMOVING_SECONDS = 1.0
 # What a command is writing, and nobody is to find.
 _unfinished: set[Path] = set()
 
@@ -86,8 +89,16 @@ def _end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoR
     del number, frame
     try:
         for directory in tuple(_unfinished):
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
         os.set_blocking(2, False)
         os.write(2, f"{MESSAGE}\n".encode())
     finally:
         os._exit(INTERRUPTED)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory, and what threads that are still writing make of it again."""
+    deadline = time.monotonic() + _REMOVING_SECONDS
+    while directory.exists() and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.05)
