@@ -66,8 +66,9 @@ def load_teacher(place: str) -> Teacher:
     factor = frozen.model.routing.capacity_factor
     if factor is not None:
         raise ConfigError(
-            f"teach {place}: its experts have room for model.routing.capacity_factor={factor} times "
-            "an equal share of a row, so what it says of a token depends on the length of the row. "
+            f"teach {place}: its experts have room for "
+            f"model.routing.capacity_factor={factor} times an equal share of a row, so what it "
+            "says of a token depends on the length of the row. "
             "Take a teacher without a capacity, or distill.teacher in place of distill.stored."
         )
     devices = jax.local_devices()

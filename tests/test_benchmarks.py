@@ -19,6 +19,7 @@ from benchmarks import (
     prepare,
     quantized,
     remote,
+    rl_speed,
     serving,
     train_step,
     zero,
@@ -70,6 +71,25 @@ def test_experts_print_a_row_for_each_balance_and_each_kernel(capsys):
     shown = capsys.readouterr().out
     for name in (*experts.KINDS, "dense block", "blocks", "ragged", "eager"):
         assert f"| {name} | " in shown
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_steps_of_grpo_print_a_row_and_say_that_nothing_is_beside_them(capsys):
+    small = ["--layers", "1", "--width", "32", "--inner", "32", "--heads", "2", "--kv-heads", "1"]
+    few = ["--prompt", "5", "--tokens", "6", "--prompts", "2", "--samples", "2", "--turns", "1"]
+    assert rl_speed.main([*small, *few, "--other-python", "no-such-python"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| maxtrain \| [\d,]+ \| .* \| [56]\.\d \|", shown)
+    assert "| TRL | not measured |" in shown and "(--other-python)" in shown
+
+
+def test_rates_of_stacks_are_medians_over_all_steps_of_all_turns():
+    turns = [
+        rl_speed.Turn([100.0, 120.0], [10.0, 30.0], {"length": 8.0}),
+        rl_speed.Turn([1000.0], [20.0], {"length": 6.0}),
+    ]
+    assert rl_speed.row("ours", turns) == "| ours | 120 | 100 to 1,000 | 20 | 10 to 30 | 7.0 |"
 
 
 def test_kind_tells_attention_from_head_and_weights():

@@ -79,6 +79,7 @@ def test_a_resumed_run_is_as_never_stopped(config):
     assert replay.main([str(runs / "whole"), "--steps", "4:8"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_numbers_on_another_mesh(config):
     """Saved by the shards of one mesh, a buffer is what the shards of the other go on from."""
     runs = config.parent / "runs"

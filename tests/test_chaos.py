@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.chaos import report
@@ -20,7 +21,11 @@ from benchmarks.chaos.meaning import Fault, judge_words
 from benchmarks.chaos.meshes import ROWS, shapes, unlike
 from benchmarks.chaos.report import Tally, quantile
 from benchmarks.chaos.rollbacks import unlike_so_far
+from benchmarks.chaos.rollouts import PHASES, rollouts_unlike
 from benchmarks.chaos.victim import Left, kept
+from maxtrain.failpoints import PLACES
+from maxtrain.rl.rollout import Rollout
+from maxtrain.rl.store import FOLDER
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,6 +51,7 @@ def test_a_dose_of_each_fault(tmp_path):
     for row in (
         "SIGKILL | 3 |",
         "SIGKILL around rollbacks | 2 |",
+        "SIGKILL of runs of GRPO | 2 |",
         "another mesh, accumulation or number of processes | 1 |",
         "worthless weights, all hashes right | 1 |",
         "a checkpoint of another run | 1 |",
@@ -177,6 +183,49 @@ def test_a_run_that_was_taken_back_is_compared_as_far_as_it_was(tmp_path, losses
     victim = left(tmp_path / "victim", records(*losses))
     found = unlike_so_far(victim, reference, PLANNED, written)
     assert any(re.search(problem, what) for what in found) if problem else found == []
+
+
+def stored(folder, tokens):
+    """A run whose one rollout has these tokens, a completion each."""
+    count = len(tokens)
+    rollout = Rollout(
+        prompts=np.array([1], np.int32),
+        prompt_lengths=np.array([1], np.int32),
+        tokens=np.array(tokens, np.int32),
+        lengths=np.ones(count, np.int32),
+        sampled=np.zeros(count, np.float32),
+        old=np.zeros(count, np.float32),
+        reference=np.zeros(0, np.float32),
+        truncated=np.zeros(count, bool),
+        rewards=np.zeros((1, count)),
+        advantages=np.zeros(count),
+        about={},
+    )
+    (folder / FOLDER).mkdir(parents=True)
+    rollout.save(folder / FOLDER / "00000001.npz")
+    return folder
+
+
+def test_another_rollout_a_missing_and_a_damaged_one_are_seen(tmp_path):
+    reference = stored(tmp_path / "reference", [5, 6])
+    same = stored(tmp_path / "same", [5, 6])
+    assert rollouts_unlike(same, reference, whole=True) == []
+    other = stored(tmp_path / "other", [5, 7])
+    assert rollouts_unlike(other, reference, whole=True) == ["00000001.npz differs"]
+    # It may be of steps that are taken back.
+    assert rollouts_unlike(other, reference, whole=False) == []
+    path = same / FOLDER / "00000001.npz"
+    path.write_bytes(path.read_bytes()[:-40])
+    (damage,) = rollouts_unlike(same, reference, whole=False)
+    assert damage.startswith("00000001.npz: it can't be read")
+    path.unlink()
+    (missing,) = rollouts_unlike(same, reference, whole=True)
+    assert missing == "rollouts ['00000001.npz'] are missing, and [] are too many"
+    assert rollouts_unlike(same, reference, whole=True, since=1) == []
+
+
+def test_every_place_of_a_run_of_rollouts_is_a_failpoint():
+    assert set(PHASES) - {""} <= set(PLACES)
 
 
 SAYS_NOTHING = Fault("a fault", names=("clock.jsonl",), must_say=True)

@@ -115,6 +115,7 @@ def test_any_mesh_gives_the_same_losses(config):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_export_is_generated_from_and_trained_on(config, capfd):
     run = config.parent / "runs" / "whole"
     out = config.parent / "exported"

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import UsageError
 from maxtrain import ATTEMPT, failpoints
-from maxtrain.failpoints import VARIABLE, arm, hit
+from maxtrain.failpoints import PLACES, VARIABLE, arm, hit
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +45,14 @@ def test_a_fault_is_at_its_place_step_attempt_and_process_only(monkeypatch, caps
     assert "raise at before_step of step 7" in capsys.readouterr().err, "never without a word"
     armed(monkeypatch, "before_step:raise:7:2:0", attempt="3")
     assert hit("before_step", 7, 5) == 5
+
+
+def test_runs_come_by_every_place_that_is_listed():
+    passed = set()
+    for path in (ROOT / "maxtrain").rglob("*.py"):
+        passed.update(re.findall(r'failpoints\.hit\(?,?\s*"(\w+)"', path.read_text()))
+        passed.update(re.findall(r'partial\(failpoints\.hit, "(\w+)"', path.read_text()))
+    assert passed == set(PLACES)
 
 
 def test_a_full_disk_and_a_slow_one(monkeypatch):

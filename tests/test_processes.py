@@ -269,7 +269,8 @@ def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(confi
     np.testing.assert_allclose(results, results[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 3])
 def test_killed_and_resumed_on_other_numbers_of_processes(config, alone, kills):
     """SIGKILL to a whole job, at random steps; other numbers of processes go on, and it is as if
     nothing was."""

@@ -52,13 +52,14 @@ COMMON: dict[str, Any] = {
     },
 }
 SHUFFLED = "advantages shuffled"
+FOUR_DEVICES = "4 devices"
 TWO_PROCESSES = "2 processes"
 # What each variant sets beside what all have.
 VARIANTS: dict[str, list[str]] = {
     "plain": [],
     "LoRA": ["model.lora.rank=16", "optimizer.learning_rate=3e-3"],
     "one rollout ahead": ["grpo.staleness=1", "grpo.importance_sampling_cap=2.0"],
-    "4 devices": ["mesh.simulated_devices=4", "mesh.data=2", "mesh.fsdp=2"],
+    FOUR_DEVICES: ["mesh.simulated_devices=4", "mesh.data=2", "mesh.fsdp=2"],
     TWO_PROCESSES: ["mesh.data=2", "mesh.fsdp=1"],
     # As many completions in a step, none of which is compared with others of its prompt.
     "PPO": [
@@ -84,13 +85,16 @@ def prepared(folder: Path, name: str, option: str) -> str:
     return str(folder / name)
 
 
-def train(folder: Path, run_name: str, overrides: Sequence[str], processes: int = 1) -> None:
-    """A run, in this process or in several others."""
+def train(folder: Path, run_name: str, overrides: Sequence[str], processes: int = 0) -> None:
+    """A run, in so many processes; 0: in this one."""
     config = folder / "common.yaml"
     config.write_text(yaml.safe_dump(COMMON | {"output_dir": str(folder / "runs")}))
     words = [f"config={config}", f"run_name={run_name}", *overrides]
-    if processes == 1:
+    if processes == 0:
         assert main(load_config(words)) == 0
+        return
+    if processes == 1:
+        subprocess.run([sys.executable, "-m", "maxtrain.train", *words], check=True)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -143,10 +147,16 @@ def learn(folder: Path, steps: int, seed: int, variant: str) -> list[dict[str, A
         "grpo.beta=0.02",
         "grpo.epsilon_high=0.28",
     ]
-    processes = 1
+    # No key may be given twice.
+    own = {word.partition("=")[0] for word in VARIANTS[variant]}
+    words = [word for word in words if word.partition("=")[0] not in own]
+    processes = 0
     if variant == TWO_PROCESSES:
         processes = 2
-    elif variant != "4 devices":
+    elif variant == FOUR_DEVICES:
+        # This process has begun with one device.
+        processes = 1
+    else:
         words.append("mesh.simulated_devices=1")
     train(folder, "sums", [*words, *VARIANTS[variant]], processes)
     return [r for r in read_metrics(folder / "runs" / "sums") if r["kind"] == "train"]

@@ -36,7 +36,6 @@ from benchmarks.chaos.victim import (
     wait_for,
 )
 from data_pipeline import prepare
-from maxtrain.checkpoint.integrity import survey
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
 from maxtrain.failpoints import VARIABLE
@@ -190,8 +189,15 @@ class Victim:
         rng = self.rng
         aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
         of_phases = places_of_phases()
-        place = rng.choice(of_phases[rng.choice(list(of_phases))])
+        places = of_phases[rng.choice(list(of_phases))]
+        if not self.scene.values["grpo"].get("staleness"):
+            # Nothing is sampled ahead.
+            places = [place for place in places if place != "ahead"]
+        place = rng.choice(places)
         skipped = rng.randrange(6)
+        if PHASES[place] in ("start", "evaluation", "save"):
+            # A run comes by seldom.
+            skipped = rng.randrange(2)
         fault = ""
         if aim == "at a place":
             fault = f"{place}:kill:{self._step_of(place)}"
@@ -221,6 +227,15 @@ class Victim:
         if code == 0 and not problems:
             return None
         return phase, problems
+
+    def end_unlike(self) -> list[str]:
+        """How the run that has ended differs from the reference."""
+        since = 0
+        if not self.scene.values["grpo"].get("keep_rollouts"):
+            since = min(self.reference.saved)
+        reference = self.reference
+        problems = Left(self.run).unlike(reference, whole=True)
+        return problems + rollouts_unlike(self.run, reference.run, whole=True, since=since)
 
     def _step_of(self, place: str) -> int:
         """A step at which a run that goes on passes a place, most of the time."""
@@ -267,9 +282,9 @@ class Victim:
             problems.append(f"rollbacks are {written}, not the first of {self.planned}")
         problems += [f"not whole: {what}" for what in left.bad]
         problems += [f"put aside: {name}" for name in left.aside()]
-        problems += rollouts_unlike(self.run, self.reference.run, whole=code == 0)
         if code == 0:
-            return problems + left.unlike(self.reference, whole=True)
+            return problems + self.end_unlike()
+        problems += rollouts_unlike(self.run, self.reference.run, whole=False)
         problems += unlike_so_far(left, self.reference, self.planned, len(written))
         for rollback in written[self.known :]:
             behind = (rollback["left_out"][0] - 1) // self.scene.interval * self.scene.interval
@@ -285,7 +300,7 @@ class Victim:
         return problems
 
 
-def rollouts_unlike(run: Path, reference: Path, whole: bool) -> list[str]:
+def rollouts_unlike(run: Path, reference: Path, whole: bool, since: int = 0) -> list[str]:
     """How the stored rollouts of a run differ from those of the reference.
 
     Args:
@@ -293,21 +308,28 @@ def rollouts_unlike(run: Path, reference: Path, whole: bool) -> list[str]:
         reference: likewise, of the one that nobody disturbed.
         whole: both have ended. Before, a rollout may be of steps that are taken back later, and is
             only looked at for damage.
+        since: rollouts of earlier steps may be missing: when they are removed depends on when saves
+            beside the steps have ended.
     """
-    problems = []
+    problems: list[str] = []
     ours = contents(run / FOLDER, problems)
     if not whole:
         return problems
     theirs = contents(reference / FOLDER, problems)
-    oldest = min(survey(run / "checkpoints"), default=0)
-    # How many older ones are left depends on when checkpoints were removed.
-    needed = {name for name in theirs if int(Path(name).stem) > oldest}
-    if not needed <= ours.keys():
-        problems.append(f"rollouts {sorted(needed - ours.keys())} are not there")
+    missing = [name for name in theirs if name not in ours and _step(name) > since]
+    more = [name for name in ours if name not in theirs and _step(name) > since]
+    if missing or more:
+        problems.append(f"rollouts {missing} are missing, and {more} are too many")
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
             problems.append(f"{name} differs")
     return problems
+
+
+def _step(name: str) -> int:
+    """The first step that reads a rollout."""
+    number, _, _ = name.partition(".")
+    return int(number)
 
 
 def contents(folder: Path, problems: list[str]) -> dict[str, str]:
@@ -367,9 +389,7 @@ def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             tally.count(failure(what, problems), what)
         if not problems and tally.done():
             code = end(victim.scene.start(victim.name), PATIENCE)
-            problems = Left(victim.run).unlike(victim.reference, whole=True)
-            problems += ended_with(code, 0)
-            problems += rollouts_unlike(victim.run, victim.reference.run, whole=True)
+            problems = ended_with(code, 0) + victim.end_unlike()
             if problems:
                 tally.fail(failure(f"{victim.name} ({variant}), its end", problems))
         if problems:
@@ -380,7 +400,7 @@ def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     for phase, count in phases.most_common():
         failed = sum(f", {phase}:" in problem for problem in tally.failures)
         tally.rows.append((f"of these in: {phase}", count, failed))
-    of_variants = ", ".join(f"{variant} {count}" for variant, count in variants.items())
+    of_variants = "; ".join(f"{variant} {count}" for variant, count in variants.items())
     tally.notes = [
         f"{runs} runs of {CHANGES['steps']} steps, a checkpoint every "
         f"{CHANGES['checkpoint_interval']}. Kills by variant: {of_variants}",

@@ -140,7 +140,7 @@ def batch_arrays(
         (ADVANTAGES, rollout.token_advantages),
     ):
         if values.size:
-            arrays[name] = places.spread(values, shape.length)
+            arrays[name] = places.spread(values.astype(np.float32), shape.length)
     return arrays, places
 
 

@@ -15,6 +15,7 @@ from maxtrain.config.schema import (
     DpoConfig,
     GrpoConfig,
     LossConfig,
+    PpoConfig,
     RegularizationConfig,
     RewardConfig,
 )
@@ -203,6 +204,7 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
         DpoConfig(),
         RewardConfig(),
         GrpoConfig(),
+        PpoConfig(),
         RegularizationConfig(),
         "tokens",
         0,

@@ -83,6 +83,7 @@ def test_two_processes_learn_from_the_same_completions_as_one(config):
     np.testing.assert_allclose(losses(config, "on-2"), losses(config, "on-1"), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_what_one_process_alone_finds_out_both_do(config):
     """That the stored rollout is damaged, and that a reward is."""

@@ -34,6 +34,10 @@ def thorough(*case):
     return pytest.param(*case, marks=pytest.mark.long)
 
 
+def by_name(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.usefixtures("optax_dtypes")
 @pytest.mark.parametrize(
     ("case", "axes", "accumulation", "changes"),
@@ -46,16 +50,16 @@ def thorough(*case):
         thorough("qwen3_moe", {"fsdp": 1}, 1, {}),
         thorough("mixtral", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
         thorough("llama3", {"fsdp": 2, "context": 2, "tensor": 2}, 2, {"attention": "ring"}),
-        thorough("llama3", {"fsdp": 1, "context": 8}, 1, {"attention": "ring", "remat": "full"}),
+        by_name("llama3", {"fsdp": 1, "context": 8}, 1, {"attention": "ring", "remat": "full"}),
         thorough("qwen3", {"fsdp": 2, "context": 2}, 1, {}),
-        thorough(
+        by_name(
             "mistral", {"fsdp": 2, "context": 4}, 1, {"attention": "ring", "scan_layers": False}
         ),
         thorough("mixtral", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
-        thorough("gpt_oss", {"fsdp": 1, "context": 4}, 1, {"attention": "ring"}),
-        thorough("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
-        thorough("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
-        thorough("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
+        by_name("gpt_oss", {"fsdp": 1, "context": 4}, 1, {"attention": "ring"}),
+        by_name("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
+        by_name("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
+        by_name("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
