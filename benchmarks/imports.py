@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.checkpoint import forget, read_in_chunks
+from benchmarks.checkpoint import forget, memory, read_in_chunks
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain import import_weights as imports
 from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig, PrecisionConfig
@@ -105,14 +105,6 @@ def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], part: Part)
     """A tensor, whole."""
     del part
     return rng.standard_normal(shape, np.float32) * np.float32(0.02)
-
-
-def memory(name: str) -> int:
-    """Bytes that the kernel says this process has (VmRSS), or had at most (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024 * int(line.split()[1])
-    raise ValueError(name)
 
 
 def touch(num_bytes: int) -> None:

@@ -21,8 +21,10 @@ INTERRUPTED = 128 + signal.SIGINT
 MESSAGE = "interrupted. Run the same command again."
 # That the command has for its own end, in which it cleans up.
 _SECONDS = 1.5
-# That removing has, while threads of a library go on writing.
+# That removing has, while threads of a library go on writing; and how long nothing may come back,
+# which is longer than one of them takes for a piece.
 _REMOVING_SECONDS = 1.0
+_QUIET_SECONDS = 0.2
 # What a command is writing, and nobody is to find.
 _unfinished: set[Path] = set()
 
@@ -101,4 +103,4 @@ def _remove(directory: Path) -> None:
     deadline = time.monotonic() + _REMOVING_SECONDS
     while directory.exists() and time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)
-        time.sleep(0.05)
+        time.sleep(_QUIET_SECONDS)

@@ -114,8 +114,9 @@ class _Taken(NamedTuple):
     weights: Float[Array, "B T C"]
     # Of each choice among those of its row that its expert takes, where experts have a capacity.
     places: Int[Array, "B T C"]
-    # Of the set of adapters of each row, where there are several.
-    sets: Int[Array, "B 1 1"]
+    # Of the adapters of each token's row; 0 where rows have none of their own. With the dims of
+    # the others, so that a mesh splits it as them.
+    sets: Int[Array, "B T 1"]
 
 
 class Moe(nnx.Module):
@@ -187,7 +188,7 @@ class Moe(nnx.Module):
         terms = self._terms(routing, logits, is_token)
         stats = {}
         places = jnp.zeros_like(routing.experts)
-        sets = self._sets(x.shape[0])
+        sets = self._sets(x.shape[:2])
         taken = _Taken(routing.experts, routing.weights, places, sets)
         capacity = None
         # Generation drops nothing: a token would be alone in what it is judged by.
@@ -210,13 +211,16 @@ class Moe(nnx.Module):
             observed["correction"] = load
         return MlpOut(out.astype(self.recipe.result), terms, stats, observed)
 
-    def _sets(self, num_rows: int) -> Int[Array, "B 1 1"]:
-        """The number of each row's set of adapters; 0 where there are not several."""
+    def _sets(self, shape: tuple[int, int]) -> Int[Array, "B T 1"]:
+        """The number of the adapters that each token's row has; 0 where rows have none of their
+        own."""
+        num_rows, length = shape
         numbers = jnp.zeros(num_rows, jnp.int32)
         for linear in (self.gate, self.up, self.down):
+            # The same in all banks.
             if isinstance(linear.adapter, ExpertBank):
                 numbers = linear.adapter.of_rows(num_rows)
-        return numbers[:, None, None]
+        return jnp.broadcast_to(numbers[:, None, None], (num_rows, length, 1))
 
     def _logits(self, x: Float[Array, "B T D"], noise: Noise | None) -> Float[Array, "B T E"]:
         """The router's, with noise in training."""
@@ -347,7 +351,7 @@ def _by_all(
     E = moe.num_experts
     is_chosen = jax.nn.one_hot(taken.experts.reshape(x.shape[0], -1), E, dtype=jnp.float32)
     of_experts = (is_chosen * taken.weights.reshape(x.shape[0], -1, 1)).sum(1)
-    added = functools.partial(added_by_sets, numbers=_sets_of_tokens(taken), recipe=recipe)
+    added = functools.partial(added_by_sets, numbers=taken.sets.reshape(-1), recipe=recipe)
 
     def product(inputs: Array, name: str) -> Array:
         out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot, added)
@@ -360,12 +364,6 @@ def _by_all(
     inputs = jnp.broadcast_to(x, (E, *x.shape))
     out = _hidden_and_out(moe, inputs, product)
     return contract("ne,end->nd", of_experts, out.astype(jnp.float32))
-
-
-def _sets_of_tokens(taken: _Taken) -> Int[Array, " N"]:
-    """The number of each token's set of adapters."""
-    rows = jnp.broadcast_to(taken.sets[..., 0], taken.experts.shape[:2])
-    return rows.reshape(-1)
 
 
 def _num_sets(weights: _Weights) -> int:
@@ -392,12 +390,12 @@ def _by_chosen(
     if capacity is not None:
         block = capacity
         order = order_by_place(taken.experts, taken.places, E, capacity)
-        of_rows = jnp.repeat(taken.sets.reshape(-1), capacity)
+        of_rows = jnp.repeat(taken.sets[:, 0, 0], capacity)
         added = functools.partial(added_by_sets, numbers=of_rows, recipe=recipe)
     else:
         block = block_size(x.shape[0] * num_choices, E)
         experts = taken.experts.reshape(-1, num_choices)
-        sets = _sets_of_tokens(taken)
+        sets = taken.sets.reshape(-1)
         order, pairs = order_by_pair(experts, sets, E, _num_sets(weights), block)
         added = functools.partial(
             added_by_pairs, pairs=pairs, block=block, kernel=kernel, recipe=recipe

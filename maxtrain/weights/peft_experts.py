@@ -190,15 +190,16 @@ def _is_joined(stored: Mapping[str, np.ndarray], where: _OfExpert, sizes: tuple[
     their sizes, `sizes` being those of the expert's product.
     """
     module = f"{present_name(where.block)}.experts"
-    is_around = f"{module}.base_layer.lora_A.weight" in stored
-    if is_around or f"{module}.lora_A.weight" not in stored:
-        return is_around
+    if f"{module}.base_layer.lora_A.weight" in stored:
+        return True
+    a = stored.get(f"{module}.lora_A.weight")
+    b = stored.get(f"{module}.lora_B.weight")
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+        return False
     inputs, outputs = sizes
     if where.product != "down":
         outputs = 2 * outputs
-    a = stored[f"{module}.lora_A.weight"]
-    b = stored.get(f"{module}.lora_B.weight", a)
-    return a.shape[-1] == inputs and b.shape[0] == outputs
+    return (b.shape[0], a.shape[1]) == (outputs, inputs)
 
 
 def _split_block(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import (
     LatentConfig,
     LoraConfig,
+    MeshConfig,
     ModelConfig,
     MoeConfig,
     PrecisionConfig,
@@ -25,12 +27,16 @@ from maxtrain.models.lora_bank import num_sets, with_chosen
 from maxtrain.models.many_adapters import AdapterSet, with_banks
 from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
+from maxtrain.parallel.mesh import make_mesh
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join
+from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.peft import read_set, write_adapters
+from tests.commands import ROOT, blocks
 
+PARITY = ROOT / "tests" / "data" / "parity"
 EXACT = PrecisionConfig(compute="float32")
 BASE = ModelConfig(
     vocab_size=64,
@@ -256,6 +262,17 @@ def test_tokens_of_experts_have_the_adapters_of_their_row(changes):
 
 
 @pytest.mark.long
+def test_on_a_mesh_tokens_have_the_adapters_of_their_row():
+    """Which splits rows, their tokens, and hidden units of experts."""
+    tokens, expected = logits_of_experts()
+    graphdef, variables = nnx.split(with_banks(with_experts(0), sets_of_experts()))
+    chosen = with_chosen(variables, jnp.arange(4))
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, context=2, tensor=2))):
+        found = jax.jit(lambda v, t: nnx.merge(graphdef, v)(t))(chosen, tokens)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.long
 def test_texts_of_experts_are_as_with_their_adapters_alone():
     wanted = {number: alone(with_experts(number), PROMPTS[number], number) for number in (0, 2)}
     apart = unstacked(jax.jit(lambda: build_model(EXPERTS, EXACT, 0))())
@@ -281,6 +298,30 @@ def test_adapters_of_experts_are_read_from_the_files_of_peft(tmp_path):
         assert found.arrays.keys() == wanted.arrays.keys()
         for path, array in wanted.arrays.items():
             np.testing.assert_array_equal(found.arrays[path], array)
+
+
+@pytest.mark.long
+def test_the_example_of_the_document_continues_texts_with_several_adapters(tmp_path, monkeypatch):
+    shutil.copytree(PARITY / "mixtral", tmp_path / "mixtral")
+    model, config = load_pretrained(tmp_path / "mixtral")
+    for seed, name in enumerate(("code", "chat"), 1):
+        lora = LoraConfig(rank=2 * seed, targets=(r"attention\.q", r"mlp\."))
+        folder = tmp_path / "adapters" / name
+        folder.mkdir(parents=True)
+        adapted_config = dataclasses.replace(config, lora=lora)
+        adapters = split_adapters(nnx.state(with_adapters(adapted_config, seed)))[1]
+        write_adapters(folder, adapters, adapted_config, None)
+    (program,) = blocks((ROOT / "docs" / "inference.md").read_text(), "python")[1:]
+    monkeypatch.chdir(tmp_path)
+    space = {}
+    exec(compile(program, "docs/inference.md", "exec"), space)
+    ids = [tuple(text.ids) for text in space["texts"]]
+    assert len(set(ids)) == 3
+    assert [len(one) for one in ids] == [8, 8, 8]
+    whole = Engine(model, slots=1)
+    plain = whole.submit([1, 2, 3], 8, GREEDY)
+    whole.run()
+    assert ids[0] == tuple(plain.ids)
 
 
 def test_adapters_of_keys_of_latents_are_refused():
