@@ -5,6 +5,7 @@ Python tells of a signal between two of its own steps. A library that computes f
 step would keep the command alive so long, so that a thread ends the process then.
 """
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -21,20 +22,24 @@ INTERRUPTED = 128 + signal.SIGINT
 MESSAGE = "interrupted. Run the same command again."
 # That the command has for its own end, in which it cleans up.
 _SECONDS = 1.5
-# That removing has, while threads of a library go on writing; and how long nothing may come back,
-# which is longer than one of them takes for a piece.
+# That removing has, while threads of a library go on writing.
 _REMOVING_SECONDS = 1.0
-_QUIET_SECONDS = 0.2
 # What a command is writing, and nobody is to find.
 _unfinished: set[Path] = set()
+# Files in the place of what Ctrl-C has left of it, until the process ends.
+_places: set[Path] = set()
 
 
 @contextlib.contextmanager
 def unfinished(directory: Path) -> Iterator[None]:
-    """In the block, a directory is removed if the process is ended by the thread."""
+    """In the block, a directory is removed if the process is ended by the thread. It can't come back
+    where Ctrl-C ends the block: threads of a library may go on writing until the process ends."""
     _unfinished.add(directory)
     try:
         yield
+    except KeyboardInterrupt:
+        _put_file_in_place_of(directory)
+        raise
     finally:
         _unfinished.discard(directory)
 
@@ -91,16 +96,34 @@ def _end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoR
     del number, frame
     try:
         for directory in tuple(_unfinished):
-            _remove(directory)
+            _put_file_in_place_of(directory)
         os.set_blocking(2, False)
         os.write(2, f"{MESSAGE}\n".encode())
     finally:
+        _remove_places()
         os._exit(INTERRUPTED)
 
 
-def _remove(directory: Path) -> None:
-    """Removes a directory, and what threads that are still writing make of it again."""
+def _put_file_in_place_of(directory: Path) -> None:
+    """Removes a directory, into which threads may be writing still: where a file is, they can't make
+    it again."""
     deadline = time.monotonic() + _REMOVING_SECONDS
-    while directory.exists() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)
-        time.sleep(_QUIET_SECONDS)
+        try:
+            directory.touch(exist_ok=False)
+        except FileExistsError:
+            # It is back already.
+            continue
+        except OSError:
+            return
+        _places.add(directory)
+        return
+
+
+@atexit.register
+def _remove_places() -> None:
+    """The last thing that a process does, so that no thread has time to write there again."""
+    for place in tuple(_places):
+        with contextlib.suppress(OSError):
+            place.unlink()

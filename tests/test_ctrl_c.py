@@ -53,7 +53,6 @@ OTHERS = {
     "import, reading again": Case(IMPORT, file=".run.import-*/checkpoints/00000000"),
     "export, writing": Case(EXPORT, file=".out.export-*/*.safetensors*"),
     "export, reading again": Case(EXPORT, program="logits"),
-    "export for llama.cpp": Case(EXPORT + " --format gguf", file=".out.export-*"),
     "merge": Case("merge {recipe} {folder}/out", file=".out.merge-*/*"),
     "generate": Case("generate {run} --prompt a --max-tokens 3000", program="decode"),
     "evaluate": Case("evaluate {run} --text {text}", program="_score"),
