@@ -188,7 +188,7 @@ class Moe(nnx.Module):
         terms = self._terms(routing, logits, is_token)
         stats = {}
         places = jnp.zeros_like(routing.experts)
-        sets = self._sets(x.shape[:2])
+        sets = self._sets(x.shape[0], x.shape[1])
         taken = _Taken(routing.experts, routing.weights, places, sets)
         capacity = None
         # Generation drops nothing: a token would be alone in what it is judged by.
@@ -211,10 +211,9 @@ class Moe(nnx.Module):
             observed["correction"] = load
         return MlpOut(out.astype(self.recipe.result), terms, stats, observed)
 
-    def _sets(self, shape: tuple[int, int]) -> Int[Array, "B T 1"]:
+    def _sets(self, num_rows: int, length: int) -> Int[Array, "B T 1"]:
         """The number of the adapters that each token's row has; 0 where rows have none of their
         own."""
-        num_rows, length = shape
         numbers = jnp.zeros(num_rows, jnp.int32)
         for linear in (self.gate, self.up, self.down):
             # The same in all banks.
