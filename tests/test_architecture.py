@@ -83,7 +83,7 @@ FLOORS = {
     ),
     **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
     **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
-    "maxtrain.evaluate_prompts": 6,
+    **dict.fromkeys(["maxtrain.evaluate_prompts", "maxtrain.doctor"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",
