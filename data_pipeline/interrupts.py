@@ -32,7 +32,7 @@ _places: set[Path] = set()
 
 @contextlib.contextmanager
 def unfinished(directory: Path) -> Iterator[None]:
-    """In the block, a directory is removed if the process is ended by the thread. It can't come back
+    """In the block, a directory is removed if the process is ended by the thread. It can't be back
     where Ctrl-C ends the block: threads of a library may go on writing until the process ends."""
     _unfinished.add(directory)
     try:
@@ -105,8 +105,8 @@ def _end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoR
 
 
 def _put_file_in_place_of(directory: Path) -> None:
-    """Removes a directory, into which threads may be writing still: where a file is, they can't make
-    it again."""
+    """Removes a directory, into which threads may be writing still: where a file is, they can't
+    make it again."""
     deadline = time.monotonic() + _REMOVING_SECONDS
     while time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)
