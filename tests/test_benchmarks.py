@@ -263,6 +263,24 @@ def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(
     assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_memory_of_saves_is_a_table(monkeypatch, capsys, tmp_path):
+    words = ["--mib", "64", "--rounds", "0", "--pairs", "0", "--flips", "0", "--memory"]
+    monkeypatch.setattr("sys.argv", ["checkpoint", *words, "--directory", str(tmp_path)])
+    assert checkpoint.main() == 0
+    rows = re.findall(
+        r"^\| (\w+) \| (\d) \| [\d,]+ \| (\d\.\d\d) \|$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [row[:2] for row in rows] == [
+        ("synchronous", "0"),
+        ("asynchronous", "0"),
+        ("asynchronous", "3"),
+    ]
+    # Steps can't change in place what is being written, and no more than that is there twice.
+    assert float(rows[0][2]) < 0.7 < float(rows[2][2]) < 1.7
+
+
 @pytest.mark.long
 def test_quantized_prints_a_row_for_each_base(capsys):
     small = ["num_layers=1", "embed_dim=256", "mlp_dim=512", "num_heads=2", "num_kv_heads=2"]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.context import ROUTER, Context, Noise
+from maxtrain.models.expert_bank import ExpertBank, added_by_pairs, added_by_sets
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.mlp import Mlp, MlpOut, gated
@@ -29,7 +30,7 @@ from maxtrain.ops.experts import (
     dispatch,
     expert_dot,
     grouped_dot,
-    order_by_expert,
+    order_by_pair,
     order_by_place,
     quantized_expert_dot,
     quantized_grouped_dot,
@@ -114,6 +115,9 @@ class _Taken(NamedTuple):
     weights: Float[Array, "B T C"]
     # Of each choice among those of its row that its expert takes, where experts have a capacity.
     places: Int[Array, "B T C"]
+    # Of the adapters of each token's row; 0 where rows have none of their own. With the dims of
+    # the others, so that a mesh splits it as them.
+    sets: Int[Array, "B T 1"]
 
 
 class Moe(nnx.Module):
@@ -184,7 +188,9 @@ class Moe(nnx.Module):
         load = choices_of(routing.experts, moe.num_experts).sum(0)
         terms = self._terms(routing, logits, is_token)
         stats = {}
-        taken = _Taken(routing.experts, routing.weights, jnp.zeros_like(routing.experts))
+        places = jnp.zeros_like(routing.experts)
+        sets = self._sets(x.shape[0], x.shape[1])
+        taken = _Taken(routing.experts, routing.weights, places, sets)
         capacity = None
         # Generation drops nothing: a token would be alone in what it is judged by.
         if moe.routing.capacity_factor is not None and context.extension is None:
@@ -192,7 +198,7 @@ class Moe(nnx.Module):
                 x.shape[1], moe.num_choices, moe.num_experts, moe.routing.capacity_factor
             )
             kept = within_capacity(routing.experts, moe.num_experts, capacity)
-            taken = _Taken(kept.experts, routing.weights, kept.places)
+            taken = _Taken(kept.experts, routing.weights, kept.places, sets)
             stats["expert_dropped"] = kept.dropped
         out = self._experts(x, taken, capacity, context.extension is not None)
         if self.shared is not None:
@@ -205,6 +211,16 @@ class Moe(nnx.Module):
         if self.correction is not None:
             observed["correction"] = load
         return MlpOut(out.astype(self.recipe.result), terms, stats, observed)
+
+    def _sets(self, num_rows: int, length: int) -> Int[Array, "B T 1"]:
+        """The number of the adapters that each token's row has; 0 where rows have none of their
+        own."""
+        numbers = jnp.zeros(num_rows, jnp.int32)
+        for linear in (self.gate, self.up, self.down):
+            # The same in all banks.
+            if isinstance(linear.adapter, ExpertBank):
+                numbers = linear.adapter.of_rows(num_rows)
+        return jnp.broadcast_to(numbers[:, None, None], (num_rows, length, 1))
 
     def _logits(self, x: Float[Array, "B T D"], noise: Noise | None) -> Float[Array, "B T E"]:
         """The router's, with noise in training."""
@@ -335,9 +351,10 @@ def _by_all(
     E = moe.num_experts
     is_chosen = jax.nn.one_hot(taken.experts.reshape(x.shape[0], -1), E, dtype=jnp.float32)
     of_experts = (is_chosen * taken.weights.reshape(x.shape[0], -1, 1)).sum(1)
+    added = functools.partial(added_by_sets, numbers=taken.sets.reshape(-1), recipe=recipe)
 
     def product(inputs: Array, name: str) -> Array:
-        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot)
+        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot, added)
         bias = weights.get(f"{name}.bias")
         if bias is not None:
             bias = bias.astype(jnp.float32)
@@ -347,6 +364,14 @@ def _by_all(
     inputs = jnp.broadcast_to(x, (E, *x.shape))
     out = _hidden_and_out(moe, inputs, product)
     return contract("ne,end->nd", of_experts, out.astype(jnp.float32))
+
+
+def _num_sets(weights: _Weights) -> int:
+    """Of adapters beside each other, with the empty one."""
+    banks = [value for name, value in weights.items() if name.endswith(".bank_a")]
+    if not banks:
+        return 1
+    return banks[0].shape[1]
 
 
 def _by_chosen(
@@ -360,15 +385,21 @@ def _by_chosen(
     """A token's own experts alone."""
     E = moe.num_experts
     num_choices = taken.experts.shape[-1]
-    if capacity is None:
-        block = block_size(x.shape[0] * num_choices, E)
-        order = order_by_expert(taken.experts.reshape(-1, num_choices), E, block)
-    else:
-        block = capacity
-        order = order_by_place(taken.experts, taken.places, E, capacity)
-
     kernel = moe.routing.kernel
     assert kernel != "eager"
+    if capacity is not None:
+        block = capacity
+        order = order_by_place(taken.experts, taken.places, E, capacity)
+        of_rows = jnp.repeat(taken.sets[:, 0, 0], capacity)
+        added = functools.partial(added_by_sets, numbers=of_rows, recipe=recipe)
+    else:
+        block = block_size(x.shape[0] * num_choices, E)
+        experts = taken.experts.reshape(-1, num_choices)
+        sets = taken.sets.reshape(-1)
+        order, pairs = order_by_pair(experts, sets, E, _num_sets(weights), block)
+        added = functools.partial(
+            added_by_pairs, pairs=pairs, block=block, kernel=kernel, recipe=recipe
+        )
 
     def grouped(inputs: Array, matrices: Array, recipe: Recipe) -> Array:
         return grouped_dot(inputs, matrices, order, block, kernel, recipe)
@@ -378,10 +409,12 @@ def _by_chosen(
 
     def product(inputs: Array, name: str) -> Array:
         if capacity is None:
-            out = _product(inputs, weights, name, recipe, grouped, quantized)
+            out = _product(inputs, weights, name, recipe, grouped, quantized, added)
         else:
             of_experts = inputs.reshape(E, -1, inputs.shape[-1])
-            out = _product(of_experts, weights, name, recipe, expert_dot, quantized_expert_dot)
+            out = _product(
+                of_experts, weights, name, recipe, expert_dot, quantized_expert_dot, added
+            )
             out = out.reshape(inputs.shape[0], -1)
         bias = weights.get(f"{name}.bias")
         if bias is not None:
@@ -399,6 +432,7 @@ def _product(
     recipe: Recipe,
     with_matrices: Callable[[Array, Array, Recipe], Array],
     with_quantized: Callable[[Array, Quantized, Recipe], Array],
+    of_bank: Callable[[Array, Array, Array], Array],
 ) -> Array:
     """x times the weights of a name. Where these are quantised, what the adapter adds is a product
     of its own.
@@ -406,10 +440,16 @@ def _product(
     Args:
         with_matrices, with_quantized: make the product with weights as they are, and as they are
             stored.
+        of_bank: makes what rows get of their own adapters, from x and all A and B.
     """
     kernel = weights.get(f"{name}.kernel")
     if kernel is not None:
-        return with_matrices(x, kernel, recipe)
+        out = with_matrices(x, kernel, recipe)
+        bank = weights.get(f"{name}.bank_a")
+        if bank is None:
+            return out
+        added = of_bank(x, bank, weights[f"{name}.bank_b"])
+        return (out.astype(jnp.float32) + added).astype(recipe.result)
     stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
     out = with_quantized(x, stored, recipe)
     exact = Recipe.of(recipe.inputs)

@@ -14,8 +14,10 @@ from maxtrain.ops.experts import (
     combine,
     dispatch,
     expert_dot,
+    expert_of_rows,
     grouped_dot,
     order_by_expert,
+    order_by_pair,
     order_by_place,
 )
 from maxtrain.ops.routing import within_capacity
@@ -60,6 +62,27 @@ def test_choices_lie_in_blocks_of_their_experts_in_their_order(seed, tokens, cou
         if row < len(back):
             assert back[row] == number
     assert (back < tokens * count).sum() == (experts < E).sum()
+
+
+@pytest.mark.parametrize("block", [1, 8])
+def test_choices_of_an_expert_are_sorted_by_the_number_of_their_token(block):
+    num_sets = 3
+    experts = choices(5, 23, 3)
+    numbers = jnp.asarray(np.random.default_rng(6).integers(0, num_sets, 23))
+    order, pairs = order_by_pair(experts, numbers, E, num_sets, block)
+    np.testing.assert_array_equal(order.rows, pairs.rows)
+    np.testing.assert_array_equal(order.choices, pairs.choices)
+    has_choice = np.asarray(order.choices) < experts.size
+    taken = np.asarray(order.choices)[has_choice]
+    expert = np.asarray(experts).ravel()[taken]
+    pair = expert * num_sets + np.asarray(numbers)[taken // experts.shape[1]]
+    assert len(taken) == (np.asarray(experts) < E).sum() > 0
+    np.testing.assert_array_equal(expert_of_rows(order, block)[has_choice], expert)
+    np.testing.assert_array_equal(expert_of_rows(pairs, block)[has_choice], pair)
+    # Where all tokens have one number, it is as if there were none.
+    for alone in order_by_pair(experts, jnp.zeros_like(numbers), E, 1, block):
+        for ours, theirs in zip(alone, order_by_expert(experts, E, block), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_block_is_a_part_of_a_share_and_a_power_of_two():
