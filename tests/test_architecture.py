@@ -84,6 +84,8 @@ FLOORS = {
     **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
     **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
     "maxtrain.evaluate_prompts": 6,
+    **dict.fromkeys(["maxtrain.step_memory", "maxtrain.fit", "maxtrain.fitting"], 6),
+    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -1,8 +1,9 @@
-"""How fast devices are, for model FLOPs utilisation."""
+"""How fast devices are: their products, their memory and their network."""
 
 import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,41 @@ PEAK_TFLOPS = (
     ("tpu v5e", 197.0),
     ("tpu v5", 459.0),
     ("tpu v4", 275.0),
+)
+
+
+class Links(NamedTuple):
+    """Memory and network of one device as jax counts devices, as the makers' pages have them.
+
+    Attributes:
+        memory: bytes a second of its memory.
+        link: bytes a second in one direction; of a TPU, of one link to a neighbour; of a GPU, to
+            all others of its host together.
+        beyond: of a GPU, bytes a second in one direction to other hosts; None: a torus of links.
+        ring: of a TPU: a dim of the torus whose size this divides is closed to a ring.
+    """
+
+    memory: float
+    link: float
+    beyond: float | None
+    ring: int
+
+
+# TPUs: https://cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x. "Bidirectional bandwidth per
+# chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
+# GB/s), 6 of v5p and tpu7x (1,200 and 2,400 GB/s). A device of tpu7x is half of a chip. Dims of 16
+# of v5e and v6e, and multiples of 4 of the others, are closed to rings.
+# GPUs: the data sheets of H100 SXM, H200 SXM and HGX B200. NVLink has 900 and 1,800 GB/s in both
+# directions; DGX systems have one port of 400 Gbit/s for each GPU.
+LINKS = (
+    ("h100", Links(3.35e12, 450e9, 50e9, 1)),
+    ("h200", Links(4.8e12, 450e9, 50e9, 1)),
+    ("b200", Links(8e12, 900e9, 50e9, 1)),
+    ("tpu7x", Links(3.69e12, 100e9, None, 4)),
+    ("tpu v6", Links(1.64e12, 100e9, None, 16)),
+    ("tpu v5 lite", Links(819e9, 50e9, None, 16)),
+    ("tpu v5e", Links(819e9, 50e9, None, 16)),
+    ("tpu v5", Links(2.765e12, 100e9, None, 4)),
 )
 
 # Measurements of a CPU's peak in one run, 0.3 s each.
@@ -52,12 +88,35 @@ def peak_flops(device: Any, dtype: str) -> float:
     """
     if device.platform == "cpu":
         return measure_matmul(dtype) / jax.local_device_count()
+    tflops = _first(PEAK_TFLOPS, device)
+    if tflops is None:
+        rule = f"no peak is known for {device.device_kind!r}"
+        raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+    return tflops * 1e12
+
+
+def links(device: Any) -> Links:
+    """Memory and network of a device.
+
+    Raises:
+        ConfigError: the table doesn't know it.
+    """
+    found = _first(LINKS, device)
+    if found is None:
+        known = "v5e, v5p, v6e, tpu7x, h100, h200 or b200"
+        raise ConfigError(
+            f"topology: no bandwidths are known for {device.device_kind!r}. Use one of {known}."
+        )
+    return found
+
+
+def _first[T](table: Sequence[tuple[str, T]], device: Any) -> T | None:
+    """The first row whose name is a part of the device's."""
     kind = device.device_kind.lower()
-    for name, tflops in PEAK_TFLOPS:
+    for name, value in table:
         if name in kind:
-            return tflops * 1e12
-    rule = f"no peak is known for {device.device_kind!r}"
-    raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+            return value
+    return None
 
 
 class Peak:

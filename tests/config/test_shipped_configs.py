@@ -10,7 +10,7 @@ import pytest
 from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
 from maxtrain.job import make_parts
 from maxtrain.models.families.directory import MODELS, free_keys
-from maxtrain.probe import StepMemory
+from maxtrain.step_memory import StepMemory
 from tests.shared import in_time
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))

@@ -1,0 +1,99 @@
+"""The training step of a config, compiled from shapes alone, for devices that are here or only
+described: nothing is executed, and no data is read."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.job import Parts, make_parts
+from maxtrain.parallel.batches import abstract_batch
+from maxtrain.parallel.memory import bytes_on_device, is_out_of_memory, program_bytes
+from maxtrain.parallel.topologies import compile_options, compiler_warnings, is_described
+
+
+class StepPrograms:
+    """The step of a config on some devices.
+
+    Args:
+        config: knows its vocabulary, and fits the devices with the batch that it has.
+        devices: perhaps described ones.
+
+    Raises:
+        ConfigError: config and devices do not fit together.
+    """
+
+    def __init__(self, config: RunConfig, devices: Sequence[Any]):
+        self.devices = devices
+        data = dataclasses.replace(config.data, stages=())
+        evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
+        # Random weights are as fast as others.
+        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())
+        bare = dataclasses.replace(config, data=data, eval=evaluation, checkpoint=random)
+        fitted = fit_to_devices(bare, len(devices))
+        self.parts: Parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        self.step = self.parts.make_step()
+        # Of the compilations up to now: arrays that XLA gathers whole for want of a better way.
+        self.warnings: list[str] = []
+
+    @property
+    def unit(self) -> int:
+        """The rows of a batch are a multiple of this.
+
+        It is the number of parts that rows are split into, times accumulation.
+        """
+        config = self.parts.config
+        return config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+
+    def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch as shapes."""
+        return abstract_batch(self.parts.mesh, rows, length, self.parts.objective.arrays)
+
+    def compile(self, rows: int, length: int) -> jax.stages.Compiled:
+        """The step for batches of this shape.
+
+        Raises:
+            JaxRuntimeError: also where the compiler itself finds that it needs too much memory; see
+                `is_out_of_memory`.
+        """
+        options = compile_options(self.devices[0])
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(jax.set_mesh(self.parts.mesh))
+            lowered = self.step.lower(self.parts.abstract, self.batch(rows, length))
+            said: list[str] = []
+            if is_described(self.devices[0]):
+                said = entered.enter_context(compiler_warnings())
+            compiled = lowered.compile(options or None)
+        self.warnings += said
+        return compiled
+
+    def waiting_bytes(self, rows: int, length: int) -> int:
+        """Of the batches on each device that wait for the one that is trained on."""
+        return self.parts.config.data.prefetch * bytes_on_device(self.batch(rows, length))
+
+
+class StepMemory(StepPrograms):
+    """The bytes that a training step needs on each device, for batches of different shapes."""
+
+    def __init__(self, config: RunConfig, devices: Sequence[Any]):
+        self.config = config
+        # A batch that any mesh divides.
+        rows = len(devices) * config.optimizer.accumulation
+        data = dataclasses.replace(config.data, stages=(), batch_size=rows)
+        super().__init__(dataclasses.replace(config, data=data), devices)
+
+    def bytes(self, rows: int, length: int) -> int | None:
+        """What a step needs, and the batches that wait for it.
+
+        None: more than the compiler allows.
+        """
+        try:
+            compiled = self.compile(rows, length)
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        return program_bytes(compiled) + self.waiting_bytes(rows, length)
