@@ -141,8 +141,8 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
-        description="See whether a run fits onto devices that need not be here, what they send each "
-        "other, and how long a step takes at least. The config is as for `maxtrain train`.",
+        description="See whether a run fits onto devices that need not be here, what they send "
+        "each other, and how long a step takes at least. The config is as for `maxtrain train`.",
         usage=f"{prog} [options] config=NAME key=value ... topology=NAME",
     )
     parser.add_argument(

@@ -38,6 +38,14 @@ def duration(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
+def flops(count: float) -> str:
+    """FLOPs, in the unit that suits them."""
+    for unit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if count >= unit:
+            return f"{count / unit:,.3g} {letter}FLOP"
+    return f"{count / 1e6:,.3g} MFLOP"
+
+
 def report(found: Fit) -> RenderableType:
     """All that was found."""
     config = found.config
@@ -110,17 +118,16 @@ def times_table(found: Fit) -> Table:
     times = found.times
     assert times is not None
     table = _table("a step takes at least (an estimate from data sheets, not measured)", "", "", "")
-    flops = f"{human.count(max(found.flops, found.model_share))}FLOP at the peak"
-    table.add_row("products", duration(times.products), flops)
+    products = flops(max(found.flops, found.model_share))
+    table.add_row("products", duration(times.products), f"{products} at the peak")
     table.add_row("memory", duration(times.memory), f"{size(found.memory_traffic)} moved")
     sent = sum(line.num_bytes for line in found.lines)
     table.add_row("network", duration(times.network), f"{size(sent)} sent")
     speed = f"{human.count(found.tokens_per_second)} tokens/s a device, {found.utilisation:.0%} MFU"
     table.add_row("[bold]a step[/], if all overlaps", f"[bold]{duration(times.seconds)}[/]", speed)
     table.add_row("if nothing overlaps", duration(times.without_overlap), "")
-    of_model = human.count(found.model.full)
-    of_step = human.count(found.model.full * found.tokens)
-    table.add_row("the model", f"{of_model}FLOP", f"a token, {of_step}FLOP a step")
+    of_step = flops(found.model.full * found.tokens)
+    table.add_row("the model, a token", flops(found.model.full), f"{of_step} a step")
     return table
 
 

@@ -469,8 +469,8 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        help="compile for devices that need not be here, such as v5e:2x4 or h100:8; needs the extra "
-        "tpu or compile-gpu",
+        help="compile for devices that need not be here, such as v5e:2x4 or h100:8; needs the "
+        "extra tpu or compile-gpu",
     )
     parser.add_argument(
         "--low",

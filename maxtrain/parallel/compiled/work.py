@@ -86,8 +86,9 @@ class _Counting:
             branches = [self.of(Place(branch)) for branch in module.branches(one)]
             work.add(max(branches, key=lambda branch: (branch.flops, branch.memory_bytes)))
             return
-        called = module.called(one) or module.called(one, "to_apply")
-        if one.opcode in ("call", "async-start") and called is not None:
+        if one.opcode in ("call", "async-start"):
+            called = module.called(one) or module.called(one, "to_apply")
+            assert called is not None
             work.add(self.of(Place(called)))
             return
         for inner, computation in self._inside(one, place.computation):
