@@ -1,8 +1,6 @@
 """Which mesh, batch, remat and accumulation fit onto devices, and are fast.
 
-Compiling takes seconds to a minute, so what can't be better is left out: a step that keeps all
-activations and accumulates least needs no slower one of the same mesh, and a state that is too
-large for a device needs no compiling.
+Compiling takes seconds to a minute, so what can't be better, or can't fit, is not compiled.
 """
 
 import dataclasses
@@ -98,39 +96,84 @@ def search(
     Raises:
         ConfigError: no mesh divides model and batch.
     """
-    fits: list[Fit] = []
-    tried = 0
+    trying = _Trying(config, devices, limit, most, show)
     problem = None
-    is_whole = True
-    num_meshes = 0
+    num_choices = 0
     for mesh in meshes(config, len(devices)):
         for rows in batches:
             try:
-                choices = _accumulations(config, mesh, rows, devices, limit)
+                plain = with_choice(config, mesh, rows, 1, REMATS[0])
+                state = bytes_on_device(StepPrograms(plain, devices).parts.abstract)
             except ConfigError as error:
                 problem = problem or error
                 continue
-            num_meshes += 1
-            found: dict[str, Fit] = {}
-            for accumulation in choices:
-                for remat in REMATS:
-                    # One that recomputes less, or was found with less accumulation, is better.
-                    if remat in found or "none" in found:
-                        continue
-                    if tried == most:
-                        is_whole = False
-                        break
-                    tried += 1
-                    asked = with_choice(config, mesh, rows, accumulation, remat)
-                    one = fit_step(asked, devices, limit)
-                    show(one)
-                    if one.fits:
-                        found[remat] = one
-                        break
-            fits += found.values()
-    if num_meshes == 0 and problem is not None:
+            num_choices += 1
+            if state <= limit:
+                trying.with_mesh(mesh, rows, state)
+    if num_choices == 0 and problem is not None:
         raise problem
-    return Searched(sorted(fits, key=_slowness), tried, is_whole)
+    return Searched(sorted(trying.fits, key=_slowness), trying.num_tried, trying.is_whole)
+
+
+class _Trying:
+    """Compiles, and keeps what fits."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        devices: Sequence[Any],
+        limit: int,
+        most: int,
+        show: Callable[[Fit], None],
+    ):
+        self.config = config
+        self.devices = devices
+        self.limit = limit
+        self.most = most
+        self.show = show
+        self.fits: list[Fit] = []
+        self.num_tried = 0
+        self.is_whole = True
+
+    def with_mesh(self, mesh: Mesh, rows: int, state: int) -> None:
+        """Tries accumulation and remat. One that recomputes more, or accumulates more, than
+        another that fits is left out.
+
+        Args:
+            state: bytes on each device of what lies between steps.
+        """
+        too_large: dict[str, tuple[int, int]] = {}
+        fitting: set[str] = set()
+        for accumulation in _accumulations(self.config, mesh, rows):
+            for remat in REMATS:
+                if fitting & set(REMATS[: REMATS.index(remat) + 1]):
+                    break
+                before = too_large.get(remat)
+                if before is not None and self._is_hopeless(before, accumulation, state):
+                    continue
+                if self.num_tried == self.most:
+                    self.is_whole = False
+                    return
+                asked = with_choice(self.config, mesh, rows, accumulation, remat)
+                found = self._tried(asked)
+                if found.fits:
+                    fitting.add(remat)
+                    break
+                too_large[remat] = (accumulation, found.total or found.refused or 0)
+
+    def _tried(self, config: RunConfig) -> Fit:
+        self.num_tried += 1
+        found = fit_step(config, self.devices, self.limit)
+        self.show(found)
+        if found.fits:
+            self.fits.append(found)
+        return found
+
+    def _is_hopeless(self, before: tuple[int, int], accumulation: int, state: int) -> bool:
+        """Whether a step is too large even if all beside the state became smaller with the rows
+        that are computed at a time."""
+        was, needed = before
+        return state + (needed - state) * was / accumulation > self.limit
 
 
 def _slowness(found: Fit) -> tuple[float, float, int]:
@@ -144,19 +187,10 @@ def _slowness(found: Fit) -> tuple[float, float, int]:
     )
 
 
-def _accumulations(
-    config: RunConfig, mesh: Mesh, rows: int, devices: Sequence[Any], limit: int
-) -> list[int]:
-    """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows; none if the
-    state alone is too large."""
+def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
+    """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
-    state = StepPrograms(plain, devices).parts.abstract
-    if bytes_on_device(state) > limit:
-        return []
-    parts = mesh.data * mesh.fsdp
     rows_of_step = batch_shape(plain).rows
-    found = []
-    for count in _powers(rows_of_step // parts):
-        if rows_of_step % (parts * count) == 0:
-            found.append(count)
-    return found
+    parts = mesh.data * mesh.fsdp
+    choices = _powers(rows_of_step // parts)
+    return [count for count in choices if rows_of_step % (parts * count) == 0]

@@ -65,13 +65,13 @@ class _Counting:
     def of(self, place: Place) -> Work:
         """What one run of a computation does."""
         work = Work()
-        # An asynchronous collective may be written in several parts, all with its channel.
-        channels: set[str] = set()
+        # Of collectives that have begun in a fusion.
+        begun: set[str] = set()
         for one in place.computation.instructions.values():
-            self._add(work, one, place, channels)
+            self._add(work, one, place, begun)
         return work
 
-    def _add(self, work: Work, one: Instruction, place: Place, channels: set[str]) -> None:
+    def _add(self, work: Work, one: Instruction, place: Place, begun: set[str]) -> None:
         module = self.module
         if one.opcode == "while":
             body = module.called(one, "body")
@@ -93,12 +93,8 @@ class _Counting:
             return
         for inner, computation in self._inside(one, place.computation):
             found = collective(inner, computation)
-            channel = inner.attribute("channel_id")
-            if found is None or channel in channels:
-                continue
-            if channel is not None:
-                channels.add(channel)
-            work.collectives[found] += 1
+            if found is not None and _is_first_part(inner, computation, begun):
+                work.collectives[found] += 1
         work.flops += self._flops_of(one, place.computation)
         work.memory_bytes += self.traffic.of(one, place.computation)
 
@@ -136,6 +132,26 @@ class _Counting:
             parts = fused.instructions.values()
             self._flops[fused.name] = sum(self._flops_of(part, fused) for part in parts)
         return self._flops[fused.name]
+
+
+def _is_first_part(one: Instruction, computation: Computation, begun: set[str]) -> bool:
+    """Whether a collective counts.
+
+    TPU's compiler writes one that overlaps with products several times: in the fusion that begins
+    it, in those that go on with it, and in the one that ends it.
+
+    Args:
+        begun: channels of those that fusions have begun.
+    """
+    channel = one.attribute("channel_id") or ""
+    for other in computation.instructions.values():
+        if '"AsyncCollectiveDone"' in other.attributes:
+            return False
+        if '"AsyncCollectiveStart"' in other.attributes:
+            begun.add(channel)
+            return True
+    goes_on = computation.name.startswith("async_collective_fusion")
+    return not (goes_on and channel in begun)
 
 
 def _dot(result: Shape, lhs: Shape, contracted: tuple[int, ...]) -> float:
