@@ -26,6 +26,7 @@ HEAD = """# What fits where
 (jax {jax}, libtpu {libtpu}; `maxtrain fit`, [devices](../../docs/devices.md#devices-that-are-not-here)). Nothing was executed.
 Memory and collectives are those of the compiled program; **times are estimates** from data sheets, which no device
 reaches: the longest of products, memory and network, and in brackets their sum. MFU is that of the first, so a bound.
+Products and working memory inside cuDNN's kernels are not known to the compiler.
 """
 _MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by | a step, s | MFU at most |"
 _COLLECTIVES = "| run | devices | collective | over | count | a device sends, GiB | at least, s |"
@@ -36,29 +37,32 @@ class Case(NamedTuple):
 
     name: str
     topology: str
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name of the run with what it overrides."""
+        return " ".join([self.name, *self.words])
 
 
-def _llama(topology: str, *words: str) -> Case:
-    return Case("llama3_8b", topology, ("config=llama3_8b", *words))
-
-
-_SPLIT = ("data.seq_length=8192", "mesh.context=4")
+_FLASH = ("model.attention=flash",)
+# cuDNN does not keep the documents of a row apart.
+_CUDNN = ("model.attention=cudnn", "data.attend_across_documents=true")
+_PARTED = ("mesh.context=4",)
 CASES = (
-    _llama("v5e:16x16", "data.batch_size=256"),
-    _llama("v5p:4x4x4"),
-    _llama("v5p:4x4x4", "model.attention=flash"),
-    _llama("h100:8", "optimizer.accumulation=16"),
-    _llama("h100:8x8"),
-    _llama("v5p:4x4x4", *_SPLIT, "model.attention=ring"),
-    _llama("v5p:4x4x4", *_SPLIT, "model.attention=xla"),
-    _llama("h100:8x8", *_SPLIT, "model.attention=ring"),
-    _llama("h100:8x8", *_SPLIT, "model.attention=xla"),
-    Case("llama3_70b", "v5p:8x8x8", ("config=llama3_70b",)),
-    Case("llama3_70b", "h100:32x8", ("config=llama3_70b",)),
-    Case("sft_qwen2_5_0_5b", "h200:1", ("config=sft_qwen2_5_0_5b",)),
-    Case("sft_lora_qwen2_5_1_5b", "h200:1", ("config=sft_lora_qwen2_5_1_5b",)),
-    Case("grpo_qwen2_5_1_5b", "h200:1", ("config=grpo_qwen2_5_1_5b",)),
+    Case("sft_qwen2_5_0_5b", "h200:1"),
+    Case("sft_lora_qwen2_5_1_5b", "h200:1"),
+    Case("grpo_qwen2_5_1_5b", "h200:1"),
+    Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
+    Case("llama3_8b", "v5p:4x4x4", _FLASH),
+    Case("llama3_8b", "h100:8", (*_CUDNN, "optimizer.accumulation=16")),
+    Case("llama3_8b", "h100:8x8", _CUDNN),
+    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
+    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
+    Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
+    Case("llama3_8b", "h100:8x8", (*_PARTED, *_CUDNN)),
+    Case("llama3_70b", "v5p:8x8x8", _FLASH),
+    Case("llama3_70b", "h100:32x8", (*_CUDNN, "optimizer.accumulation=2")),
 )
 
 
@@ -69,19 +73,13 @@ def measure(case: Case) -> dict[str, Any]:
         RuntimeError: the command failed for another reason than that the step does not fit.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxtrain.fit", *case.words]
+        command = [sys.executable, "-m", "maxtrain.fit", f"config={case.name}", *case.words]
         command += [f"topology={case.topology}", f"output_dir={folder}", "run_name=run"]
         result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
         written = Path(folder, "run", "fit.json")
         if not written.exists():
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         return json.loads(written.read_text())
-
-
-def label(case: Case) -> str:
-    """The name of a run with what it overrides."""
-    words = [word for word in case.words[1:] if not word.startswith("data.seq_length")]
-    return " ".join([case.name, *words])
 
 
 def memory_row(case: Case, found: dict[str, Any]) -> str:
@@ -98,7 +96,7 @@ def memory_row(case: Case, found: dict[str, Any]) -> str:
         share = f"{total / found['limit_bytes']:.0%}"
     if not found["fits"]:
         share = f"**{share}, does not fit**"
-    cells = [label(case), case.topology, " ".join(axes) or "1", step, needed, share]
+    cells = [case.label, case.topology, " ".join(axes) or "1", step, needed, share]
     estimate = found.get("estimate")
     if estimate is None:
         return _row(*cells, "", "", "")
@@ -118,7 +116,7 @@ def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
         sent = f"{line['num_bytes'] / GIB:,.3f}"
         over = " ".join(line["axes"])
         count = f"{line['count']:,}"
-        where = [label(case), case.topology, line["kind"], over]
+        where = [case.label, case.topology, line["kind"], over]
         rows.append(_row(*where, count, sent, f"{line['seconds']:.3f}"))
     return rows
 
@@ -155,7 +153,7 @@ def document(
         count = head.count("|") - 1
         body = []
         for case in CASES:
-            body += rows.get((label(case), case.topology), [])
+            body += rows.get((case.label, case.topology), [])
         lines = [head, "|" + "---|" * count, *body]
         if title:
             lines = [title, "", *lines]
@@ -174,10 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     sent = kept_rows(text, _COLLECTIVES)
     print(_MEMORY)
     for case in CASES:
-        if asked.only not in f"{label(case)} {case.topology}":
+        if asked.only not in f"{case.label} {case.topology}":
             continue
         found = measure(case)
-        key = (label(case), case.topology)
+        key = (case.label, case.topology)
         memory[key] = [memory_row(case, found)]
         sent[key] = collective_rows(case, found)
         print("\n".join([*memory[key], *sent[key]]), flush=True)

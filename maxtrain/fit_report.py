@@ -35,7 +35,9 @@ def duration(seconds: float) -> str:
     """Of a step or a part of it."""
     if seconds >= 1:
         return f"{seconds:,.2f} s"
-    return f"{1000 * seconds:,.1f} ms"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:,.1f} ms"
+    return f"{1e6 * seconds:,.0f} µs"
 
 
 def flops(count: float) -> str:
