@@ -25,10 +25,9 @@ HEAD = """# What fits where
 `python -m benchmarks.fit --write`: the real training step of each config, compiled for devices that are not here
 (jax {jax}, libtpu {libtpu}; `maxtrain fit`, [devices](../../docs/devices.md#devices-that-are-not-here)). Nothing was executed.
 Memory and collectives are those of the compiled program; **times are estimates** from data sheets, which no device
-reaches: the longest of products, memory and network, and in brackets their sum. MFU is that of the first, so a bound.
-Products and working memory inside cuDNN's kernels are not known to the compiler.
+reaches: the longest of products, memory and network, and in brackets their sum.
 """
-_MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by | a step, s | MFU at most |"
+_MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by | a step, s |"
 _COLLECTIVES = "| run | devices | collective | over | count | a device sends, GiB | at least, s |"
 
 
@@ -46,8 +45,6 @@ class Case(NamedTuple):
 
 
 _FLASH = ("model.attention=flash",)
-# cuDNN does not keep the documents of a row apart.
-_CUDNN = ("model.attention=cudnn", "data.attend_across_documents=true")
 _PARTED = ("mesh.context=4",)
 CASES = (
     Case("sft_qwen2_5_0_5b", "h200:1"),
@@ -55,14 +52,14 @@ CASES = (
     Case("grpo_qwen2_5_1_5b", "h200:1"),
     Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
     Case("llama3_8b", "v5p:4x4x4", _FLASH),
-    Case("llama3_8b", "h100:8", (*_CUDNN, "optimizer.accumulation=16")),
-    Case("llama3_8b", "h100:8x8", _CUDNN),
+    Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
+    Case("llama3_8b", "h100:8x8"),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
-    Case("llama3_8b", "h100:8x8", (*_PARTED, *_CUDNN)),
+    Case("llama3_8b", "h100:8x8", _PARTED),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
-    Case("llama3_70b", "h100:32x8", (*_CUDNN, "optimizer.accumulation=2")),
+    Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
 )
 
 
@@ -99,10 +96,10 @@ def memory_row(case: Case, found: dict[str, Any]) -> str:
     cells = [case.label, case.topology, " ".join(axes) or "1", step, needed, share]
     estimate = found.get("estimate")
     if estimate is None:
-        return _row(*cells, "", "", "")
+        return _row(*cells, "", "")
     seconds = estimate["step_seconds"]
     time = f"{seconds:,.2f} ({estimate['step_seconds_without_overlap']:,.2f})"
-    return _row(*cells, estimate["limit"], time, f"{estimate['model_flops_utilisation']:.0%}")
+    return _row(*cells, estimate["limit"], time)
 
 
 def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
@@ -164,7 +161,7 @@ def document(
 def main(argv: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit")
-    parser.add_argument("--only", default="", help="rows whose run or devices have this word")
+    parser.add_argument("--only", default="", help="rows of which RUN on DEVICES has this")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/fit.md")
     asked = parser.parse_args(argv)
     text = RESULTS.read_text() if RESULTS.exists() else ""
@@ -172,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     sent = kept_rows(text, _COLLECTIVES)
     print(_MEMORY)
     for case in CASES:
-        if asked.only not in f"{case.label} {case.topology}":
+        if asked.only not in f"{case.label} on {case.topology}":
             continue
         found = measure(case)
         key = (case.label, case.topology)

@@ -4,7 +4,6 @@ Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass o
 Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
 Costs: computed, not measured: about 4.5e11 FLOP a token, so 1 B tokens are about 320 H100 hours at
     40 % of the peak; parameters and optimizer state take 847 GB in float32, split over mesh.fsdp.
-    512 chips of a v5p and 256 H100 have room for a step: benchmarks/results/fit.md.
 """
 
 from maxtrain.config import default_config

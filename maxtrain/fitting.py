@@ -57,7 +57,8 @@ class Fit(NamedTuple):
         sampling: bytes of parameters, optimizer and caches while completions are sampled; None:
             the run samples none.
         model: FLOPs of the model on a token.
-        flops: that the program computes on a device in a step.
+        flops: that the program computes on a device in a step; those of attention kernels are as
+            the model needs them.
         memory_traffic: bytes.
         lines: collectives.
         times: None: the compiler refused it.
@@ -108,8 +109,8 @@ class Fit(NamedTuple):
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation, at best."""
-        return self.tokens_per_second * self.model.full / self.peak
+        """Model FLOPs utilisation at best, of the FLOPs that causal attention needs."""
+        return self.tokens_per_second * self.model.causal / self.peak
 
     @property
     def model_share(self) -> float:
@@ -234,6 +235,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     seconds = time.perf_counter() - start
     module = parse(compiled.as_text() or "")
     work = work_of(module, has_small_memories=device.platform == "tpu")
+    work.flops += _kernel_flops(parts.config, shape, frozen) / len(programs.devices)
     network = links(device)
     lines = lines_of(work, parts.mesh, network)
     return found._replace(
@@ -246,6 +248,15 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
         unknown_loops=work.loops_of_unknown_length,
         compile_seconds=seconds,
     )
+
+
+def _kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
+    """Of attention in a step, where kernels hide it from the program: what the model needs."""
+    if config.model.attention not in ("cudnn", "flash"):
+        return 0.0
+    whole = token_flops(config.model, shape.length, frozen).causal
+    alone = token_flops(config.model, 1, frozen).causal
+    return (whole - alone) * shape.rows * shape.length
 
 
 def memory_by_kind(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.job import Parts, make_parts
 from maxtrain.parallel.batches import abstract_batch
@@ -56,19 +57,31 @@ class StepPrograms:
         """The step for batches of this shape.
 
         Raises:
+            ConfigError: a kernel can't be traced without its library.
             JaxRuntimeError: also where the compiler itself finds that it needs too much memory; see
                 `is_out_of_memory`.
         """
         options = compile_options(self.devices[0])
         with contextlib.ExitStack() as entered:
             entered.enter_context(jax.set_mesh(self.parts.mesh))
-            lowered = self.step.lower(self.parts.abstract, self.batch(rows, length))
+            lowered = self._lowered(rows, length)
             said: list[str] = []
             if is_described(self.devices[0]):
                 said = entered.enter_context(compiler_warnings())
             compiled = lowered.compile(options or None)
         self.warnings += said
         return compiled
+
+    def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
+        try:
+            return self.step.lower(self.parts.abstract, self.batch(rows, length))
+        except RuntimeError as error:
+            if "cuDNN not found" not in str(error):
+                raise
+            raise ConfigError(
+                f"model.attention={self.parts.config.model.attention}: JAX asks cuDNN for its "
+                "version, and cuDNN is not installed here. Set model.attention=xla."
+            ) from error
 
     def waiting_bytes(self, rows: int, length: int) -> int:
         """Of the batches on each device that wait for the one that is trained on."""

@@ -5,6 +5,7 @@ import json
 import platform
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -41,6 +42,8 @@ SMALL = [
 # Of three layers, the embedding and the output; and of the norms, which every device has whole.
 WEIGHTS = 3 * (4 * 128 * 4 * 64 + 3 * 128 * 256) + 2 * 512 * 128
 NORMS = (2 * 3 + 1) * 128
+# As JAX says it.
+MISSING = "cuDNN not found."
 
 
 @pytest.fixture
@@ -100,6 +103,17 @@ def test_a_step_on_gpus(fitted):
     assert "8 x NVIDIA H100 80GB HBM3, mesh fsdp=8" in shown
     assert "an estimate from data sheets, not measured" in shown
     assert "needed, of 59.33 GiB: fits" in shown
+
+
+@pytest.mark.long
+@on_linux_x86
+def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", Mock(side_effect=RuntimeError(MISSING)))
+    words = ["topology=h100:1", "model.attention=cudnn", "data.attend_across_documents=true"]
+    assert main(["fit", *SMALL, *words]) == 78
+    said = capsys.readouterr().err
+    assert "cuDNN is not installed here. Set model.attention=xla." in said
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.mark.long
