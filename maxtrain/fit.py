@@ -22,7 +22,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, from_command_line
 from maxtrain.fit_report import duration, mesh_words, report, search_table
 from maxtrain.fit_search import search
-from maxtrain.fitting import Fit, fit_step, require_fit
+from maxtrain.fitting import AXES, Fit, fit_step, require_fit
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.families.directory import MODELS
 from maxtrain.parallel import distributed
@@ -114,7 +114,7 @@ def _told(best: Fit, console: Console) -> Fit:
     console.print(report(best))
     config = best.config
     settings = [
-        *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in _AXES),
+        *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in AXES),
         f"data.batch_size={config.data.batch_size}",
         f"optimizer.accumulation={config.optimizer.accumulation}",
         f"model.remat={config.model.remat}",
@@ -122,9 +122,6 @@ def _told(best: Fit, console: Console) -> Fit:
     text = Text.assemble(("settings of the fastest:\n", "dim"), (f"  {' '.join(settings)}", "cyan"))
     console.print(text, soft_wrap=True)
     return best
-
-
-_AXES = ("data", "fsdp", "context", "tensor")
 
 
 def _rows(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from maxtrain.fitting import Fit
+from maxtrain.fitting import AXES, Fit
 from maxtrain.observe import human
 from maxtrain.parallel.memory import size
 
@@ -24,7 +24,7 @@ def mesh_words(found: Fit) -> str:
     """The axes of the mesh that split something."""
     mesh = found.config.mesh
     axes = []
-    for name in ("data", "fsdp", "context", "tensor"):
+    for name in AXES:
         count = getattr(mesh, name)
         if count > 1:
             axes.append(f"{name}={count}")

@@ -11,7 +11,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.fitting import Fit, batch_shape, fit_step
 from maxtrain.parallel.memory import bytes_on_device
-from maxtrain.step_memory import StepPrograms
+from maxtrain.step_memory import StepPrograms, micro_batches
 
 # Of the axes that split more than rows and parameters. More of them is never fast.
 _MOST_SPLIT = 16
@@ -23,6 +23,7 @@ class Mesh(NamedTuple):
     """Axes, outer to inner."""
 
     data: int
+    stage: int
     fsdp: int
     context: int
     tensor: int
@@ -31,15 +32,16 @@ class Mesh(NamedTuple):
 def meshes(config: RunConfig, num_devices: int) -> list[Mesh]:
     """Those of so many devices, with the rows split most first.
 
-    Replicas (mesh.data) are as the config has them; -1 of them is 1.
+    Replicas and stages are as the config has them; -1 of them is 1.
     """
     data = max(1, config.mesh.data)
+    stage = max(1, config.mesh.stage)
     found = []
     for tensor in _powers(min(num_devices, _MOST_SPLIT)):
         for context in _powers(min(num_devices, _MOST_SPLIT)):
-            rest, left = divmod(num_devices, data * tensor * context)
+            rest, left = divmod(num_devices, data * stage * tensor * context)
             if left == 0:
-                found.append(Mesh(data, rest, context, tensor))
+                found.append(Mesh(data, stage, rest, context, tensor))
     return sorted(found, key=lambda mesh: (mesh.tensor * mesh.context, mesh.context))
 
 
@@ -191,6 +193,6 @@ def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
     """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
     rows_of_step = batch_shape(plain).rows
-    parts = mesh.data * mesh.fsdp
+    parts = mesh.data * mesh.fsdp * micro_batches(config)
     choices = _powers(rows_of_step // parts)
     return [count for count in choices if rows_of_step % (parts * count) == 0]

@@ -38,6 +38,10 @@ _USED = re.compile(r"Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB}
 
 
+# Of the mesh, outer to inner.
+AXES = ("data", "stage", "fsdp", "context", "tensor")
+
+
 class Shape(NamedTuple):
     """Of a batch."""
 
@@ -123,7 +127,7 @@ class Fit(NamedTuple):
         found: dict[str, Any] = {
             "device": self.device,
             "devices": self.num_devices,
-            "mesh": {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")},
+            "mesh": {axis: getattr(mesh, axis) for axis in AXES},
             "rows": self.batch.rows,
             "seq_length": self.batch.length,
             "accumulation": self.config.optimizer.accumulation,

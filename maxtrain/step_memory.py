@@ -44,10 +44,12 @@ class StepPrograms:
     def unit(self) -> int:
         """The rows of a batch are a multiple of this.
 
-        It is the number of parts that rows are split into, times accumulation.
+        It is the number of parts that rows are split into, times accumulation, and times the
+        micro-batches that follow each other through stages.
         """
         config = self.parts.config
-        return config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+        shards = config.mesh.data * config.mesh.fsdp
+        return shards * config.optimizer.accumulation * micro_batches(config)
 
     def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch as shapes."""
@@ -94,7 +96,7 @@ class StepMemory(StepPrograms):
     def __init__(self, config: RunConfig, devices: Sequence[Any]):
         self.config = config
         # A batch that any mesh divides.
-        rows = len(devices) * config.optimizer.accumulation
+        rows = len(devices) * config.optimizer.accumulation * micro_batches(config)
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         super().__init__(dataclasses.replace(config, data=data), devices)
 
@@ -110,3 +112,8 @@ class StepMemory(StepPrograms):
                 return None
             raise
         return program_bytes(compiled) + self.waiting_bytes(rows, length)
+
+
+def micro_batches(config: RunConfig) -> int:
+    """Into how many parts stages divide the rows of a device, where that is given."""
+    return config.model.pipeline.micro_batches or 1
