@@ -76,6 +76,8 @@ TESTED_ELSEWHERE = {
     "python -m maxtrain.train config=quickstart run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring": (
         VARIANTS
     ),
+    "python -m maxtrain.train config=quickstart run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 "
+    "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
     "maxtrain replay runs/quickstart --steps 160:200": (
         "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
     ),
