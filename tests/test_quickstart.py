@@ -88,6 +88,7 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
+        "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
     ],
     ids=lambda more: more.split()[0],
 )
