@@ -86,6 +86,8 @@ FLOORS = {
     **dict.fromkeys(
         ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
     ),
+    **dict.fromkeys(["maxtrain.step_memory", "maxtrain.fit", "maxtrain.fitting"], 6),
+    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

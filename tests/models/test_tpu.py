@@ -21,7 +21,7 @@ from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
-from maxtrain.probe import described_devices
+from maxtrain.parallel.topologies import described_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
