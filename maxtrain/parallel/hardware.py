@@ -53,8 +53,9 @@ class Links(NamedTuple):
 # chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
 # GB/s), 6 of v5p and tpu7x (1,200 and 2,400 GB/s). A device of tpu7x is half of a chip. Dims of 16
 # of v5e and v6e, and multiples of 4 of the others, are closed to rings.
-# GPUs: the data sheets of A100, H100, H200 and HGX B200. NVLink of SXM has 600, 900 and 1,800 GB/s in
-# both directions; DGX systems have one port of 200 or 400 Gbit/s for each GPU. First match counts.
+# GPUs: the data sheets of A100, H100, H200 and HGX B200. NVLink of SXM has 600, 900 and 1,800 GB/s
+# in both directions; DGX systems have one port of 200 or 400 Gbit/s for each GPU. First match
+# counts.
 LINKS = (
     ("gb200", Links(8e12, 900e9, 50e9)),
     ("b200", Links(8e12, 900e9, 50e9)),

@@ -92,5 +92,5 @@ def test_a_step_takes_the_longest_of_its_three_parts():
 
 
 def test_devices_without_figures_are_refused():
-    with pytest.raises(ConfigError, match=r"no bandwidths are known for 'TPU v4'\. Use one of v5e"):
-        links(chip("TPU v4", 0, 0, 0))
+    with pytest.raises(ConfigError, match=r"no bandwidths are known for 'TPU v3'\. Use one of v5e"):
+        links(chip("TPU v3", 0, 0, 0))
