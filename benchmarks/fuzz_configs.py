@@ -164,6 +164,8 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.fsdp": ["1", "2", "4", "8", "-1"],
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
     "mesh.context": ["1", "2", "4"],
+    "mesh.expert": ["1", "2", "4", "-1"],
+    "model.routing.exchange_factor": ["null", "0.1", "1", "100"],
     "checkpoint.keep": ["1", "2", "3"],
 }
 # Values that need a device that this machine does not have.
@@ -260,6 +262,23 @@ THEMES: Sequence[Sequence[str]] = (
     ("model.family=mixtral", "model.window=5", "model.routing.z_loss=0.01"),
     ("model.family=qwen2_moe", "model.moe.shared_dim=8", "model.routing.capacity_factor=1.1"),
     ("model.family=qwen3_moe", "model.moe.num_experts=4", "model.routing.kernel=ragged"),
+    (
+        "model.family=mixtral",
+        "model.moe.num_experts=8",
+        "mesh.data=1",
+        "mesh.fsdp=2",
+        "mesh.expert=4",
+        "model.routing.exchange_factor=0.5",
+    ),
+    (
+        "model.family=qwen3_moe",
+        "model.moe.num_experts=4",
+        "mesh.data=1",
+        "mesh.fsdp=1",
+        "mesh.expert=4",
+        "mesh.tensor=2",
+        "model.vocab_size=264",
+    ),
     (
         "model.family=qwen3_moe",
         "regularization.router_noise=gumbel",

@@ -61,6 +61,7 @@ from maxtrain.parallel.memory import (
     memory_limit,
     size,
 )
+from maxtrain.parallel.sharding import batch_shards
 from maxtrain.stored_reference import with_reference
 
 # In which steps are made to measure their speed.
@@ -95,8 +96,8 @@ class StepMemory:
 
         It is the number of parts that rows are split into, times accumulation.
         """
-        mesh = self.parts.config.mesh
-        return mesh.data * mesh.fsdp * self.config.optimizer.accumulation
+        with jax.set_mesh(self.parts.mesh):
+            return batch_shards() * self.config.optimizer.accumulation
 
     def bytes(self, rows: int, length: int) -> int | None:
         """What a step needs, and the batches that wait for it.

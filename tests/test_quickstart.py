@@ -88,6 +88,7 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
+        "run_name=experts model.family=mixtral model.moe.num_experts=4 mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2",
     ],
     ids=lambda more: more.split()[0],
 )

@@ -14,7 +14,6 @@ _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
-_NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
 _SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
@@ -102,11 +101,7 @@ _MAXTEXT = (
     ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("", _NO_STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
-    (
-        "",
-        _NO_EXPERTS,
-        "ici_expert_parallelism dcn_expert_parallelism",
-    ),
+    ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
     (
         "mesh.context",
         f"{_MESH}; {_SPLIT_ROWS}",
@@ -348,7 +343,11 @@ _TORCHTITAN = (
         _SPLIT_ROWS,
         "parallelism.context_parallel_degree context_parallel_degree",
     ),
-    ("", _NO_EXPERTS, "parallelism.expert_parallel_degree expert_parallel_degree"),
+    (
+        "mesh.expert",
+        "an axis of its own: mesh.fsdp is what is left",
+        "parallelism.expert_parallel_degree expert_parallel_degree",
+    ),
     ("model.remat", "full, dots, dots_no_batch or none", "activation_checkpoint.mode"),
     (
         "config",
@@ -424,7 +423,7 @@ _PEFT = (
 )
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
-    ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
+    ("mesh.expert", _SAME, "mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )
 

@@ -17,8 +17,11 @@ from data_pipeline.errors import ConfigError
 Axes = tuple[str | None, ...]
 LENGTH = "activation_length"
 
+# Over `expert` all weights are split but those that every device needs: experts by their number, and
+# others as over `fsdp`.
 RULES: dict[str, tuple[str, ...]] = {
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
+    "expert_embed": ("fsdp",),
     "mlp": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -28,11 +31,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "positions": (),
     "layers": (),
-    "exp": (),
+    "exp": ("expert",),
     "router": (),
     "rank": (),
-    "latent": ("fsdp",),
-    "activation_batch": ("data", "fsdp"),
+    "latent": ("fsdp", "expert"),
+    "activation_batch": ("data", "fsdp", "expert"),
     LENGTH: ("context",),
     "activation_embed": (),
 }

@@ -71,6 +71,8 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("vocab_size", "model.vocab_size"),
         ("learning_rate", "optimizer.learning_rate"),
         ("ici_context_parallelism", "mesh.context"),
+        ("parallelism.expert_parallel_degree", "mesh.expert"),
+        ("mesh.ep", "mesh.expert"),
         ("parallelism.context_parallel_degree", "mesh.context"),
     ],
 )
@@ -89,7 +91,6 @@ def test_names_that_are_ours_too_need_no_entry():
         ("mesh.expert", "experts are not split over devices yet"),
         ("mesh.cp", "mesh.context splits rows over devices"),
         ("ici_pipeline_parallelism", "pipelines are not there yet"),
-        ("dcn_expert_parallelism", "experts are not split over devices yet"),
     ],
 )
 def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):

@@ -60,6 +60,12 @@ def by_name(*case):
         by_name("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
         by_name("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
         by_name("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
+        thorough("mixtral", {"fsdp": 1, "expert": 4}, 1, {"scan_layers": False}),
+        by_name("qwen3_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {}),
+        by_name("deepseek_v2", {"fsdp": 1, "expert": 8}, 1, {}),
+        by_name("deepseek_v3", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {"remat": "full"}),
+        by_name("gpt_oss", {"fsdp": 2, "expert": 4}, 1, {}),
+        by_name("mixtral", {"fsdp": 2, "context": 2, "expert": 2}, 1, {"attention": "ring"}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

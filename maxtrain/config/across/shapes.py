@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
+from maxtrain.config.across.experts import split_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.mesh import axes_of
 from maxtrain.config.words import divisors, multiples, nearest
@@ -21,6 +22,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     yield from _held_out_problems(config)
     yield from _tensor_problems(config)
     yield from context_problems(config)
+    yield from split_problems(config)
 
 
 def _batch_sizes(config: RunConfig) -> dict[str, int]:
@@ -120,17 +122,27 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _row_axes(config: RunConfig) -> dict[str, int]:
+    """The axes of the mesh that rows are split over, by their keys; of experts where they are
+    split."""
+    axes = axes_of(config.mesh)
+    of_rows = {key: axes[key] for key in ("mesh.data", "mesh.fsdp")}
+    if axes["mesh.expert"] != 1:
+        of_rows["mesh.expert"] = axes["mesh.expert"]
+    return of_rows
+
+
 def _mesh_is_known(config: RunConfig) -> bool:
-    return config.mesh.data > 0 and config.mesh.fsdp > 0
+    return all(size > 0 for size in _row_axes(config).values())
 
 
 def _shards(config: RunConfig) -> int:
     """Devices with rows of their own, if the mesh is known."""
-    return config.mesh.data * config.mesh.fsdp
+    return math.prod(_row_axes(config).values())
 
 
 def _by_mesh(config: RunConfig) -> str:
-    return f"mesh.data={config.mesh.data} times mesh.fsdp={config.mesh.fsdp}"
+    return " times ".join(f"{key}={size}" for key, size in _row_axes(config).items())
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
@@ -142,9 +154,10 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
             divided by them.
     """
     axes = axes_of(config.mesh)
-    if axes["mesh.context"] == 1:
-        # Few split rows: where nobody does, messages are about the others.
-        del axes["mesh.context"]
+    for key in ("mesh.context", "mesh.expert"):
+        # Few set these: where nobody does, messages are about the others.
+        if axes[key] == 1:
+            del axes[key]
     sizes = {key: size for key, size in axes.items() if size > 0}
     free = [key for key in axes if key not in sizes]
     product = math.prod(sizes.values())

@@ -24,6 +24,9 @@ class MeshConfig:
         "parts of each row, whose heads are dealt out or (model.attention=ring) met",
         high=1 << 20,
     )
+    expert: int = key(
+        1, "parts that experts are split into; each part has its own rows", high=1 << 20
+    )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "required device kind; auto: the best there is"
     )
@@ -59,6 +62,7 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
         "mesh.context": mesh.context,
+        "mesh.expert": mesh.expert,
         "mesh.tensor": mesh.tensor,
     }
 
