@@ -97,8 +97,10 @@ _MAXTEXT = (
     ),
     ("precision.params", "master weights and optimizer state", "weight_dtype"),
     ("mesh.platform", "auto, cpu, gpu or tpu", "hardware"),
-    ("mesh.data", _MESH, "ici_data_parallelism dcn_data_parallelism"),
-    ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
+    ("mesh.data", _SAME, "ici_data_parallelism"),
+    ("mesh.dcn_data", _SAME, "dcn_data_parallelism"),
+    ("mesh.fsdp", _SAME, "ici_fsdp_parallelism"),
+    ("mesh.dcn_fsdp", _SAME, "dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("", _NO_STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
     ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
@@ -423,7 +425,7 @@ _PEFT = (
 )
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
-    ("mesh.expert", _SAME, "mesh.experts mesh.ep"),
+    ("", "mesh.expert splits experts over devices", "mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )
 

@@ -54,6 +54,18 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "multiply to 6, or mesh.fsdp=-1",
         ),
         (
+            ["mesh.dcn_data=2", "mesh.fsdp=2"],
+            8,
+            "mesh.dcn_data=2 x mesh.data=1 x mesh.fsdp=2 x mesh.tensor=1 = 4 must be",
+            "mesh.data to 2, or mesh.fsdp to 4",
+        ),
+        (
+            ["mesh.dcn_data=2", "mesh.dcn_fsdp=2", "data.batch_size=18"],
+            16,
+            "mesh.dcn_data=2 times mesh.dcn_fsdp=2 times mesh.data=1 times mesh.fsdp=4",
+            "Set data.batch_size to 16 or 32",
+        ),
+        (
             ["data.batch_size=16"],
             3,
             "data.batch_size=16 must be divisible by mesh.data=1 times mesh.fsdp=3",

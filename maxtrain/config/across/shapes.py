@@ -9,7 +9,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.across.experts import split_problems
 from maxtrain.config.schema import RunConfig
-from maxtrain.config.sections.mesh import axes_of
+from maxtrain.config.sections.mesh import axes_of, slow_axes_of
 from maxtrain.config.words import divisors, multiples, nearest
 
 _SPLIT_OVER_TENSOR = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
@@ -123,10 +123,11 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _row_axes(config: RunConfig) -> dict[str, int]:
-    """The axes of the mesh that rows are split over, by their keys; of experts where they are
-    split."""
+    """What rows are split over, by its keys; that of experts where they are split."""
     axes = axes_of(config.mesh)
-    of_rows = {key: axes[key] for key in ("mesh.data", "mesh.fsdp")}
+    of_rows = slow_axes_of(config.mesh)
+    for key in ("mesh.data", "mesh.fsdp"):
+        of_rows[key] = axes[key]
     if axes["mesh.expert"] != 1:
         of_rows["mesh.expert"] = axes["mesh.expert"]
     return of_rows
@@ -153,7 +154,7 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
         ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be
             divided by them.
     """
-    axes = axes_of(config.mesh)
+    axes = slow_axes_of(config.mesh) | axes_of(config.mesh)
     for key in ("mesh.context", "mesh.expert"):
         # Few set these: where nobody does, messages are about the others.
         if axes[key] == 1:

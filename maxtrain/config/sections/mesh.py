@@ -27,6 +27,19 @@ class MeshConfig:
     expert: int = key(
         1, "parts that experts are split into; each part has its own rows", high=1 << 20
     )
+    dcn_data: int = key(
+        1,
+        "of so many slices (TPU) or processes, between which the network is slow, each has its own "
+        "mesh.data replicas",
+        low=1,
+        high=1 << 20,
+    )
+    dcn_fsdp: int = key(
+        1,
+        "of so many slices or processes, each has its own mesh.fsdp shards",
+        low=1,
+        high=1 << 20,
+    )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "required device kind; auto: the best there is"
     )
@@ -57,7 +70,7 @@ class MeshConfig:
 
 
 def axes_of(mesh: MeshConfig) -> dict[str, int]:
-    """The sizes of the axes by their keys, outer to inner."""
+    """The sizes of the axes by their keys, outer to inner; of what a fast network connects."""
     return {
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
@@ -65,6 +78,12 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
         "mesh.expert": mesh.expert,
         "mesh.tensor": mesh.tensor,
     }
+
+
+def slow_axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """How many parts of an axis a slow network connects, by their keys, of those that are not 1."""
+    slow = {"mesh.dcn_data": mesh.dcn_data, "mesh.dcn_fsdp": mesh.dcn_fsdp}
+    return {key: size for key, size in slow.items() if size != 1}
 
 
 def axis_problems(mesh: MeshConfig) -> Iterator[str]:
