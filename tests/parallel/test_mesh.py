@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxtrain.config.schema import MeshConfig
 from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.mesh import AXES, make_mesh, over_slices
 
 
