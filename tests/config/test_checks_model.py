@@ -313,6 +313,11 @@ LONGROPE = [
             "Set data.batch_size to 32",
         ),
         (
+            ["mesh.preset=moe"],
+            "mesh.preset=moe splits experts, and model.family=llama has none",
+            "Set mesh.preset=fsdp",
+        ),
+        (
             ["model.routing.exchange_factor=2", "model.family=mixtral"],
             "model.routing.exchange_factor=2.0 is for experts that are split over devices",
             "Set mesh.expert=2 or more",

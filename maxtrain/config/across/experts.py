@@ -46,9 +46,15 @@ def split_problems(config: RunConfig) -> Iterator[str]:
     """Experts that can't be split over devices; an axis of a size that is not known yet splits
     none."""
     expert = config.mesh.expert
+    has_experts = config.model.family in WITH_EXPERTS
+    if config.mesh.preset == "moe" and not has_experts:
+        yield (
+            f"mesh.preset=moe splits experts, and model.family={config.model.family} has none. "
+            "Set mesh.preset=fsdp."
+        )
     if expert <= 1:
         return
-    if config.model.family not in WITH_EXPERTS:
+    if not has_experts:
         yield (
             f"mesh.expert={expert} splits experts, and model.family={config.model.family} has "
             f"none. Set mesh.expert=1, and mesh.fsdp higher instead."

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.across.experts import split_problems
+from maxtrain.config.across.presets import with_preset
+from maxtrain.config.across.tensor import tensor_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.mesh import axes_of, slow_axes_of
 from maxtrain.config.words import divisors, multiples, nearest
-
-_SPLIT_OVER_TENSOR = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
 
 
 def division_problems(config: RunConfig) -> Iterator[str]:
@@ -20,7 +20,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     nothing."""
     yield from _batch_problems(config)
     yield from _held_out_problems(config)
-    yield from _tensor_problems(config)
+    yield from tensor_problems(config)
     yield from context_problems(config)
     yield from split_problems(config)
 
@@ -100,28 +100,6 @@ def _held_out_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _tensor_problems(config: RunConfig) -> Iterator[str]:
-    tensor = config.mesh.tensor
-    if tensor <= 1:
-        return
-    dims: dict[str, int] = {}
-    for name in _SPLIT_OVER_TENSOR:
-        size = getattr(config.model, name)
-        if size is not None:
-            dims[f"model.{name}"] = size
-    for name in ("expert_dim", "shared_dim"):
-        size = getattr(config.model.moe, name)
-        if size:
-            dims[f"model.moe.{name}"] = size
-    wrong = [f"{key}={size}" for key, size in dims.items() if size % tensor]
-    if wrong:
-        valid = nearest(tensor, divisors(math.gcd(*dims.values())))
-        yield (
-            f"mesh.tensor={tensor} must divide {' and '.join(wrong)} (split over tensor). "
-            f"Set mesh.tensor to {valid}."
-        )
-
-
 def _row_axes(config: RunConfig) -> dict[str, int]:
     """What rows are split over, by its keys; that of experts where they are split."""
     axes = axes_of(config.mesh)
@@ -147,13 +125,14 @@ def _by_mesh(config: RunConfig) -> str:
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
-    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes
-    together.
+    """A checked config with the mesh's -1 filled in, and what its preset decides, for `num_devices`
+    devices of all processes together.
 
     Raises:
         ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be
             divided by them.
     """
+    config = with_preset(config, num_devices)
     axes = slow_axes_of(config.mesh) | axes_of(config.mesh)
     for key in ("mesh.context", "mesh.expert"):
         # Few set these: where nobody does, messages are about the others.

@@ -27,6 +27,11 @@ class MeshConfig:
     expert: int = key(
         1, "parts that experts are split into; each part has its own rows", high=1 << 20
     )
+    preset: Literal["none", "fsdp", "hsdp", "fsdp_tensor", "moe", "long_context"] = key(
+        "none",
+        "decides about axes that are not set: shards; replicas of 8 shards; up to 8 parts of "
+        "layers, of experts or of rows, and shards",
+    )
     dcn_data: int = key(
         1,
         "of so many slices (TPU) or processes, between which the network is slow, each has its own "

@@ -20,9 +20,10 @@ _BALANCED = UsedBy(
 )
 
 _SPLIT = UsedBy(
-    {"mesh.expert": AllBut(1)},
+    {"mesh.expert": AllBut(1), "mesh.preset": ("moe",)},
     "{key}={value} is for experts that are split over devices, and {cause}. "
     "Set mesh.expert=2 or more, or leave it out.",
+    cause="mesh.expert={config.mesh.expert}",
 )
 
 
