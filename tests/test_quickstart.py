@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.observe.launches import read_launches
 from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,11 @@ def test_readme_variants_train(clone, more):
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
     result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
     assert result.returncode == 0, result.stdout + result.stderr
+    if "meshed" in more:
+        assert "  tensor  2  heads, hidden units and vocabulary\n" in result.stdout
+        (launch,) = read_launches(clone / "runs" / "meshed")
+        held = launch["device_bytes"]
+        assert held["optimizer_state"] > held["parameters"] > held["batch"] > 0
     assert "2 steps" in result.stdout
 
 
