@@ -48,7 +48,7 @@ def by_name(*case):
         ("mixtral", {"expert": 4}, TURNS, 1),
         ("deepseek_v3", {"fsdp": 2, "expert": 2}, BALANCED, 2),
         ("qwen3_moe", {"expert": 2, "tensor": 2}, CAPACITY, 1),
-        ("gpt_oss", {"expert": 2}, TURNS, 1),
+        by_name("gpt_oss", {"expert": 2}, TURNS, 1),
         by_name("mixtral", {"expert": 2}, BALANCED, 1),
         by_name("mixtral", {"expert": 8}, BALANCED, 1),
         by_name("mixtral", {"fsdp": 2, "expert": 4}, CAPACITY, 1),
@@ -97,8 +97,9 @@ def collectives(axes):
         text = jax.jit(run, out_shardings=places).lower(params, batch_of()).compile().as_text()
     shapes = []
     for line in text.splitlines():
-        if " all-gather(" in line or " all-gather-start(" in line:
-            for dims in re.findall(r"f32\[([\d,]+)\]", line.partition("all-gather")[0]):
+        made, is_gathered, _ = line.partition(" all-gather(")
+        if is_gathered:
+            for dims in re.findall(r"f32\[([\d,]+)\]", made):
                 shapes.append(tuple(map(int, dims.split(","))))
     return shapes, " all-to-all(" in text
 
