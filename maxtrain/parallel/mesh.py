@@ -14,8 +14,8 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.config.sections.mesh import axes_of, slow_axes_of
 
-# Outer to inner. `stage` can't be asked for today; it has size 1, so that rules and checkpoints need
-# no change when it comes.
+# Outer to inner. `stage` can't be asked for today; it has size 1, so that rules and checkpoints
+# need no change when it comes.
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
@@ -62,10 +62,11 @@ def over_slices(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
     if len(counts) != wanted:
         if len(slow) > 1:
             given = f"{given} = {wanted}"
+        keys = " and ".join(slow)
         raise ConfigError(
-            f"{given} must be the number of {unit}, {len(counts)}. Set {' and '.join(slow)} so that "
-            f"they multiply to {len(counts)}, or leave mesh.dcn_data and mesh.dcn_fsdp out: then "
-            "jax orders devices."
+            f"{given} must be the number of {unit}, {len(counts)}. Set {keys} so that they multiply "
+            f"to {len(counts)}, or leave mesh.dcn_data and mesh.dcn_fsdp out: then jax orders "
+            "devices."
         )
     if len(set(counts.values())) > 1:
         sizes = ", ".join(str(count) for _, count in sorted(counts.items()))

@@ -17,8 +17,7 @@ from data_pipeline.errors import ConfigError
 Axes = tuple[str | None, ...]
 LENGTH = "activation_length"
 
-# Over `expert` all weights are split but those that every device needs: experts by their number, and
-# others as over `fsdp`.
+# Over `expert`, experts are split by their number, and other weights as over `fsdp`.
 RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp", "expert"),
     "expert_embed": ("fsdp",),

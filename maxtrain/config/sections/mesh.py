@@ -29,19 +29,19 @@ class MeshConfig:
     )
     preset: Literal["none", "fsdp", "hsdp", "fsdp_tensor", "moe", "long_context"] = key(
         "none",
-        "decides about axes that are not set: shards; replicas of 8 shards; up to 8 parts of "
-        "layers, of experts or of rows, and shards",
+        "what axes that are not set are: all fsdp; replicas of 8; or up to 8 parts of layers, "
+        "experts or rows, the rest fsdp",
     )
     dcn_data: int = key(
         1,
-        "of so many slices (TPU) or processes, between which the network is slow, each has its own "
-        "mesh.data replicas",
+        "slices (TPU) or processes that a slow network connects; each has its own mesh.data "
+        "replicas",
         low=1,
         high=1 << 20,
     )
     dcn_fsdp: int = key(
         1,
-        "of so many slices or processes, each has its own mesh.fsdp shards",
+        "slices or processes that a slow network connects; each has its own mesh.fsdp shards",
         low=1,
         high=1 << 20,
     )

@@ -113,8 +113,8 @@ class RoutingConfig:
     )
     exchange_factor: float | None = key(
         1.5,
-        "choices that a device sends to another at a time, in equal shares; the rest goes in "
-        "further turns; null: all at once, into buffers for the worst case",
+        "choices that a device sends another at a time, in equal shares; the rest follows in "
+        "turns; null: all at once",
         above=0,
         high=4096,
         used_by=(EXPERTS, _SPLIT),
