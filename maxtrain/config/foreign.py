@@ -13,7 +13,7 @@ _SCALE = "no global scale is applied"
 _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
-_NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
+_STAGES = "micro-batches are in model.pipeline"
 _SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
@@ -102,7 +102,7 @@ _MAXTEXT = (
     ("mesh.fsdp", _SAME, "ici_fsdp_parallelism"),
     ("mesh.dcn_fsdp", _SAME, "dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
-    ("", _NO_STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
+    ("mesh.stage", _STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
     ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
     (
         "mesh.context",
@@ -339,7 +339,7 @@ _TORCHTITAN = (
         "parallelism.data_parallel_shard_degree data_parallel_shard_degree",
     ),
     ("mesh.tensor", _SAME, "parallelism.tensor_parallel_degree tensor_parallel_degree"),
-    ("", _NO_STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
+    ("mesh.stage", _STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
     (
         "mesh.context",
         _SPLIT_ROWS,
@@ -424,7 +424,7 @@ _PEFT = (
     ("model.lora.dropout", _SAME, "lora_dropout model.lora.lora_dropout"),
 )
 _OURS_SOME_DAY = (
-    ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
+    ("", "mesh.stage splits layers over devices", "mesh.stages mesh.pipeline mesh.pp"),
     ("", "mesh.expert splits experts over devices", "mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )

@@ -6,6 +6,7 @@ from maxtrain.parallel.memory import size
 
 _SPLIT = {
     "data": "rows; each part has the whole model",
+    "stage": "layers, through which rows go in micro-batches",
     "fsdp": "rows, and parameters, which are gathered layer by layer",
     "context": "the tokens of each row",
     "expert": "rows, and experts, which tokens are sent to",

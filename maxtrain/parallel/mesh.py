@@ -14,8 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.config.sections.mesh import axes_of, slow_axes_of
 
-# Outer to inner. `stage` can't be asked for today; it has size 1, so that rules and checkpoints
-# need no change when it comes.
+# Outer to inner.
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 

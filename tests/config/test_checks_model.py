@@ -313,6 +313,11 @@ LONGROPE = [
             "Set data.batch_size to 32",
         ),
         (
+            ["mesh.expert=2", "mesh.stage=2", "model.family=mixtral", "model.vocab_size=512"],
+            "mesh.stage=2 does not go with mesh.expert=2",
+            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1",
+        ),
+        (
             ["mesh.preset=moe"],
             "mesh.preset=moe splits experts, and model.family=llama has none",
             "Set mesh.preset=fsdp",

@@ -88,9 +88,9 @@ def test_names_that_are_ours_too_need_no_entry():
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("mesh.stage", "pipelines are not there yet"),
+        ("mesh.pp", "mesh.stage splits layers over devices"),
         ("mesh.cp", "mesh.context splits rows over devices"),
-        ("ici_pipeline_parallelism", "pipelines are not there yet"),
+        ("ici_pipeline_parallelism", "mesh.stage"),
     ],
 )
 def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):

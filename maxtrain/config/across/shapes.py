@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.across.experts import split_problems
+from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.across.presets import with_preset
 from maxtrain.config.across.tensor import tensor_problems
 from maxtrain.config.schema import RunConfig
@@ -23,6 +24,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     yield from tensor_problems(config)
     yield from context_problems(config)
     yield from split_problems(config)
+    yield from pipeline_problems(config, _rows_of_steps(config), _shards(config))
 
 
 def _batch_sizes(config: RunConfig) -> dict[str, int]:
@@ -32,6 +34,13 @@ def _batch_sizes(config: RunConfig) -> dict[str, int]:
         if stage.batch_size:
             sizes[f"data.stages[{index}].batch_size"] = stage.batch_size
     return sizes
+
+
+def _rows_of_steps(config: RunConfig) -> dict[str, int]:
+    """Every number of rows of a step, by its key."""
+    if config.data.packing == "balanced":
+        return {"data.balance_rows": config.data.balance_rows}
+    return _batch_sizes(config)
 
 
 def balance_problems(config: RunConfig) -> Iterator[str]:
@@ -57,10 +66,7 @@ def balance_problems(config: RunConfig) -> Iterator[str]:
 
 def _batch_problems(config: RunConfig) -> Iterator[str]:
     accumulation = config.optimizer.accumulation
-    sizes = _batch_sizes(config)
-    if config.data.packing == "balanced":
-        sizes = {"data.balance_rows": config.data.balance_rows}
-    for key, rows in sizes.items():
+    for key, rows in _rows_of_steps(config).items():
         unit = _shards(config)
         by = _by_mesh(config)
         if rows % accumulation:
@@ -116,7 +122,9 @@ def _mesh_is_known(config: RunConfig) -> bool:
 
 
 def _shards(config: RunConfig) -> int:
-    """Devices with rows of their own, if the mesh is known."""
+    """Devices with rows of their own; 0: the mesh is not known yet."""
+    if not _mesh_is_known(config):
+        return 0
     return math.prod(_row_axes(config).values())
 
 
@@ -134,7 +142,7 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
     """
     config = with_preset(config, num_devices)
     axes = slow_axes_of(config.mesh) | axes_of(config.mesh)
-    for key in ("mesh.context", "mesh.expert"):
+    for key in ("mesh.stage", "mesh.context", "mesh.expert"):
         # Few set these: where nobody does, messages are about the others.
         if axes[key] == 1:
             del axes[key]

@@ -27,6 +27,7 @@ class MeshConfig:
     expert: int = key(
         1, "parts that experts are split into; each part has its own rows", high=1 << 20
     )
+    stage: int = key(1, "parts of the layers, through which rows go in turn", high=1 << 20)
     preset: Literal["none", "fsdp", "hsdp", "fsdp_tensor", "moe", "long_context"] = key(
         "none",
         "what axes that are not set are: all fsdp; replicas of 8; or up to 8 parts of layers, "
@@ -78,6 +79,7 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
     """The sizes of the axes by their keys, outer to inner; of what a fast network connects."""
     return {
         "mesh.data": mesh.data,
+        "mesh.stage": mesh.stage,
         "mesh.fsdp": mesh.fsdp,
         "mesh.context": mesh.context,
         "mesh.expert": mesh.expert,
