@@ -63,9 +63,9 @@ def over_slices(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
             given = f"{given} = {wanted}"
         keys = " and ".join(slow)
         raise ConfigError(
-            f"{given} must be the number of {unit}, {len(counts)}. Set {keys} so that they multiply "
-            f"to {len(counts)}, or leave mesh.dcn_data and mesh.dcn_fsdp out: then jax orders "
-            "devices."
+            f"{given} must be the number of {unit}, {len(counts)}. Set {keys} so that they "
+            f"multiply to {len(counts)}, or leave mesh.dcn_data and mesh.dcn_fsdp out: then jax "
+            "orders devices."
         )
     if len(set(counts.values())) > 1:
         sizes = ", ".join(str(count) for _, count in sorted(counts.items()))
