@@ -4,11 +4,13 @@ Compiling takes seconds to a minute, so what can't be better, or can't fit, is n
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
+from maxtrain.config.sections.mesh import row_shards, slow_axes_of
 from maxtrain.fitting import Fit, batch_shape, fit_step
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.step_memory import StepPrograms, micro_batches
@@ -26,22 +28,25 @@ class Mesh(NamedTuple):
     stage: int
     fsdp: int
     context: int
+    expert: int
     tensor: int
 
 
 def meshes(config: RunConfig, num_devices: int) -> list[Mesh]:
     """Those of so many devices, with the rows split most first.
 
-    Replicas and stages are as the config has them; -1 of them is 1.
+    Replicas, stages, parts of the experts and slices are as the config has them; -1 of them is 1.
     """
     data = max(1, config.mesh.data)
     stage = max(1, config.mesh.stage)
+    expert = max(1, config.mesh.expert)
+    given = data * stage * expert * math.prod(slow_axes_of(config.mesh).values())
     found = []
     for tensor in _powers(min(num_devices, _MOST_SPLIT)):
         for context in _powers(min(num_devices, _MOST_SPLIT)):
-            rest, left = divmod(num_devices, data * stage * tensor * context)
+            rest, left = divmod(num_devices, given * tensor * context)
             if left == 0:
-                found.append(Mesh(data, stage, rest, context, tensor))
+                found.append(Mesh(data, stage, rest, context, expert, tensor))
     return sorted(found, key=lambda mesh: (mesh.tensor * mesh.context, mesh.context))
 
 
@@ -193,6 +198,6 @@ def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
     """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
     rows_of_step = batch_shape(plain).rows
-    parts = mesh.data * mesh.fsdp * micro_batches(config)
+    parts = row_shards(plain.mesh) * micro_batches(config)
     choices = _powers(rows_of_step // parts)
     return [count for count in choices if rows_of_step % (parts * count) == 0]

@@ -13,6 +13,7 @@ from flax import nnx
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.sections.mesh import row_shards
 from maxtrain.job import Parts
 from maxtrain.models.cost import TokenFlops, product_weights, token_flops
 from maxtrain.models.decoder import Decoder
@@ -306,7 +307,7 @@ def sampling_bytes(parts: Parts, length: int) -> int | None:
     if settings is None:
         return None
     model = parts.config.model
-    shards = parts.config.mesh.data * parts.config.mesh.fsdp
+    shards = row_shards(parts.config.mesh)
     room = cache_room(settings.slots, shards, length, model.max_length)
     policy: Decoder = nnx.merge(parts.policy_graphdef, policy_variables(parts.abstract))
     caches = jax.eval_shape(lambda: room.empty(policy))
@@ -344,7 +345,7 @@ def _mend(found: Fit) -> str:
     """What needs less memory."""
     config = found.config
     ways = []
-    unit = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+    unit = row_shards(config.mesh) * config.optimizer.accumulation
     if found.batch.rows % (2 * unit) == 0:
         ways.append(f"optimizer.accumulation={2 * config.optimizer.accumulation}")
     if config.model.remat != "full":

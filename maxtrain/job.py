@@ -48,7 +48,8 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
-from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
+from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
@@ -61,6 +62,7 @@ from maxtrain.training.state import (
     abstract_model,
     abstract_state,
     create_state,
+    policy_params,
     policy_variables,
     saved_part,
     shardings,
@@ -278,6 +280,22 @@ class Job(Parts):
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
         return self.layouts[self.data.shape_at(step)]
+
+    def device_bytes(self) -> dict[str, int]:
+        """What each device holds of the run between steps, by name."""
+        held = {
+            "parameters": bytes_on_device(policy_params(self.abstract)),
+            "optimizer state": bytes_on_device(self.abstract.opt_state),
+        }
+        if self.frozen_model is not None:
+            role = self.frozen_model.role
+            held[role] = bytes_on_device(self.abstract.frozen[role])
+        if rollout_settings(self.config) is None:
+            # Others are made of rollouts, whose rows are not known yet.
+            rows, length = self.data.shape_at(0)
+            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
+            held["batch"] = bytes_on_device(batch)
+        return held
 
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()

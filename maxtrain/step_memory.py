@@ -13,6 +13,7 @@ from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.job import Parts, make_parts
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import bytes_on_device, is_out_of_memory, program_bytes
+from maxtrain.parallel.sharding import batch_shards
 from maxtrain.parallel.topologies import compile_options, compiler_warnings, is_described
 
 
@@ -50,7 +51,8 @@ class StepPrograms:
         micro-batches that follow each other through stages.
         """
         config = self.parts.config
-        shards = config.mesh.data * config.mesh.fsdp
+        with jax.set_mesh(self.parts.mesh):
+            shards = batch_shards()
         return shards * config.optimizer.accumulation * micro_batches(config)
 
     def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:

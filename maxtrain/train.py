@@ -38,6 +38,7 @@ from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.rollback import read_rollbacks
+from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
@@ -48,6 +49,7 @@ from maxtrain.observe.books import RUN
 from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
+from maxtrain.observe.mesh_lines import mesh_lines
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import traced_steps
 from maxtrain.observe.progress import Progress
@@ -70,6 +72,7 @@ from maxtrain.parallel.memory import (
     out_of_memory,
     require_memory,
 )
+from maxtrain.parallel.sharding import batch_shards
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder, require_trained
 from maxtrain.signals import StopRequest, StopRequested
@@ -375,6 +378,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(to_yaml(job.asked), job.mesh, data, step)
+    held = job.device_bytes()
+    record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
         record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})
@@ -382,7 +387,7 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 def describe_stages(config: RunConfig) -> str:
     """How rows of a step go through the stages of the mesh, and how long these wait."""
-    shards = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+    shards = batch_shards() * config.optimizer.accumulation
     rows = config.data.batch_size
     if config.data.packing == "balanced":
         rows = config.data.balance_rows
@@ -403,10 +408,7 @@ def describe(progress: Progress, job: Job) -> None:
     config = job.config
     devices = jax.devices()
     millions = count_weights(policy_params(job.abstract)) / 1e6
-    axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}"
-    if axes:
-        where += f" ({axes})"
     weights = f"{config.precision.params} weights"
     if config.model.lora.rank is not None and config.model.lora.base != "full":
         weights += f", {config.model.lora.base} where adapters are"
@@ -414,6 +416,10 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    slow = slow_axes_of(config.mesh)
+    by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
+    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes()):
+        progress.message(line)
     describe_experts(progress, config, devices[0].platform)
     if config.mesh.stage > 1:
         progress.message(describe_stages(config))

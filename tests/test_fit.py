@@ -246,7 +246,11 @@ def test_what_would_help_is_said(found, said):
 
 def test_meshes_split_rows_first_and_have_all_devices():
     found = meshes(CONFIG, 4)
-    assert found[:3] == [Mesh(1, 1, 4, 1, 1), Mesh(1, 1, 2, 1, 2), Mesh(1, 1, 2, 2, 1)]
+    assert found[:3] == [
+        Mesh(1, 1, 4, 1, 1, 1),
+        Mesh(1, 1, 2, 1, 1, 2),
+        Mesh(1, 1, 2, 2, 1, 1),
+    ]
     assert {mesh.data * mesh.fsdp * mesh.context * mesh.tensor for mesh in found} == {4}
 
 
@@ -265,7 +269,7 @@ def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
     parts = SimpleNamespace(parts=SimpleNamespace(abstract=()))
     monkeypatch.setattr(fit_search, "fit_step", fit_step)
     monkeypatch.setattr(fit_search, "StepPrograms", lambda config, devices: parts)
-    monkeypatch.setattr(fit_search, "meshes", lambda config, count: [Mesh(1, 1, 1, 1, 1)])
+    monkeypatch.setattr(fit_search, "meshes", lambda config, count: [Mesh(1, 1, 1, 1, 1, 1)])
     found = search(CONFIG, [None], 1200, [8], most=99)
     # One accumulates more for each that recomputes less; 4000 / 2 is known to be too large.
     assert tried == [

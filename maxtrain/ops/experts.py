@@ -174,11 +174,11 @@ def expert_of_rows(order: Order, block: int) -> Int[Array, " M"]:
 
 
 def add_bias(
-    y: Float[Array, "M O"], bias: Float[Array, "E O"], order: Order, block: int
+    y: Float[Array, "M O"], bias: Float[Array, "E O"], experts: Int[Array, " M"]
 ) -> Float[Array, "M O"]:
     """y and the bias of each row's expert, float32. The gradient of a bias is a product, so that
     its sum has one order."""
-    is_expert = jax.nn.one_hot(expert_of_rows(order, block), bias.shape[0], dtype=jnp.float32)
+    is_expert = jax.nn.one_hot(experts, bias.shape[0], dtype=jnp.float32)
     return y.astype(jnp.float32) + contract("me,eo->mo", is_expert, bias.astype(jnp.float32))
 
 

@@ -93,7 +93,7 @@ def test_a_block_is_a_part_of_a_share_and_a_power_of_two():
 def forward(x, w, bias, weights, experts, block, kernel, recipe=EXACT):
     order = order_by_expert(experts, E, block)
     y = grouped_dot(dispatch(x, order), w, order, block, kernel, recipe)
-    y = add_bias(y, bias, order, block)
+    y = add_bias(y, bias, expert_of_rows(order, block))
     return combine(y, weights, order)
 
 
@@ -196,7 +196,7 @@ def test_with_a_capacity_the_products_are_those_of_what_is_kept(capacity):
         order = order_by_place(kept.experts, kept.places, E, capacity)
         inputs = dispatch(x, order).reshape(E, -1, IN)
         y = expert_dot(inputs, w, EXACT).reshape(-1, OUT)
-        return combine(add_bias(y, bias, order, capacity), weights, order)
+        return combine(add_bias(y, bias, expert_of_rows(order, capacity)), weights, order)
 
     def slow(x, w, bias, weights):
         return expected(x, w, bias, weights, flat)
