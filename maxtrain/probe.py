@@ -61,6 +61,7 @@ from maxtrain.parallel.memory import (
     memory_limit,
     size,
 )
+from maxtrain.storage.reading import require_no_url
 from maxtrain.stored_reference import with_reference
 
 # In which steps are made to measure their speed.
@@ -337,6 +338,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
             "Set data.packing=bins to find them, or use --what learning_rate or max_tokens."
         )
     devices = None
+    require_no_url(config.output_dir, "output_dir")
     mesh = config.mesh
     if asked.topology:
         devices = described_devices(asked.topology)

@@ -39,6 +39,7 @@ from maxtrain.observe.launches import launch_of, read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
+from maxtrain.storage.reading import readable_run_of
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -239,9 +240,9 @@ def _require_step(data: TrainingData, run: Path, step: int) -> None:
 
 def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
-    run = options.run or Path(options.config.output_dir, options.config.run_name)
 
     def job() -> None:
+        run = options.run or readable_run_of(options.config)
         if options.step is None:
             show(options.config, run)
         else:

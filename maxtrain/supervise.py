@@ -26,13 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from data_pipeline.errors import StorageError, TryAgainError, UsageError, UserError, run_command
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fit_to_fewer, load_config
+from maxtrain.config.run_path import process_number, run_path
 from maxtrain.config.schema import RunConfig
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
 from maxtrain.observe.books import RUN
@@ -73,18 +73,13 @@ class Supervisor:
         self._options = options
         self._command = list(command)
         self._config = config
-        self._folder = Path(config.output_dir, config.run_name)
+        # Of a run behind a URL, where this host works on it.
+        self._folder = run_path(config)
         self._least = options.min_processes or config.mesh.min_processes or options.processes
         # The processes of this machine, by number, and the one that ended the last attempt.
         self._slots = list(range(options.processes))
         self._lost: int | None = None
-        index = (
-            config.mesh.process_id
-            or os.environ.get("JAX_PROCESS_ID")
-            or os.environ.get("SLURM_PROCID")
-            or 0
-        )
-        self._index = int(index)
+        self._index = process_number(config.mesh)
         self._children: list[subprocess.Popen] = []
         # The signal that asked to stop, and when the processes are ended after it.
         self._asked = ""
