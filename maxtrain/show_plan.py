@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtrain.config import RunConfig
+from maxtrain.config.run_path import run_path, run_url
 from maxtrain.plan_options import PlanOptions, read_options
 
 if __name__ == "__main__":
@@ -39,7 +40,7 @@ from maxtrain.observe.launches import launch_of, read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
-from maxtrain.storage.reading import readable_run_of
+from maxtrain.storage.reading import readable_or_new
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -242,7 +243,8 @@ def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
 
     def job() -> None:
-        run = options.run or readable_run_of(options.config)
+        config = options.config
+        run = options.run or readable_or_new(run_path(config), run_url(config))
         if options.step is None:
             show(options.config, run)
         else:

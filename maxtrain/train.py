@@ -40,7 +40,7 @@ from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.rollback import read_rollbacks
-from maxtrain.config.run_path import run_url
+from maxtrain.config.run_path import run_path, run_url
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
@@ -104,7 +104,7 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
     failpoints.arm()
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
-            with open_store(config) as store:
+            with open_store(run_path(config), run_url(config)) as store:
                 try:
                     with Trackers() as trackers:
                         return launch(config, attempt, stop, trackers, store)

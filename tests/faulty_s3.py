@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import os
 import re
 import threading
 import time
@@ -42,7 +43,8 @@ class Fault:
 
 
 class FaultyS3:
-    """A server; `faults` may change at any time, and `seen` has all requests."""
+    """A server with a bucket, named by the usual variables while the `with` lasts, for child
+    processes too; `faults` may change at any time, and `seen` has all requests."""
 
     def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415
@@ -54,19 +56,32 @@ class FaultyS3:
         self._inner = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.environment = {
+        self._environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
         }
 
-    def make_bucket(self, name: str) -> None:
-        import fsspec  # noqa: PLC0415
+    def __enter__(self) -> "FaultyS3":
+        from s3fs import S3FileSystem  # noqa: PLC0415
 
-        fsspec.filesystem("s3").mkdir(name)
+        self._before = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
+        # Those of another server of this process would be found, by the same arguments.
+        S3FileSystem.clear_instance_cache()
+        # Servers of one process have their buckets in common.
+        S3FileSystem().makedirs("bucket", exist_ok=True)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        from s3fs import S3FileSystem  # noqa: PLC0415
+
+        for name, value in self._before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        S3FileSystem.clear_instance_cache()
         self._server.shutdown()
 
     def _answer(self, environ: dict[str, Any], start: Callable) -> Iterable[bytes]:

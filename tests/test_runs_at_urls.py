@@ -28,13 +28,8 @@ STEPS = 9
 @pytest.fixture(scope="module")
 def s3():
     pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
-    server = FaultyS3()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        server.make_bucket("bucket")
+    with FaultyS3() as server:
         yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +166,8 @@ def test_all_commands_read_a_run_at_a_url(folder, s3, capsys, tmp_path):
         ("before_upload_counts:kill:6", [3]),
         ("after_upload:kill:6", [3, 6]),
         ("during_removal:kill:3", [6, 9]),
-        ("before_step:kill:5", [3]),
+        # Whether step 6 is there by then is a matter of time.
+        ("before_step:kill:8", None),
         ("during_upload:kill:3", []),
     ],
 )
@@ -179,12 +175,13 @@ def test_killed_in_an_upload_it_goes_on_from_an_empty_disk_bit_for_bit(folder, s
     run = f"killed-{place.replace(':', '-')}"
     code, said = in_a_process(folder, run, "first", place)
     assert code == -signal.SIGKILL, said
-    assert steps_at(run) == left
+    there = steps_at(run)
+    assert there == left or (left is None and there in ([3], [3, 6]))
     shutil.rmtree(folder / "first")
     code, said = in_a_process(folder, run, "second")
     assert code == 0, said
-    from_step = f"Goes on from step {left[-1]}" if left else ""
-    assert from_step in said
+    if there:
+        assert f"Goes on from step {there[-1]}" in said
     assert_same(folder, run)
     assert steps_at(run) == [6, 9]
 
@@ -226,6 +223,22 @@ def test_a_store_that_refuses_ends_the_run_and_the_same_command_goes_on(
     assert steps_at("refused") == [3]
     assert train(folder, "refused", disk="four") == 0
     assert_same(folder, "refused")
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_saved_once_and_fetched_from_the_url(folder, s3, capsys):
+    words = ["train.freeze=[embedding]"]
+    assert train(folder, "frozen", *words) == 0
+    assert train(folder, "frozen", *words, "steps=6", disk="six") == 0
+    assert train(folder, "frozen", *words, disk="seven") == 0
+    assert "Goes on from step 6" in capsys.readouterr().out
+    names = names_below(RemotePath(url_of("frozen")) / "checkpoints" / "frozen")
+    assert len([name for name in names if name.endswith("commit.json")]) == 1
+    ours = readable(url_of("frozen"))
+    theirs = folder / "runs" / "frozen"
+    assert numbers(ours) == numbers(theirs)
+    assert saved_digests(ours / "checkpoints") == saved_digests(theirs / "checkpoints")
+    assert checkpoints.main(["verify", url_of("frozen")]) == 0
 
 
 @pytest.mark.slow

@@ -416,9 +416,13 @@ class Checkpoints:
             once = 0
         place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(place).free
+        key = "output_dir"
+        why = f"checkpoint.keep={self._config.keep}"
         kept = self._config.keep
-        # At a URL there is room; here are the newest and the one that is being saved.
+        # Steps are kept at a URL: here are the newest and the one that is being saved.
         if self._home is not None:
+            key = "local_dir"
+            why = "the newest, which stays on this host,"
             kept = 1
         more = max(1, kept + 1 - len(self.steps()))
         what = (
@@ -428,12 +432,11 @@ class Checkpoints:
             what += f", and the frozen parameters once {once / 1e9:,.2f} GB"
         error = None
         if free < size + once:
-            key = "output_dir" if self._home is None else "local_dir"
             error = StorageError(f"{what}. Free space, or set {key} to another disk.")
         raise_together(error)
         if free >= size * more + once:
             return ""
-        rule = f"{what}, and keeping {kept} (checkpoint.keep) needs {more} more at once"
+        rule = f"{what}, and {why} needs {more} more at once"
         return f"{rule}. Free space, or keep fewer."
 
     def put_aside_incomplete(self) -> list[str]:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from data_pipeline.errors import UsageError
 from data_pipeline.remote import Found, RemotePath, is_url
-from maxtrain.config.run_path import run_path, run_url
-from maxtrain.config.schema import RunConfig
 from maxtrain.storage.store import pull
 
 
@@ -31,11 +29,10 @@ def readable(run: str | Path) -> Path:
     return _copied(url, listing)
 
 
-def readable_run_of(config: RunConfig) -> Path:
-    """As `readable`, of the run of a config, which need not have begun."""
-    url = run_url(config)
+def readable_or_new(folder: Path, url: str | None) -> Path:
+    """As `readable`, of a run that need not have begun, at a URL or (None) in its folder."""
     if url is None:
-        return run_path(config)
+        return folder
     return _copied(RemotePath(url), RemotePath(url).tree())
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from data_pipeline.errors import StorageError, TryAgainError
 from data_pipeline.remote import Found, RemotePath
 from maxtrain.checkpoint import at_url
-from maxtrain.config.run_path import run_path, run_url
-from maxtrain.config.schema import RunConfig
 from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.observe.lock import RunLock
 from maxtrain.storage.lease import FOLDER as LEASES
@@ -157,10 +155,8 @@ def pull(url: RemotePath, folder: Path, listing: dict[str, Found]) -> at_url.Pul
 
 
 @contextlib.contextmanager
-def open_store(config: RunConfig) -> Iterator[Store]:
-    """Where the run of a config is kept; errors as of `StoreAtUrl`."""
-    url = run_url(config)
-    folder = run_path(config)
+def open_store(folder: Path, url: str | None) -> Iterator[Store]:
+    """Where a run is kept: at a URL, or (None) in its folder; errors as of `StoreAtUrl`."""
     if url is None:
         yield Store(folder)
         return
