@@ -71,7 +71,7 @@ class FaultyS3:
         # Those of another server of this process would be found, by the same arguments.
         S3FileSystem.clear_instance_cache()
         # Servers of one process have their buckets in common.
-        S3FileSystem().makedirs("bucket", exist_ok=True)
+        S3FileSystem().makedirs("faulty", exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -52,7 +52,7 @@ def folder(tmp_path_factory, tiny_run, s3) -> Path:
 def options(folder, run, *overrides, disk=None):
     words = [f"config={folder / 'tiny.yaml'}", f"run_name={run}"]
     if disk is not None:
-        words += ["output_dir=s3://bucket/runs", f"local_dir={folder / disk}"]
+        words += ["output_dir=s3://faulty/runs", f"local_dir={folder / disk}"]
     return [*words, *overrides]
 
 
@@ -71,7 +71,7 @@ def in_a_process(folder, run, disk, failpoint=""):
 
 
 def url_of(run):
-    return f"s3://bucket/runs/{run}"
+    return f"s3://faulty/runs/{run}"
 
 
 def steps_at(run):
@@ -121,7 +121,7 @@ def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, s3, c
     assert any(name.startswith("tensorboard/") for name in names)
     assert steps_at("plain") == [6, 9]
     # On this host the newest step is whole, and of others there are small files.
-    here = folder / "disk" / "s3" / "bucket" / "runs" / "plain" / "checkpoints"
+    here = folder / "disk" / "s3" / "faulty" / "runs" / "plain" / "checkpoints"
     assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
 
 
@@ -151,8 +151,8 @@ def test_all_commands_read_a_run_at_a_url(folder, s3, capsys, tmp_path):
     assert texts[0] == texts[1]
     assert export.main([url, str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    assert export.main([str(folder / "runs" / "whole"), "s3://bucket/hf"]) == 64
-    assert "OUT=s3:/bucket/hf: is a URL" in capsys.readouterr().err
+    assert export.main([str(folder / "runs" / "whole"), "s3://faulty/hf"]) == 64
+    assert "OUT=s3:/faulty/hf: is a URL" in capsys.readouterr().err
     assert checkpoints.main(["prune", url, "--keep", "1", "--apply"]) == 0
     assert steps_at("read") == [9]
 
@@ -190,7 +190,7 @@ def test_killed_in_an_upload_it_goes_on_from_an_empty_disk_bit_for_bit(folder, s
 def test_damage_at_the_url_is_put_aside_there_and_damage_here_is_fetched_again(folder, s3, capsys):
     assert train(folder, "damaged", "steps=6", disk="one") == 0
     home = RemotePath(url_of("damaged")) / "checkpoints"
-    here = folder / "one" / "s3" / "bucket" / "runs" / "damaged" / "checkpoints" / "00000006"
+    here = folder / "one" / "s3" / "faulty" / "runs" / "damaged" / "checkpoints" / "00000006"
     (name, *_) = here.glob("arrays/params.*kernel/[0-9]*")
     name.write_bytes(flipped(name.read_bytes()))
     capsys.readouterr()
@@ -203,7 +203,7 @@ def test_damage_at_the_url_is_put_aside_there_and_damage_here_is_fetched_again(f
     shutil.rmtree(folder / "one")
     assert train(folder, "damaged", disk="two") == 0
     said = capsys.readouterr()
-    assert "At s3://bucket/runs/damaged/checkpoints/00000007 it is put aside" in said.err
+    assert "At s3://faulty/runs/damaged/checkpoints/00000007 it is put aside" in said.err
     assert "Goes on from step 6" in said.out
     assert_same(folder, "damaged")
     aside = [name for name in names_below(home) if ".damaged-" in name]
@@ -215,7 +215,7 @@ def test_a_store_that_refuses_ends_the_run_and_the_same_command_goes_on(
     folder, s3, capsys, monkeypatch
 ):
     monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
-    place = r"PUT /bucket/runs/refused/checkpoints/00000006/.*"
+    place = r"PUT /faulty/runs/refused/checkpoints/00000006/.*"
     s3.faults.append(Fault(place, status=403, code="AccessDenied"))
     assert train(folder, "refused", disk="three") == 74
     assert "writing is not allowed" in capsys.readouterr().err
@@ -303,7 +303,7 @@ def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3)
     digests = saved_digests(ours / "checkpoints")
     assert digests == saved_digests(shared / "checkpoints")
     # No host has all of a step, and one process reads what two have written.
-    right = folder / "right" / "s3" / "bucket" / "runs" / "pair.process-1" / "checkpoints"
+    right = folder / "right" / "s3" / "faulty" / "runs" / "pair.process-1" / "checkpoints"
     assert (right / "00000009" / "commit.json").exists()
     assert checkpoints.main(["verify", url_of("pair")]) == 0
     assert generate.main([url_of("pair"), "--prompt", "the", "--max-tokens", "4"]) == 0

@@ -19,5 +19,5 @@ def s3() -> Iterator[FaultyS3]:
 @pytest.fixture
 def url(s3: FaultyS3, tmp_path: Path) -> Iterator[RemotePath]:
     """An empty place in the bucket of a server that works, until it is told to fail."""
-    yield RemotePath(f"s3://bucket/{tmp_path.parent.name}-{tmp_path.name}")
+    yield RemotePath(f"s3://faulty/{tmp_path.parent.name}-{tmp_path.name}")
     s3.faults.clear()
