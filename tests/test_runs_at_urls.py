@@ -253,17 +253,25 @@ def test_a_rollback_takes_back_what_is_at_the_url(folder, s3, monkeypatch, capsy
     assert numbers(ours) == numbers(folder / "runs" / "back")
 
 
-def test_what_a_run_at_a_url_cannot_have_is_refused(folder, capsys):
-    for words, message in (
-        (["output_dir=abfs://c/x"], "abfs:// is not known to have them"),
-        (["output_dir=s3://"], "must be a bucket and folders in it"),
-        (["output_dir=s3://b/../c"], "must be a bucket and folders in it"),
-        (["output_dir=s3://b", "checkpoint.copy_to=/tmp"], "copy_to=/tmp is for runs on a disk"),
-        (["local_dir=/tmp/x"], "local_dir=/tmp/x is for runs behind a URL"),
-        (["output_dir=s3://b", "observe.trackers=[mlflow]"], "Set observe.tracking.mlflow_uri"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            load_config(options(folder, "refused", *words))
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_supervisor_restarts_a_run_at_a_url(folder, s3):
+    """The lock of the process that was killed is not waited for."""
+    train_words = [sys.executable, "-m", "maxtrain.train", *options(folder, "kept", disk="nine")]
+    command = [sys.executable, "-m", "maxtrain.cli", "supervise", "--backoff", "0"]
+    environment = os.environ | {failpoints.VARIABLE: "after_upload:kill:6:1"}
+    done = subprocess.run(
+        [*command, "--", *train_words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "ended with SIGKILL" in said, said
+    assert "Goes on from step 6" in said and "sign of life" not in said
+    assert_same(folder, "kept")
 
 
 def on_two_hosts(folder, run, disks, failpoint=""):

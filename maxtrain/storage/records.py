@@ -46,7 +46,8 @@ def require_copy_of(folder: Path, url: RemotePath, allowed: set[str]) -> None:
     """
     if copied_from(folder) == url:
         return
-    if copied_from(folder) is not None or set(os.listdir(folder)) - allowed:
+    others = {name for name in os.listdir(folder) if not _OF_THIS_HOST.fullmatch(name)}
+    if copied_from(folder) is not None or others - allowed:
         raise StorageError(
             f"{folder} is not a copy of {url}, for which it is wanted. "
             "Move it away, or set local_dir to another folder."
@@ -84,7 +85,11 @@ def pull_records(folder: Path, url: RemotePath, listing: Mapping[str, Found]) ->
         if name in here and _OF_THIS_HOST.fullmatch(name) and here[name][0] >= found.size:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.path.download(path)
+        try:
+            found.path.download(path)
+        except FileNotFoundError:
+            # A run that goes on elsewhere has removed it.
+            continue
         index[name] = [found.stamp, *_state_of(path)]
     for name in here:
         if name not in there and not _OF_THIS_HOST.fullmatch(name):

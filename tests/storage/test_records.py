@@ -81,13 +81,17 @@ def test_another_host_gets_what_is_there_and_the_same_host_only_what_changed(
 ):
     pushed.push()
     other = tmp_path / "there"
-    other.mkdir()
+    # The supervisor of this host is there first.
+    write(other, attempts_jsonl="1\n2\n")
     require_copy_of(other, url, set())
-    write(other, stale_txt="of another launch", attempts_jsonl="1\n2\n")
-    pull_records(other, url, url.tree())
+    write(other, stale_txt="of another launch")
+    (url / "gone.txt").write_bytes(b"")
+    listing = url.tree()
+    (url / "gone.txt").remove()
+    pull_records(other, url, listing)
     assert (other / "a" / "b.txt").read_text() == "b" and not (other / "stale.txt").exists()
-    # The supervisor of this host has written it.
-    assert (other / "attempts.jsonl").exists()
+    assert (other / "attempts.jsonl").read_text() == "1\n2\n"
+    assert not (other / "gone.txt").exists()
     (url / "metrics.jsonl").write_bytes(b"other\n")
     os.utime(folder / "run.json", (1, 1))
     s3.seen.clear()
