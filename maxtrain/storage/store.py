@@ -28,7 +28,6 @@ class Store:
 
     Attributes:
         folder: of the run, on this host.
-        name: of the run, for messages: its path or its URL.
         checkpoints: the URL of its checkpoints; None: they are in the folder.
     """
 
@@ -36,7 +35,6 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.name = str(folder)
 
     def hold(self, held: contextlib.ExitStack, tell: Tell) -> None:
         """Locks the run until `held` is closed; on process 0.
@@ -62,7 +60,6 @@ class StoreAtUrl(Store):
 
     def __init__(self, folder: Path, url: RemotePath):
         super().__init__(folder)
-        self.name = url.url
         self.checkpoints = url / CHECKPOINTS
         self._url = url
         self._lock = RunLock(folder)
