@@ -25,6 +25,7 @@ from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.run_path import run_path
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for, find_reference
@@ -364,7 +365,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
         notes = [note for note in (of_kept, of_warmup) if note]
     asked_for = asked
-    run_dir = Path(config.output_dir, config.run_name)
+    run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
@@ -503,7 +504,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     # Norms of layers are a part of the program, which is the same everywhere.
     observe = r"observe\.(?!layer_norms_interval).*"
-    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?")
+    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?|local_dir")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid

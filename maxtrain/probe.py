@@ -61,6 +61,7 @@ from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import largest, memory_limit, parse_bytes, size
 from maxtrain.parallel.topologies import described_devices
 from maxtrain.step_memory import StepMemory
+from maxtrain.storage.reading import require_no_url
 from maxtrain.stored_reference import with_reference
 
 # In which steps are made to measure their speed.
@@ -277,6 +278,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
             "Set data.packing=bins to find them, or use --what learning_rate or max_tokens."
         )
     devices = None
+    require_no_url(config.output_dir, "output_dir")
     mesh = config.mesh
     if asked.topology:
         devices = described_devices(asked.topology)

@@ -42,6 +42,8 @@ FLOORS = {
     # What a run remembers, which its parts and its checkpoints have in common.
     "maxtrain.run_state": 4.5,
     "maxtrain.checkpoint.rollback": 2,
+    # Above what a run keeps, below the jobs that keep it.
+    "maxtrain.storage": 5.5,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [

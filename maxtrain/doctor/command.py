@@ -21,6 +21,7 @@ import jax
 from rich.console import Console
 
 from data_pipeline.errors import LostProcessError, TryAgainError, UsageError, UserError, run_command
+from data_pipeline.remote import is_url
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import load_with_notes
 from maxtrain.config.schema import MeshConfig
@@ -155,8 +156,13 @@ def _reports(config: RunConfig, is_given: bool, seconds: float, doing: Any) -> l
         "versions": host.versions(),
     }
     report["versions"]["runtime"] = jax.devices()[0].client.platform_version.splitlines()[0]
-    doing(f"writing to output_dir={config.output_dir}")
-    report["disk"] = host.disk(Path(config.output_dir))
+    key = "output_dir"
+    if is_url(config.output_dir):
+        # Where its processes work.
+        key = "local_dir"
+    folder = getattr(config, key)
+    doing(f"writing to {key}={folder}")
+    report["disk"] = host.disk(Path(folder).expanduser())
     doing("reading data")
     report["data"] = host.data(_data_paths(config))
     report["devices"] = []
