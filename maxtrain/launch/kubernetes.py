@@ -273,5 +273,5 @@ def _require_volume(output_dir: str, pod: Mapping[str, Any]) -> None:
         if mount["name"] not in ("shm", "config") and Path(output_dir).is_relative_to(folder):
             return
     rule = "is on no volume, so checkpoints would be lost with their pod"
-    mend = "Set --volume CLAIM:/data and output_dir=/data/runs, for example, or output_dir=gs://BUCKET/runs"
+    mend = "Set --volume CLAIM:/data and output_dir=/data/runs, or output_dir=gs://BUCKET/runs"
     raise UsageError(f"output_dir={output_dir} {rule}. {mend}.")
