@@ -116,7 +116,7 @@ def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_linux_x86
 def test_a_search_on_tpus(fitted):
     words = ["--search", "--tries", "2", "--memory", "100MiB"]
