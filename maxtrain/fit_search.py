@@ -13,7 +13,7 @@ from maxtrain.config import RunConfig
 from maxtrain.config.sections.mesh import row_shards, slow_axes_of
 from maxtrain.fitting import Fit, batch_shape, fit_step
 from maxtrain.parallel.memory import bytes_on_device
-from maxtrain.step_memory import StepPrograms, micro_batches
+from maxtrain.step_memory import StepPrograms, least_micro_batches
 
 # Of the axes that split more than rows and parameters. More of them is never fast.
 _MOST_SPLIT = 16
@@ -198,6 +198,6 @@ def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
     """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
     rows_of_step = batch_shape(plain).rows
-    parts = row_shards(plain.mesh) * micro_batches(config)
+    parts = row_shards(plain.mesh) * least_micro_batches(config)
     choices = _powers(rows_of_step // parts)
     return [count for count in choices if rows_of_step % (parts * count) == 0]

@@ -10,6 +10,7 @@ import sys
 
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.models.families.directory import MODELS
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
@@ -45,7 +46,7 @@ from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
-from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.models.pipeline import form_for
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
@@ -75,7 +76,6 @@ from maxtrain.parallel.memory import (
     out_of_memory,
     require_memory,
 )
-from maxtrain.parallel.sharding import batch_shards
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder, require_trained
 from maxtrain.signals import StopRequest, StopRequested
@@ -417,13 +417,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 def describe_stages(config: RunConfig) -> str:
     """How rows of a step go through the stages of the mesh, and how long these wait."""
-    shards = batch_shards() * config.optimizer.accumulation
-    rows = config.data.batch_size
-    if config.data.packing == "balanced":
-        rows = config.data.balance_rows
-    pipeline = config.model.pipeline
-    count = micro_batches_of(rows // shards, pipeline.micro_batches)
-    form = Form(config.mesh.stage, pipeline.rounds, count)
+    rows = rows_of_step(config) // config.optimizer.accumulation
+    form = form_for(rows, config.model.pipeline)
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
     if form.rounds > 1:
         words += f", {form.rounds} rounds"

@@ -229,16 +229,12 @@ def _by_all(
     of_experts = (is_chosen * gates[..., None]).sum(1)
     added = functools.partial(added_by_sets, numbers=sets, recipe=recipe)
 
-    def product(inputs: Array, name: str) -> Array:
-        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot, added)
-        bias = weights.get(f"{name}.bias")
-        if bias is not None:
-            bias = bias.astype(jnp.float32)
-            out = (out.astype(jnp.float32) + bias[:, None]).astype(recipe.result)
-        return out
+    def biased(y: Array, bias: Array) -> Array:
+        return y.astype(jnp.float32) + bias.astype(jnp.float32)[:, None]
 
     inputs = jnp.broadcast_to(x, (E, *x.shape))
-    out = _hidden_and_out(work.moe, inputs, product)
+    products = _Products(expert_dot, quantized_expert_dot, added, biased)
+    out = _hidden_and_out(work, inputs, weights, products)
     return contract("ne,end->nd", of_experts, out.astype(jnp.float32))
 
 
@@ -250,16 +246,12 @@ def _with_capacity(
     recipe = work.recipe
     added = functools.partial(added_by_sets, numbers=sets, recipe=recipe)
 
-    def product(inputs: Array, name: str) -> Array:
-        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot, added)
-        bias = weights.get(f"{name}.bias")
-        if bias is not None:
-            flat = out.reshape(E * R, -1)
-            flat = add_bias(flat, bias, jnp.arange(E).repeat(R)).astype(recipe.result)
-            out = flat.reshape(out.shape)
-        return out
+    def biased(y: Array, bias: Array) -> Array:
+        flat = add_bias(y.reshape(E * R, -1), bias, jnp.arange(E).repeat(R))
+        return flat.reshape(y.shape)
 
-    return _hidden_and_out(work.moe, x, product)
+    products = _Products(expert_dot, quantized_expert_dot, added, biased)
+    return _hidden_and_out(work, x, weights, products)
 
 
 def _by_chosen(
@@ -287,53 +279,62 @@ def _by_chosen(
     def quantized(inputs: Array, stored: Quantized, recipe: Recipe) -> Array:
         return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
 
-    def product(inputs: Array, name: str) -> Array:
-        out = _product(inputs, weights, name, recipe, grouped, quantized, added)
-        bias = weights.get(f"{name}.bias")
-        if bias is not None:
-            out = add_bias(out, bias, expert_of_rows(order, block)).astype(recipe.result)
-        return out
+    def biased(y: Array, bias: Array) -> Array:
+        return add_bias(y, bias, expert_of_rows(order, block))
 
-    out = _hidden_and_out(work.moe, dispatch(x, order), product)
+    products = _Products(grouped, quantized, added, biased)
+    out = _hidden_and_out(work, dispatch(x, order), weights, products)
     return combine(out, gates, order)
 
 
-def _product(
-    x: Array,
-    weights: Weights,
-    name: str,
-    recipe: Recipe,
-    with_matrices: Callable[[Array, Array, Recipe], Array],
-    with_quantized: Callable[[Array, Quantized, Recipe], Array],
-    of_bank: Callable[[Array, Array, Array], Array],
-) -> Array:
-    """x times the weights of a name. Where these are quantised, what the adapter adds is a product
-    of its own.
+class _Products(NamedTuple):
+    """How rows, in the order that their experts want, meet the weights.
 
-    Args:
-        with_matrices, with_quantized: make the product with weights as they are, and as they are
-            stored.
-        of_bank: makes what rows get of their own adapters, from x and all A and B.
+    Attributes:
+        with_matrices, with_quantized: with weights as they are, and as they are stored.
+        of_bank: what rows get of their own adapters, from x and all A and B; float32.
+        biased: what was made, and the biases of experts, added up; float32.
     """
+
+    with_matrices: Callable[[Array, Array, Recipe], Array]
+    with_quantized: Callable[[Array, Quantized, Recipe], Array]
+    of_bank: Callable[[Array, Array, Array], Array]
+    biased: Callable[[Array, Array], Array]
+
+
+def _product(x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products) -> Array:
+    """x times the weights of a name, and its bias."""
+    out = _without_bias(x, weights, name, recipe, products)
+    bias = weights.get(f"{name}.bias")
+    if bias is None:
+        return out
+    return products.biased(out, bias).astype(recipe.result)
+
+
+def _without_bias(
+    x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products
+) -> Array:
+    """Where weights are quantised, what the adapter adds is a product of its own."""
     kernel = weights.get(f"{name}.kernel")
     if kernel is not None:
-        out = with_matrices(x, kernel, recipe)
+        out = products.with_matrices(x, kernel, recipe)
         bank = weights.get(f"{name}.bank_a")
         if bank is None:
             return out
-        added = of_bank(x, bank, weights[f"{name}.bank_b"])
+        added = products.of_bank(x, bank, weights[f"{name}.bank_b"])
         return (out.astype(jnp.float32) + added).astype(recipe.result)
     stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
-    out = with_quantized(x, stored, recipe)
+    out = products.with_quantized(x, stored, recipe)
     exact = Recipe.of(recipe.inputs)
-    low = with_matrices(x, weights[f"{name}.a"], exact)
-    added = with_matrices(low, weights[f"{name}.b"], exact)
+    low = products.with_matrices(x, weights[f"{name}.a"], exact)
+    added = products.with_matrices(low, weights[f"{name}.b"], exact)
     return (out.astype(jnp.float32) + added).astype(recipe.result)
 
 
-def _hidden_and_out(moe: MoeSpec, x: Array, product: Callable[[Array, str], Array]) -> Array:
-    """Hidden units of x, and what comes of them; `product` is that with the weights of a name."""
-    activated = functools.partial(gated, moe.activation)
-    gate = named(product(x, "gate"), GATE_UP)
-    hidden = elementwise(activated, gate, named(product(x, "up"), GATE_UP))
-    return product(hidden, "down")
+def _hidden_and_out(work: Work, x: Array, weights: Weights, products: _Products) -> Array:
+    """Hidden units of x, and what comes of them."""
+    activated = functools.partial(gated, work.moe.activation)
+    gate = named(_product(x, weights, "gate", work.recipe, products), GATE_UP)
+    up = named(_product(x, weights, "up", work.recipe, products), GATE_UP)
+    hidden = elementwise(activated, gate, up)
+    return _product(hidden, weights, "down", work.recipe, products)
