@@ -1,4 +1,4 @@
-"""optimizer.accumulation=auto: the fewest micro-batches whose step fits into the memory of a device.
+"""optimizer.accumulation=auto: the fewest micro-batches whose step fits into a device's memory.
 
 Sums of another number of micro-batches round differently, so the number is chosen once for a run:
 before its first step, where it is written into RUN/run.json, and from there into its checkpoints.
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import jax
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.plan import Shape
 from maxtrain.config import RunConfig, accumulations, with_accumulation
 from maxtrain.job import ACCUMULATION, Job
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import gather
-from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import (
     FITTING_MEND,
     Fewest,
@@ -72,7 +72,7 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
         compiled.clear()
         programs = Programs(_with_count(job, count).make_step(), progress, clock)
         compiled[count] = programs
-        needs = [_needed(job, programs, *shape) for shape in job.largest_shapes(0)]
+        needs = [_needed(job, programs, shape) for shape in job.largest_shapes(0)]
         # A process may have other devices than this one.
         return _most([_most(said["needs"]) for said in gather({"needs": needs})])
 
@@ -107,12 +107,12 @@ def _with_count(job: Job, count: int) -> Job:
     )
 
 
-def _needed(job: Job, programs: Programs, rows: int, length: int) -> int | None:
+def _needed(job: Job, programs: Programs, shape: Shape) -> int | None:
     """Bytes on each device for a step, its state and the batches that wait for it.
 
     None: more than the compiler allows.
     """
-    batch = abstract_batch(job.mesh, rows, length, job.objective.arrays)
+    batch = job.abstract_batch(shape)
     try:
         compiled = programs.compile(job.abstract, batch)
     except jax.errors.JaxRuntimeError as error:

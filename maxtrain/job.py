@@ -282,6 +282,11 @@ class Job(Parts):
         """How batches lie on the mesh, for each shape that they may have."""
         return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
 
+    def abstract_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of this shape as descriptions, also of what the data alone brings along."""
+        arrays = dict.fromkeys(self.data.numbers, "BT") | dict(self.objective.arrays)
+        return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
+
     def largest_shapes(self, start: int) -> list[Shape]:
         """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
 
@@ -310,9 +315,7 @@ class Job(Parts):
             held[role] = bytes_on_device(self.abstract.frozen[role])
         if rollout_settings(self.config) is None:
             # Others are made of rollouts, whose rows are not known yet.
-            rows, length = self.data.shape_at(0)
-            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
-            held["batch"] = bytes_on_device(batch)
+            held["batch"] = bytes_on_device(self.abstract_batch(self.data.shape_at(0)))
         return held
 
     def batches(

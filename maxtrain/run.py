@@ -40,7 +40,6 @@ from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather, raise_together
-from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
@@ -411,8 +410,8 @@ class Run:
 
         ConfigError: in all processes: a step does not fit.
         """
-        for rows, length in self.job.largest_shapes(self.step):
-            batch = abstract_batch(self.job.mesh, rows, length, self.job.objective.arrays)
+        for shape in self.job.largest_shapes(self.step):
+            batch = self.job.abstract_batch(shape)
             self._programs.prepare(self.state, batch, self.config.data.prefetch)
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
