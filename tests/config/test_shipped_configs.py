@@ -47,7 +47,8 @@ STATE_BYTES = {
 
 def test_they_are_shipped():
     others = {"llama3_1b", "llama3_8b", "quickstart", "qwen3_0_6b", "shakespeare_char"}
-    assert {f.stem for f in FILES} == others | set(OF_WEIGHTS)
+    small = {"sft_word_problems", "grpo_word_problems"}
+    assert {f.stem for f in FILES} == others | small | set(OF_WEIGHTS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
