@@ -246,11 +246,11 @@ def scan_against_unrolled(config: ModelConfig) -> Apart:
     return Apart(apart(scanned.logits[real], unrolled.logits[real]), gradients, where)
 
 
-def repeated(config: ModelConfig) -> Decoder:
-    """A model of a config, but that the period of its layers comes twice; with random numbers in all
-    arrays, biases and sinks, too."""
+def repeated(config: ModelConfig, repeats: int = 2) -> Decoder:
+    """A model of a config, but that the period of its layers comes so often; with random numbers in
+    all arrays, biases and sinks, too."""
     stack = FAMILIES[config.family].spec(config).stack
-    num_layers = len(stack.prefix) + 2 * len(stack.period)
+    num_layers = len(stack.prefix) + repeats * len(stack.period)
     config = dataclasses.replace(config, num_layers=num_layers)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     graphdef, abstract = abstract_model(config, FLOAT32, mesh)

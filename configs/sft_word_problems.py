@@ -12,7 +12,7 @@ from maxtrain.config import default_config
 def get_config():
     config = default_config()
     config.run_name = "sft_word_problems"
-    config.steps = 300
+    config.steps = 200
     config.eval_interval = 100
     config.checkpoint_interval = 100
 

@@ -86,7 +86,7 @@ class StepMemory:
         self.config = config
         self.devices = devices
         # A batch that any mesh divides.
-        rows = len(devices) * config.optimizer.accumulation
+        rows = len(devices) * config.optimizer.accumulation * _micro_batches(config)
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
         bare = dataclasses.replace(config, data=data, eval=evaluation)
@@ -102,10 +102,12 @@ class StepMemory:
     def unit(self) -> int:
         """The rows of a batch are a multiple of this.
 
-        It is the number of parts that rows are split into, times accumulation.
+        It is the number of parts that rows are split into, times accumulation, and times the
+        micro-batches that follow each other through stages.
         """
         mesh = self.parts.config.mesh
-        return mesh.data * mesh.fsdp * self.config.optimizer.accumulation
+        accumulation = self.config.optimizer.accumulation
+        return mesh.data * mesh.fsdp * accumulation * _micro_batches(self.config)
 
     def bytes(self, rows: int, length: int) -> int | None:
         """What a step needs, and the batches that wait for it.
@@ -118,6 +120,11 @@ class StepMemory:
         if needed is None:
             return None
         return needed + self.config.data.prefetch * bytes_on_device(batch)
+
+
+def _micro_batches(config: RunConfig) -> int:
+    """Into how many parts stages divide the rows of a device, where that is given."""
+    return config.model.pipeline.micro_batches or 1
 
 
 def measured_speeds(

@@ -41,6 +41,7 @@ from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.models.pipeline import Form, micro_batches_of
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
@@ -379,6 +380,21 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     append_launch(run_folder.path, record | {RUN: run_folder.id})
 
 
+def describe_stages(config: RunConfig) -> str:
+    """How rows of a step go through the stages of the mesh, and how long these wait."""
+    shards = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+    rows = config.data.batch_size
+    if config.data.packing == "balanced":
+        rows = config.data.balance_rows
+    pipeline = config.model.pipeline
+    count = micro_batches_of(rows // shards, pipeline.micro_batches)
+    form = Form(config.mesh.stage, pipeline.rounds, count)
+    words = f"{form.stages} stages, {form.micro_batches} micro-batches"
+    if form.rounds > 1:
+        words += f", {form.rounds} rounds"
+    return f"pipeline: {words}; {form.waiting():.0%} of the time in layers is waiting"
+
+
 def describe(progress: Progress, job: Job) -> None:
     """What is about to train, on which data and devices."""
     progress.message(job.data.describe())
@@ -399,6 +415,8 @@ def describe(progress: Progress, job: Job) -> None:
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
     describe_experts(progress, config, devices[0].platform)
+    if config.mesh.stage > 1:
+        progress.message(describe_stages(config))
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
     frozen = job.frozen_model

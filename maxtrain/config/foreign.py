@@ -13,7 +13,7 @@ _SCALE = "no global scale is applied"
 _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
-_NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
+_STAGES = "micro-batches are in model.pipeline"
 _NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
 _SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
@@ -101,7 +101,7 @@ _MAXTEXT = (
     ("mesh.data", _MESH, "ici_data_parallelism dcn_data_parallelism"),
     ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
-    ("", _NO_STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
+    ("mesh.stage", _STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
     (
         "",
         _NO_EXPERTS,
@@ -342,7 +342,7 @@ _TORCHTITAN = (
         "parallelism.data_parallel_shard_degree data_parallel_shard_degree",
     ),
     ("mesh.tensor", _SAME, "parallelism.tensor_parallel_degree tensor_parallel_degree"),
-    ("", _NO_STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
+    ("mesh.stage", _STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
     (
         "mesh.context",
         _SPLIT_ROWS,
@@ -423,7 +423,7 @@ _PEFT = (
     ("model.lora.dropout", _SAME, "lora_dropout model.lora.lora_dropout"),
 )
 _OURS_SOME_DAY = (
-    ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
+    ("", "mesh.stage splits layers over devices", "mesh.stages mesh.pipeline mesh.pp"),
     ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )

@@ -24,6 +24,7 @@ from maxtrain.config.sections.model import LatentConfig, ModelConfig, RopeConfig
 from maxtrain.config.sections.moe import MoeConfig, RoutingConfig
 from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
+from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.sections.ppo import PpoConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
 from maxtrain.config.sections.reward import RewardConfig
@@ -52,6 +53,7 @@ __all__ = [
     "ObserveConfig",
     "OptimizerConfig",
     "PieceConfig",
+    "PipelineConfig",
     "PpoConfig",
     "PrecisionConfig",
     "RegularizationConfig",

@@ -275,8 +275,16 @@ class Decoder(nnx.Module):
         return {rope: rotation_of(rope, positions, lengths) for rope in ropes}
 
     def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
-        scan = self.config.scan_layers
-        return run_layers(self.layers, x, context, cache, scan=scan, remat=self.config.remat)
+        config = self.config
+        return run_layers(
+            self.layers,
+            x,
+            context,
+            cache,
+            scan=config.scan_layers,
+            remat=config.remat,
+            pipeline=config.pipeline,
+        )
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
         # Split over the vocabulary only: a table that is split over its width as well would be

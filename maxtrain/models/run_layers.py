@@ -19,12 +19,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxtrain.config.schema import PipelineConfig
 from maxtrain.models.cache import Caches, KVCache
 from maxtrain.models.context import Context
 from maxtrain.models.layers import LayerOut
+from maxtrain.models.pipeline import form_for, pipelined
 from maxtrain.models.stack import Stack
 from maxtrain.ops.dot import PRODUCT
 from maxtrain.ops.sums import Sum
+from maxtrain.parallel.sharding import stages
 
 Policy = Callable[..., Any]
 _POLICIES = jax.checkpoint_policies
@@ -90,6 +93,7 @@ def run_layers(
     *,
     scan: bool,
     remat: str,
+    pipeline: PipelineConfig,
 ) -> StackOut:
     """x through all layers, in order.
 
@@ -100,6 +104,8 @@ def run_layers(
         caches: as of `Stack.new_caches`; None: there are none.
         scan: the period as one loop, which compiles fast; else unrolled, which runs fast.
         remat: a name of the tables above. With caches there is no backward pass, and no remat.
+        pipeline: how rows go through the stages of the current mesh, if it has any. With caches
+            they don't: each device computes all layers.
     """
     spec = stack.spec
     if caches is not None:
@@ -114,7 +120,7 @@ def run_layers(
     run = _Run(stack, context, remat, policies, caches, indices)
     for number, name in enumerate(stack.prefix_names()):
         x = run.single(name, number, x)
-    x = run.period(x, len(spec.prefix), scan)
+    x = run.period(x, len(spec.prefix), scan, pipeline)
     for number, name in enumerate(stack.rest_names(), len(spec.prefix) + in_period):
         x = run.single(name, number, x)
     new_caches = None
@@ -148,43 +154,53 @@ class _Run:
 
     def single(self, name: str, number: int, x: Array) -> Array:
         """A layer of the prefix or of the rest."""
-        layer, params = self._function(name)
+        graphdef, params = nnx.split(getattr(self._stack, name))
         index = None
         if self._indices is not None:
             index = self._indices[number]
+        layer = self._function(graphdef, self._context)
         return self._take(name, layer(x, _Inputs(params, self._cache(name), index)))
 
-    def period(self, x: Array, first: int, scan: bool) -> Array:
+    def period(self, x: Array, first: int, scan: bool, pipeline: PipelineConfig) -> Array:
         """The period, as often as it is repeated; `first` is the number of its first layer."""
         spec = self._stack.spec
         names = self._stack.period_names()
-        layers = []
+        graphdefs = []
         inputs = []
         for place, name in enumerate(names):
-            layer, params = self._function(name)
+            graphdef, params = nnx.split(getattr(self._stack, name))
             index = None
             if self._indices is not None:
                 end = first + len(names) * spec.repeats
                 index = self._indices[first + place : end : len(names)]
-            layers.append(layer)
+            graphdefs.append(graphdef)
             inputs.append(_Inputs(params, self._cache(name), index))
 
-        def once(x: Array, parts: list[_Inputs]) -> tuple[Array, list[_Kept]]:
-            kept = []
-            for layer, part in zip(layers, parts, strict=True):
-                out = layer(x, part)
-                x = out.x
-                kept.append(_Kept(out.cache, out.terms, out.stats, out.observed))
-            return x, kept
+        def through(x: Array, context: Context, inputs: list[_Inputs]) -> tuple[Array, list[_Kept]]:
+            """Some repeats, one after the other."""
+            layers = [self._function(graphdef, context) for graphdef in graphdefs]
 
-        if scan:
-            x, stacked = jax.lax.scan(once, x, inputs)
-        else:
+            def once(x: Array, parts: list[_Inputs]) -> tuple[Array, list[_Kept]]:
+                kept = []
+                for layer, part in zip(layers, parts, strict=True):
+                    out = layer(x, part)
+                    x = out.x
+                    kept.append(_Kept(out.cache, out.terms, out.stats, out.observed))
+                return x, kept
+
+            if scan:
+                return jax.lax.scan(once, x, inputs)
             each = []
-            for parts in _unstack(inputs, spec.repeats):
+            for parts in _unstack(inputs):
                 x, kept = once(x, parts)
                 each.append(kept)
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+        if stages() > 1 and self._caches is None:
+            form = form_for(x.shape[0], pipeline)
+            x, stacked = pipelined(through, x, self._context, inputs, form)
+        else:
+            x, stacked = through(x, self._context, inputs)
         for name, out in zip(names, stacked, strict=True):
             if out.cache is not None:
                 self.new_caches[name] = out.cache
@@ -192,10 +208,10 @@ class _Run:
             self._observe(name, out.observed)
         return x
 
-    def _function(self, name: str) -> tuple[Callable[[Array, _Inputs], LayerOut], Any]:
-        """A layer as a function, and its parameters."""
-        graphdef, params = nnx.split(getattr(self._stack, name))
-        context = self._context
+    def _function(
+        self, graphdef: nnx.GraphDef, context: Context
+    ) -> Callable[[Array, _Inputs], LayerOut]:
+        """A layer as a function."""
         num_layers = self._stack.spec.num_layers
 
         def layer(x: Array, inputs: _Inputs) -> LayerOut:
@@ -208,8 +224,8 @@ class _Run:
             return out._replace(observed=jax.lax.stop_gradient(out.observed))
 
         if self._remat == "none":
-            return layer, params
-        return jax.checkpoint(layer, policy=self._policies[self._remat]), params
+            return layer
+        return jax.checkpoint(layer, policy=self._policies[self._remat])
 
     def _cache(self, name: str) -> KVCache | None:
         if self._caches is None:
@@ -247,10 +263,11 @@ def _total(sums: Sums) -> Sums:
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def _unstack(tree: Any, parts: int) -> list[Any]:
+def _unstack(tree: Any) -> list[Any]:
     """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation:
     indexing layer by layer would add so many arrays of the full size."""
     leaves, structure = jax.tree.flatten(tree)
+    parts = len(leaves[0])
     columns = []
     for leaf in leaves:
         columns.append([part[0] for part in jax.lax.split(leaf, (1,) * parts)])

@@ -9,6 +9,9 @@ Source: GRPO: Shao et al., https://arxiv.org/abs/2402.03300; Dr. GRPO: Liu et al
     losses name theirs in ops/policy_loss.py.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
@@ -167,20 +170,33 @@ def grpo(
         }
         return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
 
+    objective = Objective(factors, denominators, forward, recorded=tuple(recorded))
+    return of_completions(objective, has_reference=bool(config.beta))
+
+
+def of_completions(
+    objective: Objective, has_reference: bool, more: Mapping[str, str] = MappingProxyType({})
+) -> Objective:
+    """The objective with the arrays of a batch of completions, and with the models it is about.
+
+    Args:
+        objective: that learns from completions.
+        has_reference: the policy is compared with a reference.
+        more: arrays that it needs beside those of every such batch.
+    """
     arrays = {
         OLD: "BT",
         SAMPLED: "BT",
         ADVANTAGES: "BT",
         IS_FIRST: "B",
         NUM_COMPLETIONS: "B",
+        **more,
     }
     models: tuple[str, ...] = (POLICY,)
-    if config.beta:
+    if has_reference:
         arrays[REFERENCE_LOG_PROBS] = "BT"
         models = (POLICY, REFERENCE)
-    return Objective(
-        factors, denominators, forward, models=models, recorded=tuple(recorded), arrays=arrays
-    )
+    return objective._replace(models=models, arrays=arrays)
 
 
 def pass_through(

@@ -15,18 +15,17 @@ from maxtrain.config.schema import PpoConfig, RegularizationConfig
 from maxtrain.objectives.grpo import (
     ADVANTAGES,
     IS_FIRST,
-    NUM_COMPLETIONS,
     OLD,
     REFERENCE_LOG_PROBS,
     SAMPLED,
     VALUES,
+    of_completions,
     pass_through,
 )
 from maxtrain.objectives.next_token import NO_NOISE, next_token, num_targets
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
-    REFERENCE,
     Batch,
     Models,
     Objective,
@@ -133,19 +132,6 @@ def ppo(
         loss += scales["value"] * sums["value_loss"].total
         return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
 
-    arrays = {
-        OLD: "BT",
-        SAMPLED: "BT",
-        ADVANTAGES: "BT",
-        VALUES: "BT",
-        RETURNS: "BT",
-        IS_FIRST: "B",
-        NUM_COMPLETIONS: "B",
-    }
-    models: tuple[str, ...] = (POLICY,)
-    if config.kl_coef:
-        arrays[REFERENCE_LOG_PROBS] = "BT"
-        models = (POLICY, REFERENCE)
-    return Objective(
-        factors, denominators, forward, models=models, recorded=tuple(recorded), arrays=arrays
-    )
+    objective = Objective(factors, denominators, forward, recorded=tuple(recorded))
+    more = {VALUES: "BT", RETURNS: "BT"}
+    return of_completions(objective, has_reference=bool(config.kl_coef), more=more)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
@@ -116,12 +116,12 @@ def plain_divergence(
     log_s = jax.nn.log_softmax(of_student / form.temperature)
     log_t = jax.nn.log_softmax(of_teacher / form.temperature)
     if form.kind == "forward":
-        each = _kl(log_t, log_s)
+        each = kl(log_t, log_s)
     elif form.kind == "reverse":
-        each = _kl(log_s, log_t)
+        each = kl(log_s, log_t)
     else:
         log_m = mixture(log_s, log_t, form.beta)
-        each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * _kl(log_s, log_m)
+        each = form.beta * kl(log_t, log_m) + (1 - form.beta) * kl(log_s, log_m)
     same = of_student.argmax(-1) == of_teacher.argmax(-1)
     loss = form.temperature**2 * (each * weights).sum()
     rows = (each * mask).sum(-1)
@@ -132,7 +132,7 @@ def plain_divergence(
     )
 
 
-def _kl(log_p: Float[Array, "B T V"], log_q: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+def kl(log_p: Float[Array, "B T V"], log_q: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """KL(p || q) of each token, nats."""
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
@@ -185,6 +185,55 @@ def model_logits(hidden: Array, head: Array, numbers: Numbers) -> Logits:
     return Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 
 
+def scaled_slopes(
+    slopes: Float[Array, "B T V"],
+    weights: Float[Array, "B T"],
+    logits: Logits,
+    numbers: Numbers,
+    temperature: float,
+) -> Float[Array, "B T V"]:
+    """The gradient of the loss by a model's logits, in the type of products.
+
+    Args:
+        slopes: of each token's divergence by its logits, as if they were not divided.
+        weights: of the loss.
+        logits: of the model.
+        numbers: their formats.
+        temperature: that divides them.
+    """
+    # temperature^2, divided by the temperature that divides the logits.
+    dlogits = temperature * weights[..., None] * slopes
+    if numbers.softcap is not None:
+        dlogits *= soft_capped_slope(logits.exact, numbers.softcap)
+    return dlogits.astype(numbers.compute)
+
+
+def summed(
+    each: Float[Array, "B T"],
+    same: Bool[Array, "B T"],
+    log_s: Float[Array, "B T V"],
+    weights: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    temperature: float,
+) -> TokenDivergence:
+    """What is known of some tokens, summed.
+
+    Args:
+        each: divergence.
+        same: whether both models have the same most likely token.
+        log_s: the student's distribution.
+        weights: of the loss.
+        mask: weights of what is recorded.
+        temperature: whose square the loss has.
+    """
+    return TokenDivergence(
+        temperature**2 * (each * weights).sum(),
+        (each * mask).sum(-1),
+        (same.astype(jnp.float32) * mask).sum(-1),
+        (entropies(log_s) * mask).sum(-1),
+    )
+
+
 def _forward(
     student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
 ) -> tuple[TokenDivergence, tuple[Array, Array]]:
@@ -204,33 +253,23 @@ def _forward(
         log_t = jax.nn.log_softmax(of_teacher / temperature)
         probability = jnp.exp(log_s)
         if form.kind == "forward":
-            each = _kl(log_t, log_s)
+            each = kl(log_t, log_s)
             dlogits = probability - jnp.exp(log_t)
         elif form.kind == "reverse":
-            each = _kl(log_s, log_t)
+            each = kl(log_s, log_t)
             dlogits = probability * (log_s - log_t - each[..., None])
         else:
             log_m = mixture(log_s, log_t, form.beta)
-            from_mixture = _kl(log_s, log_m)
-            each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * from_mixture
+            from_mixture = kl(log_s, log_m)
+            each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture
             # The student's share of the mixture gives nothing: its terms add up to 0.
             dlogits = probability * (log_s - log_m - from_mixture[..., None])
             dlogits = (1 - form.beta) * dlogits
-        # temperature^2, divided by the temperature that divides the logits.
-        dlogits = temperature * weight[..., None] * dlogits
-        softcap = form.student.softcap
-        if softcap is not None:
-            dlogits *= soft_capped_slope(logits.exact, softcap)
-        dlogits = dlogits.astype(form.student.compute)
+        dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)
         dx = contract("btv,dv->btd", dlogits, low)
         dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
         same = of_student.argmax(-1) == of_teacher.argmax(-1)
-        here = TokenDivergence(
-            temperature**2 * (each * weight).sum(),
-            (each * of_record).sum(-1),
-            (same.astype(jnp.float32) * of_record).sum(-1),
-            (entropies(log_s) * of_record).sum(-1),
-        )
+        here = summed(each, same, log_s, weight, of_record, temperature)
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
     start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
@@ -240,11 +279,15 @@ def _forward(
     return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
 
 
-def _backward(form: Form, saved: tuple[Array, Array], g: TokenDivergence) -> tuple[Any, ...]:
+def times_loss(
+    form: Any, saved: tuple[Array, Array], g: TokenDivergence
+) -> tuple[Predictor, None, None, None]:
+    """The backward pass: gradients that the forward pass has computed, times that of the loss."""
+    del form
     dx, dhead = saved
     dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
     dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)
     return Predictor(dx, dhead), None, None, None
 
 
-_chunked.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, times_loss)

@@ -14,23 +14,26 @@ once its gradients, and are gone.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
-from maxtrain.ops.cross_entropy import soft_capped_slope
 from maxtrain.ops.divergence import (
     KINDS,
     Numbers,
     Predictor,
     TokenDivergence,
     entropies,
+    kl,
     mixture,
     model_logits,
     no_divergence,
+    scaled_slopes,
+    summed,
+    times_loss,
 )
 from maxtrain.ops.einsum import contract
 
@@ -156,19 +159,15 @@ def _of_outcomes(outcomes: _Outcomes, form: TopForm) -> _Divergence:
     """The divergence of each token, of the form's kind."""
     log_s, log_t = outcomes
     if form.kind == "forward":
-        each = _kl(log_t, log_s)
+        each = kl(log_t, log_s)
         return _Divergence(each, 1.0 - jnp.exp(log_t - log_s))
     if form.kind == "reverse":
-        each = _kl(log_s, log_t)
+        each = kl(log_s, log_t)
         return _Divergence(each, log_s - log_t - each[..., None])
     log_m = mixture(log_s, log_t, form.beta)
-    from_mixture = _kl(log_s, log_m)
-    each = form.beta * _kl(log_t, log_m) + (1 - form.beta) * from_mixture
+    from_mixture = kl(log_s, log_m)
+    each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture
     return _Divergence(each, (1 - form.beta) * (log_s - log_m - from_mixture[..., None]))
-
-
-def _kl(log_p: Float[Array, "B T O"], log_q: Float[Array, "B T O"]) -> Float[Array, "B T"]:
-    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -205,21 +204,11 @@ def _forward(
         # Where K = V, no token is left for the last one.
         slopes = _spread(ids, slope[..., : ids.shape[-1]], slope[..., -1], size)
         dlogits = jnp.exp(log_s) * slopes
-        # temperature^2, divided by the temperature that divides the logits.
-        dlogits = temperature * weight[..., None] * dlogits
-        softcap = form.student.softcap
-        if softcap is not None:
-            dlogits *= soft_capped_slope(logits.exact, softcap)
-        dlogits = dlogits.astype(form.student.compute)
+        dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)
         dx = contract("btv,dv->btd", dlogits, low)
         dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
         same = logits.rounded.argmax(-1) == ids[..., 0]
-        here = TokenDivergence(
-            temperature**2 * (each * weight).sum(),
-            (each * of_record).sum(-1),
-            (same.astype(jnp.float32) * of_record).sum(-1),
-            (entropies(log_s) * of_record).sum(-1),
-        )
+        here = summed(each, same, log_s, weight, of_record, temperature)
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
     start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
@@ -229,11 +218,4 @@ def _forward(
     return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
 
 
-def _backward(form: TopForm, saved: tuple[Array, Array], g: TokenDivergence) -> tuple[Any, ...]:
-    dx, dhead = saved
-    dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
-    dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)
-    return Predictor(dx, dhead), None, None, None
-
-
-_chunked.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, times_loss)

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, Mesh
 from maxtrain.config.schema import MeshConfig
 from maxtrain.config.sections.mesh import axes_of
 
-# Outer to inner. Only four of them can be asked for today; the others have size 1, so that rules
-# and checkpoints need no change when they come.
+# Outer to inner. Nobody can ask for `expert` today: it has size 1.
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 

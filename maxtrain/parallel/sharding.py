@@ -16,6 +16,7 @@ from data_pipeline.errors import ConfigError
 
 Axes = tuple[str | None, ...]
 LENGTH = "activation_length"
+STAGE = "stage"
 
 RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
@@ -23,11 +24,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
-    "vocab": ("tensor",),
+    # Stages have parts of what is before and behind the layers.
+    "vocab": ("stage", "tensor"),
     "score": (),
     "norm": (),
     "positions": (),
-    "layers": (),
+    "layers": ("stage",),
     "exp": (),
     "router": (),
     "rank": (),
@@ -145,6 +147,11 @@ def length_shards() -> int:
     """Number of parts that the tokens of a row are split into on the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape.get(m, 1) for m in RULES[LENGTH])
+
+
+def stages() -> int:
+    """Number of parts that the layers are split into on the current mesh."""
+    return jax.sharding.get_abstract_mesh().shape.get(STAGE, 1)
 
 
 def batch_shards() -> int:

@@ -232,8 +232,7 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
 
 def _numbers(rollout: Rollout, scores: Scores) -> dict[str, float]:
     """What is recorded of the completions of what the plan reads, but for times."""
-    numbers = reward_numbers(scores) | length_numbers(rollout)
-    return numbers
+    return reward_numbers(scores) | length_numbers(rollout)
 
 
 def length_numbers(rollout: Rollout) -> dict[str, float]:

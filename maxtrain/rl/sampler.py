@@ -40,6 +40,7 @@ from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, VALUES, sc
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.speed import ROLLOUT
+from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.rl.batches import COMPLETION, NUMBER, RolloutBatches
 from maxtrain.rl.completions import Completion, Manner, Wanted, complete
@@ -50,7 +51,6 @@ from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling, row_keys, token_keys
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState, policy_variables
-from maxtrain.training.step import micro_batches, whole_batch
 
 
 class Sampler:

@@ -31,10 +31,11 @@ from maxtrain.objectives.objective import (
     means_of_rows,
 )
 from maxtrain.ops.finite import finite_leaves
+from maxtrain.ops.micro_batches import micro_batches
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
-from maxtrain.parallel.sharding import constrain
+from maxtrain.parallel.sharding import stages
 from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.optimizer import apply_updates
@@ -90,7 +91,10 @@ def gradients(
     if objective.first_pass is not None:
         sums = _sums_of_batch(models(params), batch, objective.first_pass, accumulation)
         batch = batch | means_of_rows(sums, batch["inputs"].shape[0])
-    if accumulation == 1:
+    whole = models(params)
+    needs_loads = compares_whole_batches(whole[POLICY])
+    # Stages see a batch in parts of their own.
+    if accumulation == 1 and not (needs_loads and stages() > 1):
         return one(batch, models)
 
     def add(total: Array, part: Array) -> Array:
@@ -105,8 +109,7 @@ def gradients(
         jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params),
     )
     of_parts = models
-    whole = models(params)
-    if compares_whole_batches(whole[POLICY]):
+    if needs_loads:
         nothing = loads_of(start[0].observed)
         loads = _whole_loads(whole, micros, objective, scales, nothing)
         of_parts = _that_know(models, loads)
@@ -118,26 +121,6 @@ def gradients(
 
     result, grads = jax.lax.scan(step, start, micros)[0]
     return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
-
-def micro_batches(batch: Batch, accumulation: int) -> Batch:
-    """The micro-batches of a batch, [accumulation, B // accumulation, ...]; `whole_batch` puts them
-    together again."""
-
-    def split(x: Array) -> Array:
-        x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
-
-    return jax.tree.map(split, batch)
-
-
-def whole_batch(micros: PyTree) -> PyTree:
-    """What `micro_batches` has split."""
-
-    def join(x: Array) -> Array:
-        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-    return jax.tree.map(join, micros)
 
 
 def _sums_of_batch(

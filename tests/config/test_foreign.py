@@ -85,10 +85,10 @@ def test_names_that_are_ours_too_need_no_entry():
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("mesh.stage", "pipelines are not there yet"),
+        ("mesh.pp", "mesh.stage splits layers over devices"),
         ("mesh.expert", "experts are not split over devices yet"),
         ("mesh.cp", "mesh.context splits rows over devices"),
-        ("ici_pipeline_parallelism", "pipelines are not there yet"),
+        ("ici_pipeline_parallelism", "mesh.stage"),
         ("dcn_expert_parallelism", "experts are not split over devices yet"),
     ],
 )

@@ -32,8 +32,9 @@ pytestmark = [
 B, T = 8, 512
 
 
-def case(shape: tuple[int, int, int], attention: str, *marks: pytest.MarkDecorator):
-    return pytest.param(shape, attention, marks=marks, id=f"{shape}-{attention}")
+def case(axes: dict[str, int], attention: str, *marks: pytest.MarkDecorator):
+    mesh = "-".join(f"{axis}{size}" for axis, size in axes.items())
+    return pytest.param(axes, attention, marks=marks, id=f"{mesh}-{attention}")
 
 
 @pytest.fixture
@@ -46,17 +47,19 @@ def no_cache():
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(
-    ("shape", "attention"),
+    ("axes", "attention"),
     [
-        case((1, 2, 2), "xla"),
-        case((1, 4, 1), "flash"),
-        case((2, 1, 2), "xla", pytest.mark.slow),
-        case((1, 4, 1), "xla", pytest.mark.slow),
-        case((2, 1, 2), "flash", pytest.mark.slow),
-        case((1, 2, 2), "flash", pytest.mark.slow),
+        case({"fsdp": 2, "tensor": 2}, "xla"),
+        case({"fsdp": 4}, "flash"),
+        case({"data": 2, "tensor": 2}, "xla", pytest.mark.slow),
+        case({"fsdp": 4}, "xla", pytest.mark.slow),
+        case({"data": 2, "tensor": 2}, "flash", pytest.mark.slow),
+        case({"fsdp": 2, "tensor": 2}, "flash", pytest.mark.slow),
+        case({"fsdp": 2, "stage": 2}, "xla"),
+        case({"fsdp": 2, "stage": 2}, "flash", pytest.mark.slow),
     ],
 )
-def test_loss_and_gradients_compile_for_v5p(shape, attention):
+def test_loss_and_gradients_compile_for_v5p(axes, attention):
     """On four chips of a v5p; parameters are split as the names of their dims say, and so are their
     gradients."""
     config = ModelConfig(
@@ -70,9 +73,9 @@ def test_loss_and_gradients_compile_for_v5p(shape, attention):
         remat="full",
         attention=attention,
     )
-    data, fsdp, tensor = shape
     devices = described_devices("v5p:2x2x1")
-    mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
+    mesh_config = MeshConfig(**{"fsdp": 1} | axes)
+    mesh = make_mesh(mesh_config, devices)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0)))
 
     def placed(variable):
@@ -101,7 +104,11 @@ def test_loss_and_gradients_compile_for_v5p(shape, attention):
     text = compiled.as_text()
     assert "tpu" in devices[0].platform and "all-reduce" in text
     assert ("tpu_custom_call" in text) == (attention == "flash")
-    assert ("all-gather" in text) == (fsdp > 1)
+    assert ("all-gather" in text) == (mesh_config.fsdp > 1)
+    if mesh_config.stage > 1:
+        # Stages give each other micro-batches, here of one row for each device.
+        given = re.findall(r"= \((\w+\[[\d,]+\]).* collective-permute-start\(", text)
+        assert given and set(given) <= {f"f32[1,1,{T},256]", f"bf16[1,1,{T},256]"}, given
     # One device's share of the parameters comes in, and as much goes out as gradients, in the same
     # places.
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)) * 4

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
+from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.mesh import axes_of
 from maxtrain.config.words import divisors, multiples, nearest
@@ -21,6 +22,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     yield from _held_out_problems(config)
     yield from _tensor_problems(config)
     yield from context_problems(config)
+    yield from pipeline_problems(config, _rows_of_steps(config))
 
 
 def _batch_sizes(config: RunConfig) -> dict[str, int]:
@@ -30,6 +32,13 @@ def _batch_sizes(config: RunConfig) -> dict[str, int]:
         if stage.batch_size:
             sizes[f"data.stages[{index}].batch_size"] = stage.batch_size
     return sizes
+
+
+def _rows_of_steps(config: RunConfig) -> dict[str, int]:
+    """Every number of rows of a step, by its key."""
+    if config.data.packing == "balanced":
+        return {"data.balance_rows": config.data.balance_rows}
+    return _batch_sizes(config)
 
 
 def balance_problems(config: RunConfig) -> Iterator[str]:
@@ -55,10 +64,7 @@ def balance_problems(config: RunConfig) -> Iterator[str]:
 
 def _batch_problems(config: RunConfig) -> Iterator[str]:
     accumulation = config.optimizer.accumulation
-    sizes = _batch_sizes(config)
-    if config.data.packing == "balanced":
-        sizes = {"data.balance_rows": config.data.balance_rows}
-    for key, rows in sizes.items():
+    for key, rows in _rows_of_steps(config).items():
         unit = _shards(config)
         by = _by_mesh(config)
         if rows % accumulation:
@@ -142,9 +148,10 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
             divided by them.
     """
     axes = axes_of(config.mesh)
-    if axes["mesh.context"] == 1:
-        # Few split rows: where nobody does, messages are about the others.
-        del axes["mesh.context"]
+    for key in ("mesh.stage", "mesh.context"):
+        if axes[key] == 1:
+            # Few have these: where nobody does, messages are about the others.
+            del axes[key]
     sizes = {key: size for key, size in axes.items() if size > 0}
     free = [key for key in axes if key not in sizes]
     product = math.prod(sizes.values())

@@ -18,6 +18,7 @@ class MeshConfig:
         "shards of the parameters, which are gathered layer by layer; each shard has its own rows",
         high=1 << 20,
     )
+    stage: int = key(1, "parts of the layers, through which rows go in turn", high=1 << 20)
     tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
     context: int = key(
         1,
@@ -57,6 +58,7 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
     """The sizes of the axes by their keys, outer to inner."""
     return {
         "mesh.data": mesh.data,
+        "mesh.stage": mesh.stage,
         "mesh.fsdp": mesh.fsdp,
         "mesh.context": mesh.context,
         "mesh.tensor": mesh.tensor,

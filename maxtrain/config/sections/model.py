@@ -7,6 +7,7 @@ from typing import Literal
 from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, RoutingConfig
+from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
 _LOCAL = UsedBy({"model.family": ("mistral", "mixtral", "gemma2", "gemma3", "gpt_oss")})
@@ -257,6 +258,7 @@ class ModelConfig:
     remat: Literal["none", "full", "dots", "dots_no_batch"] = key(
         "none", "what the backward pass recomputes; see models/decoder.py"
     )
+    pipeline: PipelineConfig = key(PipelineConfig(), "rows on their way through mesh.stage")
     loss_chunk: int = key(
         2048, "tokens per device whose logits are in memory at one time; 0: all at once", low=0
     )

@@ -19,7 +19,16 @@ from maxtrain.models.families.quantization import Quantization, read_quantizatio
 
 AGAIN = "Get the file again from where the model is"
 # Keys of a ModelConfig that say how it is computed, not what.
-OF_THE_RUN = {"attention", "lora", "routing", "scan_layers", "remat", "loss_chunk", "value"}
+OF_THE_RUN = {
+    "attention",
+    "lora",
+    "routing",
+    "scan_layers",
+    "remat",
+    "pipeline",
+    "loss_chunk",
+    "value",
+}
 # Keys of a ModelConfig that a run may choose; the weights decide all others.
 FREE = {"max_length", *OF_THE_RUN}
 

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.ring import AXIS
-from maxtrain.parallel.sharding import partition_spec
+from maxtrain.ops.attention.share import shares
 
 
 def all_to_all_attention(
@@ -37,14 +37,11 @@ def all_to_all_attention(
     Args:
         kernel: that attends on one device, with `options`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    rows = ("activation_batch", "activation_length")
-    of_queries = partition_spec((*rows, "heads", "head_dim"), mesh.shape)
-    of_keys = partition_spec((*rows, "kv_heads", "head_dim"), mesh.shape)
-    specs = [of_queries, of_keys, of_keys, partition_spec(rows, mesh.shape)]
+    of = shares()
+    specs = [of.queries, of.keys, of.keys, of.tokens]
     arrays = [q, k, v, mask.q_segments]
     if sinks is not None:
-        specs.append(partition_spec(("heads",), mesh.shape))
+        specs.append(of.heads)
         arrays.append(sinks)
     window = mask.window
 
@@ -63,7 +60,7 @@ def all_to_all_attention(
         return jax.lax.all_to_all(out, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
     split = jax.shard_map(
-        on_one_device, in_specs=tuple(specs), out_specs=of_queries, check_vma=False
+        on_one_device, in_specs=tuple(specs), out_specs=of.queries, check_vma=False
     )
     return split(*arrays)
 

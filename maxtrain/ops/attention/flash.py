@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.parallel.sharding import partition_spec
+from maxtrain.ops.attention.share import shares
 
 # Rows are multiples of the lanes of the vector unit.
 LANES = 128
@@ -47,14 +47,11 @@ def flash_attention(
     if mesh.empty or mesh.size == 1:
         return share(q, k, v, mask.q_segments)
     # XLA can't split a kernel that it did not write: each device is given its rows and heads.
-    rows = ("activation_batch", "activation_length")
-    q_spec = partition_spec((*rows, "heads", "head_dim"), mesh.shape)
-    kv_spec = partition_spec((*rows, "kv_heads", "head_dim"), mesh.shape)
-    segments_spec = partition_spec(rows, mesh.shape)
+    of = shares()
     split = jax.shard_map(
         share,
-        in_specs=(q_spec, kv_spec, kv_spec, segments_spec),
-        out_specs=q_spec,
+        in_specs=(of.queries, of.keys, of.keys, of.tokens),
+        out_specs=of.queries,
         check_vma=False,
     )
     return split(q, k, v, mask.q_segments)

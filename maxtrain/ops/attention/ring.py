@@ -22,9 +22,9 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.eager import MASKED
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.share import shares
 from maxtrain.ops.attention.xla import xla_attention
 from maxtrain.ops.einsum import contract
-from maxtrain.parallel.sharding import partition_spec
 
 AXIS = "context"
 # Of a block, in tokens, at most: its scores are B x N x 512 x 512 float32.
@@ -79,18 +79,13 @@ def ring_attention(
     and need no ring."""
     if mask.exchange != "keys":
         return xla_attention(q, k, v, mask, dtype=dtype, scale=scale, softcap=softcap, sinks=sinks)
-    mesh = jax.sharding.get_abstract_mesh()
     form = _Form(dtype, scale, softcap, mask.window)
-    rows = ("activation_batch", "activation_length")
-    of_queries = partition_spec((*rows, "heads", "head_dim"), mesh.shape)
-    of_keys = partition_spec((*rows, "kv_heads", "head_dim"), mesh.shape)
-    of_tokens = partition_spec(rows, mesh.shape)
-    of_columns = partition_spec(("activation_length",), mesh.shape)
-    specs = [of_queries, of_keys, of_keys, of_columns, of_tokens]
+    of = shares()
+    specs = [of.queries, of.keys, of.keys, of.columns, of.tokens]
     arrays = [x.astype(jnp.float32) for x in (q, k, v)]
     arrays += [mask.q_columns, mask.q_segments]
     if sinks is not None:
-        specs.append(partition_spec(("heads",), mesh.shape))
+        specs.append(of.heads)
         arrays.append(sinks.astype(jnp.float32))
 
     def on_one_device(
@@ -99,7 +94,7 @@ def ring_attention(
         return _attend(q, k, v, sinks, columns, segments, form)
 
     split = jax.shard_map(
-        on_one_device, in_specs=tuple(specs), out_specs=of_queries, check_vma=False
+        on_one_device, in_specs=tuple(specs), out_specs=of.queries, check_vma=False
     )
     return split(*arrays)
 

@@ -1,0 +1,225 @@
+"""Layers in stages: each part of the mesh axis `stage` has some of them, and rows go through all
+parts in micro-batches, of which several are on their way at a time.
+
+The layers are cut into blocks, which stages have in turn: with R rounds, stage s of S has the
+blocks s, s + S, ..., s + (R - 1) S, and a micro-batch goes around R times. Stage s works on the
+n-th piece of work that stage 0 began, s iterations later, so that M micro-batches take R M + S - 1
+iterations, of which a stage waits in S - 1. What it computes then is of other micro-batches once
+more, and is used nowhere.
+
+After each iteration, each stage gives its result to the next one: B T D / M numbers of the type of
+activations for each device, forward, and as many backward. At the end all stages get what the last
+one has found. With more than one round, parameters of a block lie elsewhere than they are stored,
+and are sent there in each pass.
+
+Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965; rounds: Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 2.2.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Shaped
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import PipelineConfig
+from maxtrain.config.words import divisors, nearest
+from maxtrain.models.context import Context, Noise, Rotation
+from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.micro_batches import micro_batches, whole_batch
+from maxtrain.parallel.sharding import LENGTH, STAGE, batch_shards, constrain, stages
+
+# x [B, T, D] through some layers, whose inputs are stacked, [L, ...]; with what is kept of each.
+Block = Callable[[Array, Context, Any], tuple[Array, Any]]
+
+
+class Form(NamedTuple):
+    """How rows go through the stages.
+
+    Attributes:
+        stages: S.
+        rounds: R.
+        micro_batches: M.
+    """
+
+    stages: int
+    rounds: int
+    micro_batches: int
+
+    def iterations(self) -> int:
+        return self.rounds * self.micro_batches + self.stages - 1
+
+    def waiting(self) -> float:
+        """The share of iterations in which a stage does nothing that is used."""
+        return (self.stages - 1) / self.iterations()
+
+
+def micro_batches_of(rows: int, asked: int | None) -> int:
+    """M, for so many rows of each device.
+
+    Args:
+        rows: of each device.
+        asked: None: one row of each device in a micro-batch. A number that does not divide the
+            rows, such as those of an evaluation, is lowered to one that does.
+    """
+    if asked is None:
+        return rows
+    return max(count for count in range(1, rows + 1) if rows % count == 0 and count <= asked)
+
+
+def pipelined(
+    block: Block, x: Float[Array, "B T D"], context: Context, inputs: Any, form: Form
+) -> tuple[Float[Array, "B T D"], Any]:
+    """x through all blocks, and what is kept of each layer, [N, ...], added up over micro-batches.
+
+    Args:
+        block: runs the layers of one block.
+        x: what the first layer gets.
+        context: of all rows.
+        inputs: of the N layers, or periods of layers, [N, ...]; S R divides N.
+    """
+    S, R, M = form
+    rows = micro_batches(_of_rows(context), M)
+    weights = jax.tree.map(lambda leaf: _in_blocks(leaf, form), inputs)
+    # What is on its way into stage 0, by micro-batch; the other stages' are not used.
+    waiting = micro_batches(x, M)
+    waiting = _on_stages(jnp.broadcast_to(waiting, (S, *waiting.shape)))
+    places = jnp.arange(S)
+
+    def at_stage(x: Array, item: Array, weights: Any) -> tuple[Array, Any]:
+        """A block, for the n-th piece of work."""
+        micro = item % M
+        number = jnp.clip(item // M, 0, R - 1)
+        of_rows = jax.tree.map(lambda leaf: leaf[micro], rows)
+        own = _split_as_stored(jax.tree.map(lambda leaf: leaf[number], weights))
+        return block(x, _with_rows(context, of_rows), own)
+
+    def iterate(
+        carry: tuple[Array, Array], number: Int[Array, ""]
+    ) -> tuple[tuple[Array, Array], Any]:
+        given, waiting = carry
+        is_first = (places == 0).reshape(S, 1, 1, 1)
+        own = jax.lax.dynamic_index_in_dim(waiting, number % M, axis=1, keepdims=False)
+        x = _on_stages(jnp.where(is_first, own, given))
+        out, kept = jax.vmap(at_stage, spmd_axis_name=STAGE)(x, number - places, weights)
+        # The last stage gives to the first one.
+        given = _on_stages(jnp.roll(out, 1, axis=0))
+        place = (number - S + 1) % M
+        before = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
+        arrived = jnp.where(number >= S - 1, given, before)
+        waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived, place, axis=1)
+        return (given, _on_stages(waiting)), kept
+
+    start = (waiting[:, 0], waiting)
+    (_, waiting), kept = jax.lax.scan(iterate, start, jnp.arange(form.iterations()))
+    # Of stage 0 alone, for all: numbers and zeros add up to the numbers.
+    is_first = (places == 0).reshape(S, 1, 1, 1, 1)
+    out = whole_batch(jnp.where(is_first, waiting, 0).sum(0, dtype=waiting.dtype))
+    out = constrain(out, "activation_batch", LENGTH, "activation_embed")
+    return out, jax.tree.map(lambda leaf: _of_layers(leaf, form), kept)
+
+
+def _on_stages(x: Array) -> Array:
+    """[S, ..., b, T, D] split over stages, and as activations are."""
+    between = (None,) * (x.ndim - 4)
+    return constrain(x, "layers", *between, "activation_batch", LENGTH, "activation_embed")
+
+
+def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:
+    """The layers of each stage, by round.
+
+    ConfigError: the stages can't have equal numbers of them.
+    """
+    S, R, _ = form
+    N = leaf.shape[0]
+    if N % (S * R):
+        raise ConfigError(
+            f"model.pipeline.rounds={R} times mesh.stage={S} must divide {N}, the number of layers "
+            "that are alike, or of groups of such. Set model.pipeline.rounds to "
+            f"{nearest(R, divisors(N // S))}."
+        )
+    length = N // (S * R)
+    by_round = leaf.reshape(R, S, length, *leaf.shape[1:])
+    return by_round.swapaxes(0, 1)
+
+
+def _split_as_stored(weights: Any) -> Any:
+    """The layers of a block, whose gradients of each micro-batch are split as they are: XLA would
+    add them up whole on all devices."""
+
+    def split(variable: Any) -> Any:
+        if not isinstance(variable, nnx.Variable):
+            return variable
+        axes = variable.get_metadata("axes")
+        stacked = (None,) * (variable.ndim - len(axes))
+        return variable.replace(constrain(variable.get_value(), *stacked, *axes))
+
+    return jax.tree.map(split, weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _of_layers(leaf: Shaped[Array, "I S L *s"], form: Form) -> Shaped[Array, "N *s"]:
+    """What was kept in each iteration, of each layer; without that of waiting stages."""
+    S, R, M = form
+    used = jnp.stack([leaf[stage : stage + R * M, stage] for stage in range(S)], axis=1)
+    by_round = used.reshape(R, M, *used.shape[1:])
+    # [R, S, L, ...], in the order of the layers.
+    of_blocks = by_round.sum(1, dtype=leaf.dtype)
+    return of_blocks.reshape(-1, *leaf.shape[3:])
+
+
+class _Rows(NamedTuple):
+    """What each row has of its own in a pass, [B, ...]."""
+
+    rotations: list[Rotation]
+    segments: Int[Array, "B T"]
+    keys: Array | None
+    router_noise: Array | None
+
+
+def _of_rows(context: Context) -> _Rows:
+    mask = context.mask
+    assert context.extension is None, "nothing is generated in stages"
+    assert mask.q_columns.ndim == 1, "columns are those of all rows"
+    keys = None
+    router_noise = None
+    noise = context.noise
+    if noise is not None:
+        keys = noise.keys
+        router_noise = jnp.broadcast_to(jnp.asarray(noise.router_noise), keys.shape)
+    return _Rows(list(context.rotations.values()), mask.q_segments, keys, router_noise)
+
+
+def _with_rows(context: Context, rows: _Rows) -> Context:
+    """The context of some rows."""
+    mask = context.mask
+    some = Mask(
+        mask.q_columns,
+        mask.kv_columns,
+        rows.segments,
+        rows.segments,
+        mask.window,
+        mask.in_order,
+        mask.exchange,
+    )
+    noise: Noise | None = context.noise
+    if noise is not None:
+        assert rows.keys is not None
+        assert rows.router_noise is not None
+        noise = noise._replace(keys=rows.keys, router_noise=rows.router_noise)
+    rotations = dict(zip(context.rotations, rows.rotations, strict=True))
+    return Context(rotations, some, noise)
+
+
+def form_for(rows: int, config: PipelineConfig) -> Form:
+    """The form on the current mesh, of batches of so many rows.
+
+    Rows that devices can't have equal numbers of, such as those of a prompt, are all on each.
+    """
+    shards = batch_shards()
+    of_device = rows
+    if rows % shards == 0:
+        of_device = rows // shards
+    return Form(stages(), config.rounds, micro_batches_of(of_device, config.micro_batches))

@@ -1,0 +1,32 @@
+"""How the arrays of attention are split over the current mesh, for kernels that are given each
+device's share of them."""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from maxtrain.parallel.sharding import LENGTH, partition_spec
+
+
+class Shares(NamedTuple):
+    """The split of each kind of array."""
+
+    queries: PartitionSpec  # [B, T, N, H]
+    keys: PartitionSpec  # [B, T, K, H], and values
+    tokens: PartitionSpec  # [B, T]
+    columns: PartitionSpec  # [T]
+    heads: PartitionSpec  # [N]
+
+
+def shares() -> Shares:
+    """Those of the current mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    rows = ("activation_batch", LENGTH)
+    return Shares(
+        queries=partition_spec((*rows, "heads", "head_dim"), shape),
+        keys=partition_spec((*rows, "kv_heads", "head_dim"), shape),
+        tokens=partition_spec(rows, shape),
+        columns=partition_spec((LENGTH,), shape),
+        heads=partition_spec(("heads",), shape),
+    )

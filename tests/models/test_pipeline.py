@@ -1,0 +1,192 @@
+"""Layers in stages: the same loss, gradient and records as on one device, however rows go around."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.families import PARITY, repeated
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import (
+    MeshConfig,
+    PipelineConfig,
+    RegularizationConfig,
+    RoutingConfig,
+)
+from maxtrain.config.sections.mesh import axes_of
+from maxtrain.models.families.directory import read_config
+from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
+from maxtrain.ops.micro_batches import micro_batches, whole_batch
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.partition import models_from
+from maxtrain.training.state import abstract_model, split_buffers
+from maxtrain.training.step import gradients, row_keys
+
+B = 8
+T = 16
+
+
+def config_of(case, **changes):
+    """The config of a case with four repeats of its layers."""
+    found = dataclasses.replace(read_config(PARITY / case), routing=RoutingConfig(kernel="eager"))
+    return dataclasses.replace(found, **changes)
+
+
+@functools.cache
+def model_of(case, routing=None):
+    changes = {}
+    if routing is not None:
+        changes["routing"] = routing
+    return repeated(config_of(case, **changes), repeats=4)
+
+
+def batch_of(vocab_size):
+    """Rows of two documents and some padding."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, vocab_size, (B, T + 1), np.int32)
+    lengths = rng.integers(3, T, B)
+    columns = np.arange(T)
+    segments = 1 + (columns >= lengths[:, None])
+    segments[::3, -2:] = 0
+    positions = np.where(segments == 2, columns - lengths[:, None], columns)
+    return {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": segments.astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "loss_mask": (segments > 0).astype(np.float32),
+        "keys": row_keys(5, jnp.int32(2), B),
+        "steps": np.full(B, 2, np.int32),
+    }
+
+
+def run(model, axes, objective, accumulation=1, **changes):
+    """Loss, gradients by name, and all sums of one batch on a mesh."""
+    config = dataclasses.replace(model.config, **changes)
+    mesh_config = MeshConfig(**{"fsdp": 1} | axes)
+    count = int(np.prod(list(axes_of(mesh_config).values())))
+    mesh = make_mesh(mesh_config, jax.devices()[:count])
+    graphdef, abstract = abstract_model(config, model.precision, mesh)
+    values = dict(nnx.to_flat_state(nnx.state(model)))
+    placed = {}
+    for path, variable in nnx.to_flat_state(abstract):
+        value = np.asarray(values[path].get_value())
+        placed[path] = variable.replace(jax.device_put(value, variable.get_value().sharding))
+    params, buffers = split_buffers(nnx.from_flat_state(placed))
+    models = models_from({POLICY: graphdef}, buffers=buffers)
+
+    @jax.jit
+    def compute(params, batch):
+        scales = objective.scales(batch)
+        return gradients(models, params, batch, objective, scales, accumulation)
+
+    with jax.set_mesh(mesh):
+        result, grads = compute(params, batch_of(config.vocab_size))
+    return jax.tree.map(np.asarray, (result, dict(nnx.to_flat_state(grads))))
+
+
+def assert_same(found, expected):
+    found_result, found_grads = found
+    result, grads = expected
+    np.testing.assert_allclose(found_result.loss, result.loss, rtol=1e-5)
+    for name in ("sums", "of_layers", "observed"):
+        ours = getattr(found_result, name)
+        theirs = getattr(result, name)
+        assert ours.keys() == theirs.keys()
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), ours, theirs)
+    for path, variable in grads.items():
+        theirs = variable.get_value()
+        ours = found_grads[path].get_value()
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * scale, err_msg=str(path))
+
+
+PLAIN = next_token()
+NOISY = next_token(
+    regularization=RegularizationConfig(
+        residual_dropout=0.1, stochastic_depth=0.2, embedding_dropout=0.1
+    )
+)
+BALANCED = {
+    scope: RoutingConfig(kernel="eager", balance=0.1, z_loss=0.01, balance_scope=scope)
+    for scope in ("sequence", "global")
+}
+ROUNDS = PipelineConfig(rounds=2, micro_batches=4)
+
+
+def by_name(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "axes", "options"),
+    [
+        ("llama3", {"stage": 4}, {}),
+        ("llama3", {"stage": 2, "fsdp": 2, "tensor": 2}, {"accumulation": 2, "remat": "full"}),
+        by_name("llama3", {"stage": 2}, {"pipeline": ROUNDS, "scan_layers": False}),
+        by_name("llama3", {"stage": 2, "fsdp": 2, "context": 2}, {"attention": "ring"}),
+        by_name("qwen3", {"stage": 2, "context": 2}, {"pipeline": PipelineConfig(2)}),
+        by_name("gemma2", {"stage": 2, "data": 2}, {"pipeline": PipelineConfig(2)}),
+        by_name("gpt_oss", {"stage": 2, "fsdp": 2}, {"remat": "dots"}),
+        by_name("deepseek_v3", {"stage": 4}, {}),
+    ],
+)
+def test_stages_find_what_one_device_finds(case, axes, options):
+    model = model_of(case)
+    assert_same(run(model, axes, PLAIN, **options), run(model, {}, PLAIN))
+
+
+@pytest.mark.long
+def test_what_is_random_is_the_same_in_stages_that_are_visited_twice():
+    """By the keys of rows and the numbers of layers."""
+    model = model_of("llama3")
+    noisy = run(model, {}, NOISY)
+    assert abs(noisy[0].loss - run(model, {}, PLAIN)[0].loss) > 1e-4
+    assert_same(run(model, {"stage": 2, "fsdp": 2}, NOISY, pipeline=ROUNDS), noisy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("scope", "accumulation"),
+    [("global", 1), by_name("global", 2), by_name("sequence", 1)],
+)
+def test_losses_of_routers_are_those_of_whole_batches(scope, accumulation):
+    model = model_of("mixtral", BALANCED[scope])
+    axes = {"stage": 2, "fsdp": 2}
+    found = run(model, axes, PLAIN, accumulation, pipeline=PipelineConfig(2))
+    assert found[0].of_layers["expert_balance_loss"].total > 0
+    assert_same(found, run(model, {}, PLAIN))
+
+
+def test_stages_that_can_not_have_equal_numbers_of_layers_are_refused():
+    model = model_of("llama3")
+    with pytest.raises(ConfigError, match=r"rounds=3 times mesh.stage=2 must divide 4.* to 1 or 2"):
+        run(model, {"stage": 2}, PLAIN, pipeline=PipelineConfig(rounds=3))
+
+
+def test_the_share_of_waiting_falls_with_micro_batches_and_rounds():
+    assert Form(4, 1, 1).waiting() == 3 / 4
+    assert Form(4, 1, 12).waiting() == 3 / 15
+    assert Form(4, 3, 12).waiting() == 3 / 39
+    assert Form(1, 1, 5).waiting() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "count"), [(8, None, 8), (8, 4, 4), (6, 4, 3), (5, 2, 1)]
+)
+def test_rows_are_divided_as_far_as_they_can_be(rows, asked, count):
+    assert micro_batches_of(rows, asked) == count
+
+
+def test_micro_batches_make_the_batch_again():
+    rows = jnp.arange(24).reshape(12, 2)
+    micros = micro_batches(rows, 3)
+    np.testing.assert_array_equal(micros[1], rows[1::3])
+    np.testing.assert_array_equal(whole_batch(micros), rows)
