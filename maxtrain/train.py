@@ -62,7 +62,7 @@ from maxtrain.parallel.agreement import (
     raise_together,
     require_agreement,
 )
-from maxtrain.parallel.distributed import leave
+from maxtrain.parallel.distributed import leave, tell_end
 from maxtrain.parallel.memory import (
     STATE_MEND,
     bytes_on_device,
@@ -494,6 +494,7 @@ def main(config: RunConfig, ends_process: bool = False) -> int:
             raise
 
     if code := run_command(job):
+        tell_end(code)
         leave(code, lost)
     return code
 

@@ -83,7 +83,9 @@ FLOORS = {
     ),
     **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
     **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
-    **dict.fromkeys(["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher"], 6),
+    **dict.fromkeys(
+        ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
+    ),
     **dict.fromkeys(
         [
             "maxtrain.cli",

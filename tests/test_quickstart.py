@@ -3,6 +3,7 @@ evaluate, save, write text."""
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,8 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
+        "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
+        "run_name=kept model.remat=named model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'",
     ],
     ids=lambda more: more.split()[0],
 )
@@ -106,7 +109,9 @@ def test_readme_variants_train(clone, more):
         "observe.prompts=[]",
     ]
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
-    result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
+    result = python(
+        clone, "maxtrain.train", "config=quickstart", *small, *short, *shlex.split(more)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 steps" in result.stdout
 

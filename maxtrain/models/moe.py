@@ -34,6 +34,7 @@ from maxtrain.ops.experts import (
     quantized_expert_dot,
     quantized_grouped_dot,
 )
+from maxtrain.ops.names import GATE_UP, named
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.quantized import Quantized
 from maxtrain.ops.routing import (
@@ -420,5 +421,6 @@ def _product(
 def _hidden_and_out(moe: MoeSpec, x: Array, product: Callable[[Array, str], Array]) -> Array:
     """Hidden units of x, and what comes of them; `product` is that with the weights of a name."""
     activated = functools.partial(gated, moe.activation)
-    hidden = elementwise(activated, product(x, "gate"), product(x, "up"))
+    gate = named(product(x, "gate"), GATE_UP)
+    hidden = elementwise(activated, gate, named(product(x, "up"), GATE_UP))
     return product(hidden, "down")

@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.dot import PRODUCT, Recipe
+from maxtrain.ops.dot import Recipe
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import PRODUCT, named
 from maxtrain.ops.quantized import Quantized, again, dequantize
 from maxtrain.ops.tokamax import grouped_outer_product, grouped_product
 
@@ -190,7 +190,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
     out = grouped_dot(rounded, w, order, block, kernel, recipe)
-    out = checkpoint_name(out, PRODUCT)
+    out = named(out, PRODUCT)
     return out, (rounded, w, order, jnp.zeros((), x.dtype))
 
 
@@ -304,7 +304,7 @@ def expert_dot(
 
 def _expert_forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
-    out = checkpoint_name(expert_dot(rounded, w, recipe), PRODUCT)
+    out = named(expert_dot(rounded, w, recipe), PRODUCT)
     return out, (rounded, w, jnp.zeros((), x.dtype))
 
 
@@ -338,7 +338,7 @@ def _quantized_forward(
     x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: Recipe
 ) -> tuple[Array, tuple]:
     out = quantized_grouped_dot(x, weights, order, block, kernel, recipe)
-    return checkpoint_name(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
+    return named(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
 
 
 def _quantized_backward(
@@ -387,7 +387,7 @@ def quantized_expert_dot(
 
 
 def _quantized_expert_forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
-    out = checkpoint_name(quantized_expert_dot(x, weights, recipe), PRODUCT)
+    out = named(quantized_expert_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 
 

@@ -3,6 +3,7 @@
 Called once, before the first device is used.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -10,6 +11,7 @@ import importlib.util
 import math
 import mmap
 import os
+import platform
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 import jax
 
 from data_pipeline.errors import ConfigError, LostProcessError
+from maxtrain import ENDS
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.agreement import LOST
 from maxtrain.parallel.cluster import find_place, local_gpus
@@ -233,6 +236,18 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         heartbeat_timeout_seconds=config.heartbeat_seconds,
     )
     return asked
+
+
+def tell_end(code: int) -> None:
+    """Leaves the exit code of this process where the script that started the job looks for it.
+
+    Slurm tells a script the highest code of all processes, and the one that says why the job ended
+    may be lower. Nothing is told if MAXTRAIN_ENDS is not set, or if its folder can't be written.
+    """
+    folder = os.environ.get(ENDS)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, f"{platform.node()}-{os.getpid()}").write_text(f"{code}\n")
 
 
 def leave(code: int, lost: bool = False, seconds: float = 15.0) -> None:

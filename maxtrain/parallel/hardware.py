@@ -27,6 +27,25 @@ PEAK_TFLOPS = (
     ("tpu v5", 459.0),
     ("tpu v4", 275.0),
 )
+# GB/s of the links of one device to others, both directions together, from the makers' data sheets:
+# NVLink, or PCIe where there is none; a TPU's inter-chip interconnect. First match counts.
+LINK_GBPS = (
+    ("gb200", 1800.0),
+    ("b200", 1800.0),
+    ("h200", 900.0),
+    ("h100 pcie", 128.0),
+    ("h100 nvl", 600.0),
+    ("h100", 900.0),
+    ("a100-pcie", 64.0),
+    ("a100", 600.0),
+    ("tpu7x", 600.0),  # half of the chip's
+    ("tpu v6", 800.0),
+    ("tpu v5p", 1200.0),
+    ("tpu v5 lite", 400.0),
+    ("tpu v5e", 400.0),
+    ("tpu v5", 1200.0),
+    ("tpu v4", 300.0),
+)
 
 # Measurements of a CPU's peak in one run, 0.3 s each.
 _MOST_MEASUREMENTS = 4
@@ -52,12 +71,28 @@ def peak_flops(device: Any, dtype: str) -> float:
     """
     if device.platform == "cpu":
         return measure_matmul(dtype) / jax.local_device_count()
-    kind = device.device_kind.lower()
+    peak = peak_from_table(device.device_kind)
+    if peak is None:
+        rule = f"no peak is known for {device.device_kind!r}"
+        raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+    return peak
+
+
+def peak_from_table(kind: str) -> float | None:
+    """FLOP/s of products of bfloat16 on one device of this kind; None: it is not known."""
     for name, tflops in PEAK_TFLOPS:
-        if name in kind:
+        if name in kind.lower():
             return tflops * 1e12
-    rule = f"no peak is known for {device.device_kind!r}"
-    raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+    return None
+
+
+def link_bytes(kind: str) -> float | None:
+    """Bytes per second that one device of this kind can send to others, over all of its links;
+    None: it is not known."""
+    for name, gbps in LINK_GBPS:
+        if name in kind.lower():
+            return gbps * 1e9 / 2
+    return None
 
 
 class Peak:

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.ops.cross_entropy import cross_entropy
+from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.probe import described_devices
@@ -30,6 +32,16 @@ pytestmark = [
     ),
 ]
 B, T = 8, 512
+
+
+def test_outer_axes_are_split_over_slices():
+    """Two slices of eight chips: fsdp takes both, and tensor stays inside."""
+    answer_libtpu()
+    described = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8, tensor=2), described.devices)
+    slices = [device.slice_index for device in mesh.devices.flat]
+    assert slices == [0] * 8 + [1] * 8
+    assert len({device.id for device in mesh.devices.flat}) == 16
 
 
 def case(axes: dict[str, int], attention: str, *marks: pytest.MarkDecorator):

@@ -25,6 +25,7 @@ OF_THE_RUN = {
     "routing",
     "scan_layers",
     "remat",
+    "kept",
     "pipeline",
     "loss_chunk",
     "value",
