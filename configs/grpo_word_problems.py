@@ -13,7 +13,7 @@ def get_config():
     config = default_config()
     config.run_name = "grpo_word_problems"
     config.objective = "grpo"
-    config.steps = 200
+    config.steps = 300
     config.eval_at_start = True
     config.eval_interval = 20
     config.checkpoint_interval = 50
@@ -33,17 +33,18 @@ def get_config():
     config.data.sources.results = {"path": "data/results/train", "epochs": None}
     config.data.packing = "pad"
     config.data.seq_length = 160  # a prompt and its completion
-    config.data.batch_size = 16  # prompts in a step
+    config.data.batch_size = 32  # prompts in a step
     config.eval.sets.held_out = {"path": "data/results/eval"}
     config.grpo.rewards = ("gsm8k",)
     config.grpo.num_generations = 8
     config.grpo.max_completion_length = 64
-    config.grpo.slots = 128
+    config.grpo.num_iterations = 2
+    config.grpo.slots = 256
     config.grpo.epsilon_high = 0.28
 
-    config.optimizer.learning_rate = 2e-4  # with 1e-3 it forgets what it knew
+    config.optimizer.learning_rate = 5e-5  # with 4e-4 it forgets what it knew
     config.optimizer.weight_decay = 0.0
     config.schedule.name = "constant"
-    config.schedule.warmup_steps = 5
+    config.schedule.warmup_steps = 10
     config.precision.compute = "float32"
     return config

@@ -1,10 +1,10 @@
 """Files behind URLs: s3://, gs:// and whatever fsspec knows. The one file that knows fsspec;
 nothing local comes here.
 
-A `RemotePath` has those methods of pathlib's Path that the data pipeline uses. A call that fails
-for a reason that may pass (a connection, a server) is tried again with growing pauses. The caller
-gets a FileNotFoundError for what is not there, and a StorageError if access is denied or all tries
-have failed.
+A `RemotePath` has those methods of pathlib's Path that are used for files behind URLs. A call that
+fails for a reason that may pass (a connection, a server) is tried again with growing pauses. The
+caller gets a FileNotFoundError for what is not there to be read, and a StorageError if access is
+denied, a bucket to write to is not there, or all tries have failed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import DataError, StorageError, UsageError
+from data_pipeline.errors import DataError, StorageError, UsageError, UserError
 from data_pipeline.extras import install_command, load_package
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -32,6 +32,12 @@ _BLOCKS_KEPT = 4
 _TRIES = 5
 # Seconds before the second try; the pause is doubled each time.
 _PAUSE = 1.0
+# These have no folders: an object is written, and its "folder" is there.
+_OBJECT_STORES = frozenset(_EXTRAS)
+# What S3 says of a bucket that is in another region than the one that was asked.
+_OTHER_REGION = re.compile(r"region '.*' is wrong|must be addressed using the specified endpoint")
+# What stores say of an object that is there although it must not be.
+_IS_THERE = re.compile(r"pre-?condition", re.I)
 # Errors of the code itself: trying again can't help.
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, NotImplementedError, ImportError)
 
@@ -85,25 +91,87 @@ class RemotePath:
     def read_bytes(self) -> bytes:
         return _persist(self, "reading", lambda fs, path: fs.cat_file(path))
 
-    def write_bytes(self, data: bytes) -> None:
+    def write_bytes(self, data: bytes) -> "Found":
         """Write an object as a whole, and check that all of it arrived."""
 
         def write(fs: Any, path: str) -> None:
-            fs.makedirs(fs._parent(path), exist_ok=True)
+            self._make_folder(fs, path)
             fs.pipe_file(path, data)
 
-        _persist(self, "writing", write)
-        self._check_written(len(data))
+        self._write(write)
+        return self._check_written(len(data))
 
-    def upload(self, file: Path) -> None:
+    def create(self, data: bytes) -> bool:
+        """Write an object that must not be there yet: of several who do so, one succeeds.
+
+        Returns:
+            False if it is there. If an answer of the server was lost, that may be by this very
+            call: who has to know reads what is there.
+        """
+
+        def write(fs: Any, path: str) -> bool:
+            self._make_folder(fs, path)
+            try:
+                if self._is_local():
+                    # fsspec would look first and write then.
+                    with open(path, "xb") as file:
+                        file.write(data)
+                else:
+                    fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if _IS_THERE.search(str(error)):
+                    return False
+                raise
+            return True
+
+        return self._write(write)
+
+    def upload(self, file: Path) -> "Found":
         """Copy a local file here as a whole, and check that all of it arrived."""
 
         def write(fs: Any, path: str) -> None:
-            fs.makedirs(fs._parent(path), exist_ok=True)
+            self._make_folder(fs, path)
             fs.put_file(str(file), path)
 
-        _persist(self, "writing", write)
-        self._check_written(file.stat().st_size)
+        self._write(write)
+        return self._check_written(file.stat().st_size)
+
+    def move(self, target: "RemotePath") -> None:
+        """Give a file another name in the same bucket. Object stores copy it and delete the
+        original."""
+
+        def write(fs: Any, path: str) -> None:
+            there = fs._strip_protocol(target.url)
+            self._make_folder(fs, there)
+            fs.mv(path, there)
+
+        self._write(write)
+
+    def _is_local(self) -> bool:
+        """Whether this is a file of this machine, by a URL."""
+        return self.url.startswith(("file://", "local://"))
+
+    def _make_folder(self, fs: Any, path: str) -> None:
+        """Make the folder of a file, where files are in folders.
+
+        Asked for one, s3fs would make a bucket that is not there: one with a typo in its name.
+        """
+        protocol, _, _ = self.url.partition("://")
+        if protocol not in _OBJECT_STORES:
+            fs.makedirs(fs._parent(path), exist_ok=True)
+
+    def _write(self, call: Callable[[Any, str], Any]) -> Any:
+        """The result of `call`, which writes; StorageError: there is no such bucket."""
+        try:
+            return _persist(self, "writing", call)
+        except FileNotFoundError as error:
+            bucket = "/".join(self.url.split("/")[:3])
+            raise StorageError(
+                f"{self}: can't be written, since {bucket} is not there. "
+                "Make that bucket, or name another one."
+            ) from error
 
     def download(self, file: Path) -> None:
         """Copy this to a local file, which appears once it is complete."""
@@ -117,14 +185,15 @@ class RemotePath:
             )
         part.replace(file)
 
-    def _check_written(self, size: int) -> None:
-        """StorageError: what is there has another size than what was written."""
-        found = self.found().size
-        if found != size:
+    def _check_written(self, size: int) -> "Found":
+        """What is there; StorageError: it has another size than what was written."""
+        found = self.found()
+        if found.size != size:
             raise StorageError(
-                f"{self}: {size} bytes were written, but {found} are there. "
+                f"{self}: {size} bytes were written, but {found.size} are there. "
                 "Run the same command again."
             )
+        return found
 
     def found(self) -> Found:
         """Size and stamp; FileNotFoundError: it is not there."""
@@ -149,6 +218,22 @@ class RemotePath:
         except FileNotFoundError:
             return []
         return [_found(_at(self, name), info) for name, info in sorted(listing.items())]
+
+    def tree(self) -> dict[str, Found]:
+        """All files of this folder and of those below it, by their names from here."""
+
+        def find(fs: Any, path: str) -> dict[str, Found]:
+            start = len(path.rstrip("/")) + 1
+            listing = fs.find(path, detail=True)
+            return {
+                name[start:]: _found(_at(self, name), info)
+                for name, info in sorted(listing.items())
+            }
+
+        try:
+            return _persist(self, "listing", find)
+        except FileNotFoundError:
+            return {}
 
     def glob(self, pattern: str) -> list["RemotePath"]:
         """What matches below this folder, sorted."""
@@ -317,19 +402,37 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
         except _BUGS:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            if isinstance(error, ValueError) and "rotocol" in str(error):
-                mend = "Name an s3://, gs:// or other URL of fsspec"
-                raise UsageError(
-                    f"{path}: {protocol}:// is not known ({error}). {mend}."
-                ) from error
-            is_credentials = re.search(r"Credentials|RefreshError", type(error).__name__)
-            if isinstance(error, PermissionError) or is_credentials:
-                mend = "Give this machine credentials that may, or name another place"
-                raise StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.") from error
+            told = _lasting(path, what, error)
+            if told is not None:
+                raise told from error
             if number == _TRIES - 1:
                 mend = "Check network and service, then run the same command again"
                 raise StorageError(
-                    f"{path}: {what} failed {_TRIES} times ({reason}), which may pass. {mend}."
+                    f"{path}: {what} failed {_TRIES} times ({_reason(error)}), which may pass. "
+                    f"{mend}."
                 ) from error
             time.sleep(_PAUSE * 2**number * random.uniform(0.5, 1))
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
+    """What to tell of an error that trying again does not mend; None: it may pass."""
+    protocol = path.url.partition("://")[0]
+    reason = _reason(error)
+    if isinstance(error, ValueError) and "rotocol" in str(error):
+        mend = "Name an s3://, gs:// or other URL of fsspec"
+        return UsageError(f"{path}: {protocol}:// is not known ({error}). {mend}.")
+    if _OTHER_REGION.search(str(error)):
+        mend = "Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of the bucket"
+        return StorageError(
+            f"{path}: {what} failed, since the bucket is in another region ({reason}). {mend}."
+        )
+    is_credentials = re.search(r"Credentials|RefreshError", type(error).__name__)
+    if isinstance(error, PermissionError) or is_credentials:
+        mend = "Give this machine credentials that may, or name another place"
+        return StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.")
+    return None

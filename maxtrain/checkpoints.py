@@ -2,16 +2,17 @@
 kept. Starts no device.
 
 DIR is a run, such as runs/quickstart, or its folder `checkpoints`; for `show` and `verify` also one
-step in it.
+step in it. A run may be behind a URL, such as s3://bucket/runs/quickstart.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
+from data_pipeline.remote import is_url
+from maxtrain.checkpoint.at_url import drop_arrays, fetch, url_of
+from maxtrain.checkpoint.at_url import remove as remove_at_url
 from maxtrain.checkpoint.copying import copy_step, half_removed, remove_step
 from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.frozen import (
@@ -36,6 +40,9 @@ from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_comm
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
 from maxtrain.run_state import best_steps
+from maxtrain.storage.lease import Lease
+from maxtrain.storage.reading import readable, require_no_url
+from maxtrain.storage.records import copied_from
 
 # Entries of a list that are shown.
 _MOST_LISTED = 8
@@ -46,6 +53,13 @@ _LONGEST = 300
 _NOT_SHOWN = ("config", "digests")
 # Begins what is wrong with a step whose own files are whole.
 _LACKS = "its frozen parameters"
+
+
+def directory_of(text: str) -> Path:
+    """The argument DIR; of a run behind a URL, a copy whose arrays come when they are read."""
+    if is_url(text):
+        return readable(text.rstrip("/").removesuffix("/checkpoints"))
+    return Path(text)
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -67,7 +81,9 @@ def open_directory(directory: Path) -> tuple[Path, list[Path]]:
 
 
 def size(path: Path) -> int:
-    """Bytes of all files of a step."""
+    """Bytes of all files of a step, wherever they are."""
+    if url_of(path) is not None and not defect(path):
+        return sum(entry["bytes"] for entry in read_commit(path)["files"].values())
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -123,6 +139,9 @@ def _step_of(path: Path) -> str:
 def _cells(path: Path, why: str, best_of: Sequence[str]) -> tuple[str | Text, ...]:
     """A step in the list; `why`: why it does not count, empty if it does."""
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    # The time of the copy says nothing.
+    if url_of(path) is not None:
+        made = "-"
     state = Text("whole", "green")
     if why:
         state = Text(why, "red")
@@ -247,7 +266,15 @@ def check(path: Path) -> str:
         lacking = lack(path.parent, commit[KEY])
         if lacking:
             return f"{_LACKS}: {lacking}"
-    return find_damage(path, commit["files"]) or find_non_finite(path, commit)
+    try:
+        fetch(path, commit["files"], commit["files"])
+    except DamagedError as damage:
+        return damage.what
+    try:
+        return find_damage(path, commit["files"]) or find_non_finite(path, commit)
+    finally:
+        # There may be no room for all steps.
+        drop_arrays(path)
 
 
 def verify(directory: Path, console: Console) -> None:
@@ -281,6 +308,7 @@ def verify(directory: Path, console: Console) -> None:
 
 def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:
     """Copies one step, whole or not at all; checked before and after."""
+    require_no_url(target, "TO")
     _, steps = open_directory(directory)
     path = newest(steps, step)
     target = target.expanduser().absolute()
@@ -314,7 +342,7 @@ def prune(
     run = folder
     if folder.name == "checkpoints":
         run = folder.parent
-    with RunLock(run):
+    with _locked(run, console):
         for path in half_removed(folder):
             _tell_removal("removes", path, console)
             shutil.rmtree(path)
@@ -325,8 +353,26 @@ def prune(
                 raise DamagedError(steps[-1], f"{why}, so nothing is removed")
         for path in going:
             _tell_removal("removes", path, console)
+            url = url_of(path)
+            if url is not None:
+                remove_at_url(url)
             remove_step(path)
         console.print(f"{len(going)} of {len(steps)} whole steps are removed.")
+
+
+@contextlib.contextmanager
+def _locked(run: Path, console: Console) -> Iterator[None]:
+    """Keeps trainings away from a run, or from the one behind a URL that this is a copy of."""
+    url = copied_from(run)
+    if url is None:
+        with RunLock(run):
+            yield
+        return
+    lease = Lease(url, console.print)
+    try:
+        yield
+    finally:
+        lease.free()
 
 
 def _tell_removal(verb: str, path: Path, console: Console) -> None:
@@ -369,7 +415,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     for verb, text in about.items():
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         sub.add_argument(
-            "directory", metavar="DIR", type=Path, help="a run, or its folder checkpoints"
+            "directory", metavar="DIR", help="a run, its folder checkpoints, or the URL of a run"
         )
         if verb == "copy":
             sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
@@ -402,15 +448,16 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
                 option = f"--{name.replace('_', '-')}"
                 mend = f"Use {option} {low} or more"
                 raise UsageError(f"{option}={value} must be at least {low}. {mend}.")
+        directory = directory_of(asked.directory)
         if asked.verb == "list":
-            show_list(asked.directory, console)
+            show_list(directory, console)
         elif asked.verb == "show":
-            show_step(asked.directory, asked.step, console, asked.json)
+            show_step(directory, asked.step, console, asked.json)
         elif asked.verb == "verify":
-            verify(asked.directory, console)
+            verify(directory, console)
         elif asked.verb == "copy":
-            copy(asked.directory, asked.to, asked.step, console)
+            copy(directory, asked.to, asked.step, console)
         else:
-            prune(asked.directory, asked.keep, asked.keep_every, asked.apply, console)
+            prune(directory, asked.keep, asked.keep_every, asked.apply, console)
 
     return run_command(job, resumes=False)

@@ -29,6 +29,8 @@ VERBS = {
     "compare": "show where two runs differ: compare RUN RUN",
     "probe": "find a batch size that fits and is worth using, and a learning rate: "
     "probe config=NAME key=value ...",
+    "fit": "show whether a run fits onto devices that need not be here, and what they send: "
+    "fit config=NAME key=value ... topology=v5p:4x4x4",
     "checkpoint": "list, show, verify, copy or prune checkpoints: checkpoint list RUN",
     "evaluate": "compute the loss of a model on held-out sets: evaluate RUN|DIR",
     "generate": "write text with a model: generate RUN|DIR --prompt TEXT",
@@ -48,6 +50,7 @@ JOBS = {
     "replay": "maxtrain.replay",
     "compare": "maxtrain.compare",
     "probe": "maxtrain.probe",
+    "fit": "maxtrain.fit",
     "checkpoint": "maxtrain.checkpoints",
     "evaluate": "maxtrain.evaluate",
     "generate": "maxtrain.generate",
@@ -60,7 +63,7 @@ JOBS = {
 }
 # Verbs that hand signals on to the processes that they start.
 STARTING = ("supervise", "launch")
-# Train and probe check the environment when they read their config.
+# Train, probe and fit check the environment when they read their config.
 COMPUTING = (
     "supervise",
     "doctor",

@@ -20,6 +20,7 @@ from data_pipeline.errors import DataError, DifferentError, run_command
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics, same
+from maxtrain.storage.reading import readable
 
 _OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|\w+_bytes|kind|step|set")
 # Names of arrays, or keys, that are shown.
@@ -243,13 +244,13 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "runs", type=Path, nargs=2, metavar="RUN", help="folder of a run, such as runs/quickstart"
+        "runs", nargs=2, metavar="RUN", help="folder of a run, such as runs/quickstart, or its URL"
     )
     code = 0
 
     def job() -> None:
         nonlocal code
-        ours, theirs = parser.parse_args(argv).runs
+        ours, theirs = map(readable, parser.parse_args(argv).runs)
         code = compare(ours, theirs, Console(highlight=False))
 
     failed = run_command(job, resumes=False)

@@ -42,6 +42,7 @@ from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.staging import publishing, require_free, require_no_file
+from maxtrain.storage.reading import readable, require_no_url
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
 from maxtrain.weights.gguf.file import QUANTS, library
@@ -293,7 +294,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked = _parse(argv, program)
+        require_no_url(asked.out, "OUT")
         out = asked.out.expanduser()
+        asked.run = str(readable(asked.run))
         config = read_run_config(asked.run)
         if config.model.score and asked.format != "hf":
             raise UsageError(

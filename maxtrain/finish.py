@@ -14,6 +14,7 @@ from rich.text import Text
 
 from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.run_path import run_path, run_url
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
 from maxtrain.models.decoder import Decoder
@@ -93,7 +94,7 @@ def finish(
     early = ""
     if ending:
         early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}"
-    folder = Path(config.output_dir, config.run_name)
+    folder = run_path(config)
     records = read_metrics(folder)
     launches = read_launches(folder)
     seconds = goodput(read_clock(folder)) or clock.seconds()
@@ -201,7 +202,8 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
     `is_of_chats`: a chat template wrote text that was trained on.
     """
     maxtrain = _program("maxtrain") or "maxtrain"
-    generate = [maxtrain, "generate", str(folder)]
+    run = run_url(config) or str(folder)
+    generate = [maxtrain, "generate", run]
     if config.model.score:
         # It writes nothing.
         commands = {}
@@ -224,7 +226,7 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
         train.append(f"model.embed_dim={config.model.embed_dim * 2}")
         commands["train a wider model"] = train
     exported = Path("exported", config.run_name)
-    export = [maxtrain, "export", str(folder), str(exported), "--format", "hf"]
+    export = [maxtrain, "export", run, str(exported), "--format", "hf"]
     commands["give it to other programs (transformers, vLLM, ...)"] = export
     return {what: shlex.join(words) for what, words in commands.items()}
 

@@ -44,6 +44,7 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import imported_record
 from maxtrain.staging import publishing, require_free
+from maxtrain.storage.reading import require_no_url
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
@@ -216,6 +217,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked = _parse(argv, program)
+        require_no_url(asked.run, "RUN")
         run = asked.run.expanduser()
         require_free(run, "RUN")
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)

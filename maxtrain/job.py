@@ -25,6 +25,7 @@ from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.run_path import run_path
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for, find_reference
@@ -48,7 +49,8 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
-from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
+from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
@@ -61,6 +63,7 @@ from maxtrain.training.state import (
     abstract_model,
     abstract_state,
     create_state,
+    policy_params,
     policy_variables,
     saved_part,
     shardings,
@@ -279,6 +282,22 @@ class Job(Parts):
         """How the batch of a step lies on the mesh."""
         return self.layouts[self.data.shape_at(step)]
 
+    def device_bytes(self) -> dict[str, int]:
+        """What each device holds of the run between steps, by name."""
+        held = {
+            "parameters": bytes_on_device(policy_params(self.abstract)),
+            "optimizer state": bytes_on_device(self.abstract.opt_state),
+        }
+        if self.frozen_model is not None:
+            role = self.frozen_model.role
+            held[role] = bytes_on_device(self.abstract.frozen[role])
+        if rollout_settings(self.config) is None:
+            # Others are made of rollouts, whose rows are not known yet.
+            rows, length = self.data.shape_at(0)
+            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
+            held["batch"] = bytes_on_device(batch)
+        return held
+
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
     ) -> Iterator[tuple[Batch, HostBatch]]:
@@ -346,7 +365,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
         notes = [note for note in (of_kept, of_warmup) if note]
     asked_for = asked
-    run_dir = Path(config.output_dir, config.run_name)
+    run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
@@ -485,7 +504,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     # Norms of layers are a part of the program, which is the same everywhere.
     observe = r"observe\.(?!layer_norms_interval).*"
-    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?")
+    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?|local_dir")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid

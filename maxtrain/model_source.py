@@ -25,6 +25,7 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import CONFIG as RUN_CONFIG
 from maxtrain.run_folder import require_own_config
 from maxtrain.run_state import config_of
+from maxtrain.storage.reading import readable
 from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
@@ -42,8 +43,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN|DIR",
         nargs="?",
-        help="directory of a training run, or a Hugging Face directory with config.json, weights "
-        "and tokenizer.json",
+        help="directory or URL of a training run, or a Hugging Face directory with config.json, "
+        "weights and tokenizer.json",
     )
     add("--hf", metavar="DIR", help="the same as DIR: what is there must be of Hugging Face")
     add(
@@ -80,7 +81,9 @@ def check_model_arguments(
         parser.error(f"name what {role}: either RUN or DIR, a directory")
     if asked.hf is not None:
         _require_weights(asked.hf)
-    elif _is_of_hugging_face(asked.run):
+    else:
+        asked.run = str(readable(asked.run))
+    if asked.hf is None and _is_of_hugging_face(asked.run):
         asked.hf = asked.run
         asked.run = None
     if asked.hf is not None and asked.step is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from data_pipeline.errors import UsageError, UserError
 from maxtrain.config import RunConfig, from_command_line
 from maxtrain.models.families.directory import MODELS
+from maxtrain.storage.reading import readable
 
 _ROWS = 8
 _USAGE = """also
@@ -100,7 +101,7 @@ def _take_run(words: list[str]) -> Path | None:
         other = (folders[1:] + configs)[0]
         mend = "Name its folder, or give config=NAME; settings are key=value"
         raise UsageError(f"{first!r} and {other!r}: a plan shows one run. {mend}.")
-    run = Path(first).expanduser()
+    run = readable(first)
     if not (run / "config.yaml").is_file():
         mend = f"Name the folder of a run, such as runs/quickstart, or write config={first}"
         raise UsageError(f"RUN={first}: there is no {run / 'config.yaml'}. {mend}.")

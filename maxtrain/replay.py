@@ -50,6 +50,7 @@ from maxtrain.rl.rollouts import RolloutParts
 from maxtrain.rl.store import RolloutStore
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
+from maxtrain.storage.reading import readable
 from maxtrain.stored_reference import with_reference
 from maxtrain.training.state import TrainState, policy_variables, saved_part
 
@@ -397,7 +398,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     parser = argparse.ArgumentParser(
         program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
+    parser.add_argument("run", help="folder of a run, such as runs/quickstart, or its URL")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--steps", metavar="A:B", help="repeat the steps after A, up to step B")
     which.add_argument("--step", metavar="N", help="repeat step N alone, like --steps N-1:N")
@@ -428,6 +429,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             first = int(window[1])
             last = int(window[2])
         again = arguments.rollouts == "again"
-        print(replay(arguments.run, first, last, arguments.overrides, again))
+        run = readable(arguments.run)
+        print(replay(run, first, last, arguments.overrides, again))
 
     return run_command(job, resumes=False)

@@ -4,8 +4,7 @@ The loop itself is in `train.py`, and what follows each step in `hooks.py`. Here
 from a checkpoint, makes a step, rolls back, saves and stops.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
@@ -40,7 +39,7 @@ from maxtrain.observe.speed import SpeedMeter
 from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.agreement import gather
+from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
@@ -108,6 +107,7 @@ class Run:
         rollbacks: list[Rollback],
         folder: RunFolder,
         trackers: Trackers,
+        publish: Callable[[], object],
     ):
         self.job = job
         self.config = job.config
@@ -117,13 +117,14 @@ class Run:
         self.clock = clock
         self.stop = stop
         self.rollbacks = rollbacks
+        self._publish = publish  # brings what is written to where the run is kept
         self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
         config = job.config
         frozen = product_weights(job.abstract.frozen[POLICY], config.model)
         flops = {length: token_flops(config.model, length, frozen) for _, length in job.layouts}
         self.speed = SpeedMeter(clock, flops, jax.device_count())
         self.recorder = Recorder(
-            Path(config.output_dir, config.run_name),
+            folder.path,
             job.data.plan,
             [quantity.name for quantity in job.recorded],
             trackers,
@@ -617,8 +618,7 @@ class Run:
                 f"process by process, that of step {seen}. Give all hosts the same view of "
                 f"{self.checkpoints.directory}."
             )
-        if jax.process_index() == 0:
-            write_rollbacks(self.checkpoints.directory.parent, rollbacks, self.folder.id)
+        self._write_rollbacks(rollbacks)
         failpoints.hit("rollback", found.step)
         self.rollbacks = rollbacks
         self.progress.message(
@@ -637,9 +637,22 @@ class Run:
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
+    def _write_rollbacks(self, rollbacks: list[Rollback]) -> None:
+        """On process 0, before anything is done about them. StorageError, in all processes: they
+        can't be written."""
+        error = None
+        if jax.process_index() == 0:
+            try:
+                write_rollbacks(self.folder.path, rollbacks, self.folder.id)
+                self._publish()
+            except StorageError as problem:
+                error = problem
+        raise_together(error)
+
     def _newest_state(self, rollbacks: list[Rollback]) -> RunState | None:
         """The run at its newest checkpoint that went with these rollbacks."""
         self.checkpoints.wait()
+        self.checkpoints.refresh()
         return latest_state(
             self.checkpoints.directory,
             lambda saved: saved.went_with(rollbacks),

@@ -131,7 +131,8 @@ class RunFolder:
         """Takes back what `begin` has made, if nothing has followed it: a launch that failed before
         its run began leaves no run. To be called by the process that holds the lock."""
         with contextlib.suppress(OSError):
-            if self._made_here and set(os.listdir(self.path)) == {LOCK, FILE_NAME}:
+            names = {name for name in os.listdir(self.path) if not name.startswith(".")}
+            if self._made_here and names == {LOCK, FILE_NAME}:
                 (self.path / FILE_NAME).unlink()
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
@@ -184,7 +185,7 @@ class RunFolder:
         target.mkdir()
         stay = {LOCK, FILE_NAME, "checkpoints"}
         for entry in sorted(self.path.iterdir()):
-            if entry.name not in stay and not entry.name.startswith("before-"):
+            if entry.name not in stay and not entry.name.startswith(("before-", ".")):
                 entry.rename(target / entry.name)
         (self.path / FILE_NAME).rename(target / FILE_NAME)
         self.id = ""

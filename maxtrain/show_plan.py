@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtrain.config import RunConfig
+from maxtrain.config.run_path import run_path, run_url
 from maxtrain.plan_options import PlanOptions, read_options
 
 if __name__ == "__main__":
@@ -39,6 +40,7 @@ from maxtrain.observe.launches import launch_of, read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
+from maxtrain.storage.reading import readable_or_new
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -239,9 +241,10 @@ def _require_step(data: TrainingData, run: Path, step: int) -> None:
 
 def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
-    run = options.run or Path(options.config.output_dir, options.config.run_name)
 
     def job() -> None:
+        config = options.config
+        run = options.run or readable_or_new(run_path(config), run_url(config))
         if options.step is None:
             show(options.config, run)
         else:

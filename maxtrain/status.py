@@ -18,6 +18,7 @@ from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.goodput import CLOCK, goodput, read_clock
 from maxtrain.observe.launches import LAUNCHES, launch_changes, read_launches
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.storage.reading import readable
 
 _ABOUT = {
     "step": "steps that count",
@@ -36,8 +37,13 @@ _ABOUT = {
 _MOST = 20
 
 
-def status(folder: Path, console: Console) -> None:
+def status(folder: Path, console: Console, name: str = "") -> None:
     """Prints it.
+
+    Args:
+        folder: of the run, on this machine.
+        console: to print on.
+        name: what to call the run; empty: by its folder.
 
     Raises:
         DataError: there is no run in this folder.
@@ -46,11 +52,12 @@ def status(folder: Path, console: Console) -> None:
     attempts = read_attempts(folder)
     if not launches and not attempts:
         raise DataError(
-            f"{folder} has neither clock.jsonl nor attempts.jsonl. "
+            f"{name or folder} has neither clock.jsonl nor attempts.jsonl. "
             "Name the folder of a run, as runs/NAME."
         )
     saved, _ = saved_step(folder)
-    console.print(f"{folder}: step {reached_step(folder):,} on record, step {saved:,} saved")
+    reached = reached_step(folder)
+    console.print(f"{name or folder}: step {reached:,} on record, step {saved:,} saved")
     _print_goodput(launches, console)
     if attempts:
         console.print(_table_of_attempts(attempts[-_MOST:]))
@@ -169,15 +176,14 @@ def main(argv: Sequence[str], prog: str) -> int:
         parser = argparse.ArgumentParser(prog=prog, description=" ".join(about.split()))
         parser.add_argument(
             "run",
-            type=Path,
             metavar="RUN",
             nargs="?",
-            help="folder of a run; without it, those of runs/ are listed",
+            help="folder or URL of a run; without it, those of runs/ are listed",
         )
         run = parser.parse_args(argv).run
         console = Console(highlight=False)
         if run:
-            status(run, console)
+            status(readable(run), console, run)
         else:
             overview(Path("runs"), console)
 

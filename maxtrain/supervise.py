@@ -14,7 +14,6 @@ each attempt.
 """
 
 import argparse
-import os
 import platform
 import random
 import shlex
@@ -24,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -38,6 +36,7 @@ from data_pipeline.errors import (
 )
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fit_to_fewer, load_config
+from maxtrain.config.run_path import process_number, run_path
 from maxtrain.config.schema import RunConfig
 from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
@@ -76,18 +75,13 @@ class Supervisor:
         self._options = options
         self._command = list(command)
         self._config = config
-        self._folder = Path(config.output_dir, config.run_name)
+        # Of a run behind a URL, where this host works on it.
+        self._folder = run_path(config)
         self._least = options.min_processes or config.mesh.min_processes or options.processes
         # The processes of this machine, by number, and the one that ended the last attempt.
         self._slots = list(range(options.processes))
         self._lost: int | None = None
-        index = (
-            config.mesh.process_id
-            or os.environ.get("JAX_PROCESS_ID")
-            or os.environ.get("SLURM_PROCID")
-            or 0
-        )
-        self._index = int(index)
+        self._index = process_number(config.mesh)
         self._processes = Processes()
         # The signal that asked to stop, and when the processes are ended after it.
         self._asked = ""

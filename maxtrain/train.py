@@ -10,6 +10,7 @@ import sys
 
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.models.families.directory import MODELS
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
@@ -18,8 +19,9 @@ if __name__ == "__main__":
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", MODELS)
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import jax
@@ -31,6 +33,7 @@ from data_pipeline.errors import (
     DivergedError,
     LostProcessError,
     StorageError,
+    TryAgainError,
     run_command,
 )
 from data_pipeline.loader import HostBatch
@@ -38,16 +41,19 @@ from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.rollback import read_rollbacks
+from maxtrain.config.run_path import run_path, run_url
+from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
-from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.models.pipeline import form_for
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
+from maxtrain.observe.mesh_lines import mesh_lines
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import traced_steps
 from maxtrain.observe.progress import Progress
@@ -73,6 +79,7 @@ from maxtrain.parallel.memory import (
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder, require_trained
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.storage.store import Store, open_store
 from maxtrain.training.state import (
     changing_part,
     constant_part,
@@ -101,27 +108,31 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
     failpoints.arm()
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
-            try:
-                with Trackers() as trackers:
-                    return launch(config, attempt, stop, trackers)
-            except DamagedError as damage:
-                put_aside(damage)
+            with open_store(run_path(config), run_url(config)) as store:
+                try:
+                    with Trackers() as trackers:
+                        return launch(config, attempt, stop, trackers, store)
+                except DamagedError as damage:
+                    put_aside(damage)
 
 
-def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers) -> None:
+def launch(
+    config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers, store: Store
+) -> None:
     """One attempt at a run: from its newest checkpoint if it has one, else from the beginning.
 
     Args:
         attempt: how many attempts this process has made before this one; each found a damaged
             checkpoint.
         trackers: started here, once the run is open. The caller finishes them.
+        store: where the run is kept.
 
     Raises:
         DamagedError: what the newest checkpoint holds is not what was saved. All processes raise
             it, also those whose own part of the checkpoint is whole.
     """
     clock = Stopwatch()
-    folder = Path(config.output_dir, config.run_name)
+    folder = store.folder
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
@@ -135,7 +146,12 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
     config = job.config
     is_primary = jax.process_index() == 0
     checkpoints = Checkpoints(
-        folder / "checkpoints", config.checkpoint, second, run_folder.note_saved
+        folder / "checkpoints",
+        config.checkpoint,
+        second,
+        run_folder.note_saved,
+        store.checkpoints,
+        store.publish,
     )
     rows = job.data.describe_rows
     board = Board("watchdog") if jax.process_count() > 1 else None
@@ -159,15 +175,26 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
                 require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
             # Not before it is known that all go on: this makes the folder.
             if is_primary:
-                take_locks(held, folder, second)
+                told = functools.partial(progress.message, style="bold red")
+                take_locks(held, store, second, told)
                 held.callback(run_folder.withdraw)
-                run_folder.begin(lambda text: progress.message(text, style="bold red"))
-        except (ConfigError, StorageError, OSError) as error:
+                run_folder.begin(told)
+        except (ConfigError, StorageError, TryAgainError, OSError) as error:
             refused = error
         raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
             progress.message(line, style="bold red")
-        run = Run(job, checkpoints, progress, clock, stop, rollbacks, run_folder, trackers)
+        run = Run(
+            job,
+            checkpoints,
+            progress,
+            clock,
+            stop,
+            rollbacks,
+            run_folder,
+            trackers,
+            store.publish,
+        )
         try:
             run.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
@@ -199,7 +226,8 @@ def train_until_done(run: Run) -> None:
     """
     if run.done():
         style = "yellow" if run.health.ending else "green"
-        run.progress.message(f"Nothing to do: {run.folder.path} {run.why_done()}", style=style)
+        name = run_url(run.config) or run.folder.path
+        run.progress.message(f"Nothing to do: {name} {run.why_done()}", style=style)
         return
     warning = run.checkpoints.require_space(
         changing_part(run.job.abstract), constant_part(run.job.abstract)
@@ -321,9 +349,14 @@ def conclude(run: Run) -> None:
         raise DivergedError(problem)
 
 
-def take_locks(held: contextlib.ExitStack, folder: Path, second: Path | None) -> None:
-    """Locks the run's folder, and the folder of its copies, until `held` is closed."""
-    held.enter_context(RunLock(folder))
+def take_locks(
+    held: contextlib.ExitStack, store: Store, second: Path | None, tell: Callable[[str], object]
+) -> None:
+    """Locks the run, and the folder of its copies, until `held` is closed, or the store is.
+
+    `tell` gets a line about what takes long, or is not as it should be.
+    """
+    store.hold(held, tell)
     if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
         held.enter_context(RunLock(second.parent, needed=False))
 
@@ -375,6 +408,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(to_yaml(job.asked), job.mesh, data, step)
+    held = job.device_bytes()
+    record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
         record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})
@@ -382,13 +417,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 def describe_stages(config: RunConfig) -> str:
     """How rows of a step go through the stages of the mesh, and how long these wait."""
-    shards = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
-    rows = config.data.batch_size
-    if config.data.packing == "balanced":
-        rows = config.data.balance_rows
-    pipeline = config.model.pipeline
-    count = micro_batches_of(rows // shards, pipeline.micro_batches)
-    form = Form(config.mesh.stage, pipeline.rounds, count)
+    rows = rows_of_step(config) // config.optimizer.accumulation
+    form = form_for(rows, config.model.pipeline)
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
     if form.rounds > 1:
         words += f", {form.rounds} rounds"
@@ -403,10 +433,7 @@ def describe(progress: Progress, job: Job) -> None:
     config = job.config
     devices = jax.devices()
     millions = count_weights(policy_params(job.abstract)) / 1e6
-    axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}"
-    if axes:
-        where += f" ({axes})"
     weights = f"{config.precision.params} weights"
     if config.model.lora.rank is not None and config.model.lora.base != "full":
         weights += f", {config.model.lora.base} where adapters are"
@@ -414,6 +441,10 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    slow = slow_axes_of(config.mesh)
+    by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
+    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes()):
+        progress.message(line)
     describe_experts(progress, config, devices[0].platform)
     if config.mesh.stage > 1:
         progress.message(describe_stages(config))

@@ -31,7 +31,7 @@ from tests.shared import TINY_MODEL, WORDS
 
 TESTS = Path(__file__).parent
 # Beginnings of paths: these tests need no jax.
-ROOMS_WITHOUT_JAX = ("data_pipeline/", "config/", "rl/rewards/", "rl/test_advantages")
+ROOMS_WITHOUT_JAX = ("data_pipeline/", "config/", "storage/", "rl/rewards/", "rl/test_advantages")
 # Beginnings of paths: tests of roundings and of bits that were written down.
 COMPILED_AS_BY_USERS = (
     "ops/",

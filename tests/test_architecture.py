@@ -42,6 +42,8 @@ FLOORS = {
     # What a run remembers, which its parts and its checkpoints have in common.
     "maxtrain.run_state": 4.5,
     "maxtrain.checkpoint.rollback": 2,
+    # Above what a run keeps, below the jobs that keep it.
+    "maxtrain.storage": 5.5,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
@@ -86,6 +88,8 @@ FLOORS = {
     **dict.fromkeys(
         ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
     ),
+    **dict.fromkeys(["maxtrain.step_memory", "maxtrain.fit", "maxtrain.fitting"], 6),
+    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -47,6 +47,7 @@ VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
 IMPORTED = "tests/test_import.py::test_the_commands_of_the_documents"
 CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
 EXAMINED = "tests/doctor/test_doctor.py::test_two_processes_are_examined_as_one_job"
+FITTED = "maxtrain fit config=llama3_8b topology="
 SERVED = "tests/serve/test_server.py::test_a_run_is_served"
 TESTED_ELSEWHERE = {
     "make quickstart": QUICKSTART,
@@ -90,9 +91,13 @@ TESTED_ELSEWHERE = {
     "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
     "python -m maxtrain.train config=quickstart run_name=kept model.remat=named "
     "model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'": (VARIANTS),
+    "python -m maxtrain.train config=quickstart run_name=experts model.family=mixtral model.moe.num_experts=4 "
+    "mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2": VARIANTS,
     "maxtrain replay runs/quickstart --steps 160:200": (
         "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
     ),
+    FITTED + "h100:8 optimizer.accumulation=16": "tests/test_fit.py::test_a_step_on_gpus",
+    FITTED + "v5p:4x4x4 --search --tries 12": "tests/test_fit.py::test_a_search_on_tpus",
     "maxtrain probe config=quickstart": (
         "tests/test_probe.py::test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train"
     ),

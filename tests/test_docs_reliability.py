@@ -29,7 +29,7 @@ def test_the_commands_work_in_order(tmp_path):
     prepare = "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes"
     for command in [prepare, *commands(TEXT)]:
         outputs[command] = run(command, tmp_path, columns=120).all
-    (where,) = (out for command, out in outputs.items() if " status " in command)
+    (where,) = (out for command, out in outputs.items() if " status runs" in command)
     assert (
         "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
     )
@@ -37,7 +37,10 @@ def test_the_commands_work_in_order(tmp_path):
     assert "ended with SIGKILL" in disturbed and "Goes on from step 4" in disturbed
     assert any("integrity.repeat_interval" in command for command in outputs)
     listed = list(outputs.values())
-    assert len(listed) == 18
+    (far,) = (out for command, out in outputs.items() if " status file" in command)
+    assert "file://bucket/runs/far: step 8 on record, step 8 saved" in far
+    assert any("steps=8" in command and "step 4" in out for command, out in outputs.items())
+    assert len(listed) == 22
     assert (
         "3 whole of 3" in listed[2]
         and listed[3].count("all hashes") == 3

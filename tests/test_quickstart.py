@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.observe.launches import read_launches
 from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,8 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
         "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
-        "run_name=kept model.remat=named model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'",
+        "run_name=kept model.remat=named 'model.kept.on_device=[attention, gate_up]' 'model.kept.on_host=[qkv]'",
+        "run_name=experts model.family=mixtral model.moe.num_experts=4 mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2",
     ],
     ids=lambda more: more.split()[0],
 )
@@ -113,6 +115,11 @@ def test_readme_variants_train(clone, more):
         clone, "maxtrain.train", "config=quickstart", *small, *short, *shlex.split(more)
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    if "meshed" in more:
+        assert "  tensor  2  heads, hidden units and vocabulary\n" in result.stdout
+        (launch,) = read_launches(clone / "runs" / "meshed")
+        held = launch["device_bytes"]
+        assert held["optimizer_state"] > held["parameters"] > held["batch"] > 0
     assert "2 steps" in result.stdout
 
 

@@ -28,7 +28,8 @@ def write_atomic(path: Path | RemotePath, data: bytes) -> None:
     """Write a file so that it is either whole or absent, even after a power cut; StorageError if
     the file system refuses."""
     if isinstance(path, RemotePath):
-        return path.write_bytes(data)
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -12,6 +12,7 @@ from typing import Any
 from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import DamagedError, StorageError
+from maxtrain.checkpoint.at_url import fetch
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
 
 
@@ -43,6 +44,7 @@ def copy_step(
             commit = read_commit(source)
         except ValueError as error:
             raise DamagedError(source, f"commit.json: {error}") from error
+        fetch(source, commit["files"], commit["files"])
         for name, entry in commit["files"].items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             damage = _copy_file(source / name, partial / name, entry)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DamagedError, StorageError
+from maxtrain.checkpoint.at_url import fetch
 from maxtrain.checkpoint.copying import copy_step
 from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.integrity import defect, find_damage, read_commit
@@ -82,6 +83,7 @@ def lack(directory: Path, wanted: str, read: bool = False) -> str:
         return f"{path} holds other arrays"
     damage = ""
     if read:
+        fetch(path, commit["files"], commit["files"])
         damage = find_damage(path, commit["files"])
     if damage:
         return f"{path} is damaged: {damage}"

@@ -10,6 +10,8 @@
 
 A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the
 disk, and then its name by one rename: a process killed at any instant leaves a whole step or none.
+Of a run behind a URL, DIRECTORY has what this host needs of the steps there; see at_url.py. Each
+process uploads the files that it has written, and the commit record there comes last.
 A directory that came to its name some other way (empty, half copied, half removed) lacks the commit
 record or a file listed there, and is passed over. Restoring checks the hashes of files while plain
 ones are read, and before Orbax reads others, which itself checks none of this; then, on the device
@@ -19,6 +21,7 @@ order.
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -38,8 +41,9 @@ from jaxtyping import Array, Bool, PyTree, UInt32
 
 import maxtrain
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
+from data_pipeline.remote import RemotePath
 from maxtrain import failpoints
-from maxtrain.checkpoint import frozen
+from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import (
@@ -54,7 +58,7 @@ from maxtrain.checkpoint.integrity import (
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
-from maxtrain.checkpoint.plain import Arrived, read_plain
+from maxtrain.checkpoint.plain import Arrived, is_part_of_array, read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import Digester, by_name, digests, leaf_names
@@ -75,7 +79,9 @@ class Checkpoints:
 
     The first checkpoint makes the directory. Those below a second directory are found and restored
     as well, and new ones are copied there. `on_commit` is called on process 0, in the background,
-    with each step that has come to count.
+    with each step that has come to count. With a `home`, the steps are those at that URL, each
+    process has a directory of its own, and `before_commit` is called on process 0 before a step
+    counts there.
     """
 
     # Of the saves of this process, below any directory.
@@ -87,22 +93,28 @@ class Checkpoints:
         config: CheckpointConfig,
         second: Path | None = None,
         on_commit: Callable[[int], object] | None = None,
+        home: RemotePath | None = None,
+        before_commit: Callable[[], object] | None = None,
     ):
         self.directory = Path(directory).expanduser().absolute()
         self._config = config
         self._on_commit = on_commit
+        self._home = home
+        self._before_commit = before_commit
         # All processes, by name: they then wait for each other at the coordinator. Left to itself,
         # Orbax has all devices take part, and fails where processes have different numbers of them.
         together = None
         if jax.process_count() > 1:
             together = set(range(jax.process_count()))
-        options = ocp.options.MultiprocessingOptions(active_processes=together)
+        # Each process makes its own directories, where they share none.
+        first = 0 if home is None else None
+        options = ocp.options.MultiprocessingOptions(primary_host=first, active_processes=together)
         # Compressing noise, which weights mostly are, took four times as long as writing it.
         # Many processes write few files each, to be merged; one writes a file a shard, which can be
-        # read in one pass.
+        # read in one pass. Nothing can be merged that is on disks of several hosts.
         handler = ocp.PyTreeCheckpointHandler(
             use_compression=False,
-            use_ocdbt=jax.process_count() > 1,
+            use_ocdbt=jax.process_count() > 1 and home is None,
             multiprocessing_options=options,
         )
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
@@ -223,7 +235,11 @@ class Checkpoints:
             raise _changed_constant(wanted, self._constant, "this run was restored or saved with")
         if self._lacks_constant(wanted):
             folder = self.directory / frozen.FOLDER / wanted
-            checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False))
+            home = None
+            if self._home is not None:
+                home = self._home / frozen.FOLDER / wanted
+            config = CheckpointConfig(asynchronous=False)
+            checkpoints = Checkpoints(folder, config, home=home)
             try:
                 checkpoints.save(0, constant, {})
             finally:
@@ -261,7 +277,7 @@ class Checkpoints:
                 raise _changed_constant(wanted, before, f"step {step:,} was saved with")
         for path in frozen.stores(self.directory):
             if path.parent.name != wanted:
-                remove_step(path)
+                self._remove_path(path)
                 # Where something was put aside, it stays.
                 with contextlib.suppress(OSError):
                     path.parent.rmdir()
@@ -269,7 +285,7 @@ class Checkpoints:
             return False
         damaged = frozen.place_of(self.directory, wanted)
         if damaged.exists():
-            remove_step(damaged)
+            self._remove_path(damaged)
         return True
 
     def restore(
@@ -400,7 +416,15 @@ class Checkpoints:
             once = 0
         place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(place).free
-        more = max(1, self._config.keep + 1 - len(self.steps()))
+        key = "output_dir"
+        why = f"checkpoint.keep={self._config.keep}"
+        kept = self._config.keep
+        # Steps are kept at a URL: here are the newest and the one that is being saved.
+        if self._home is not None:
+            key = "local_dir"
+            why = "the newest, which stays on this host,"
+            kept = 1
+        more = max(1, kept + 1 - len(self.steps()))
         what = (
             f"{place} has {free / 1e9:,.2f} GB free; a checkpoint takes up to {size / 1e9:,.2f} GB"
         )
@@ -408,11 +432,11 @@ class Checkpoints:
             what += f", and the frozen parameters once {once / 1e9:,.2f} GB"
         error = None
         if free < size + once:
-            error = StorageError(f"{what}. Free space, or set output_dir to another disk.")
+            error = StorageError(f"{what}. Free space, or set {key} to another disk.")
         raise_together(error)
         if free >= size * more + once:
             return ""
-        rule = f"{what}, and checkpoint.keep={self._config.keep} needs {more} more at once"
+        rule = f"{what}, and {why} needs {more} more at once"
         return f"{rule}. Free space, or keep fewer."
 
     def put_aside_incomplete(self) -> list[str]:
@@ -450,6 +474,7 @@ class Checkpoints:
                 error = problem
         # This also waits until process 0 is here.
         raise_together(error)
+        self.refresh()
         if self._second and jax.process_index() == 0:
             self._second.discard_after(step)
 
@@ -504,6 +529,15 @@ class Checkpoints:
                 failure = StorageError(f"{where}. See its message there.")
         if failure:
             raise failure
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Sees the steps that process 0 has made count, or removed, at a URL.
+
+        On a disk that is shared, all processes see them anyway.
+        """
+        if self._home is not None and jax.process_index() != 0:
+            at_url.pull(self._home, self.directory)
 
     def _take_pending(self) -> concurrent.futures.Future | None:
         """The save under way, if there is one, which is waited for once."""
@@ -593,16 +627,40 @@ class Checkpoints:
         raise_together(error)
         # A shared file system may tell others late.
         primary, *_ = gather({"there": there})
-        return not primary["there"]
+        if primary["there"]:
+            return False
+        if self._home is not None:
+            self._make_own_room(step)
+        return True
+
+    def _make_own_room(self, step: int) -> None:
+        """As `_make_room`, of the processes that share no directory with process 0."""
+        error = None
+        if jax.process_index() != 0:
+            try:
+                with self._saving(step):
+                    self._make_room(step)
+            except StorageError as problem:
+                error = problem
+        raise_together(error)
 
     def _make_room(self, step: int) -> None:
         # What is left of a process that was killed.
         for leftover in self.directory.glob(".*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
+        if self._home is not None and jax.process_index() == 0:
+            at_url.remove(self._home / f"{step:08d}")
         self._staging(step).mkdir(parents=True)
 
     def _remove(self, step: int) -> None:
-        remove_step(self._path(step), lambda: failpoints.hit("during_removal", step))
+        self._remove_path(self._path(step), lambda: failpoints.hit("during_removal", step))
+
+    def _remove_path(self, path: Path, before_files: Callable[[], object] = lambda: None) -> None:
+        """Removes a step, or what is beside them; at a URL first, whose copy this is."""
+        url = at_url.url_of(path)
+        if url is not None:
+            at_url.remove(url)
+        remove_step(path, before_files)
 
     def _read(
         self,
@@ -620,10 +678,16 @@ class Checkpoints:
         damage = ""
         error = None
         files = commit["files"]
+        fetch = functools.partial(at_url.fetch, path, files)
         try:
-            arrays, damage = read_plain(path, files, targets, arrived)
+            arrays, damage = read_plain(path, files, targets, arrived, fetch)
             if arrays is None and not damage:
+                fetch(files)
                 damage = find_damage(path, files, jax.process_index(), jax.process_count())
+        except DamagedError as found:
+            damage = found.what
+        except StorageError as problem:
+            error = problem
         except OSError as problem:
             error = StorageError(
                 f"reading {path} failed: {problem}. Mend access, then run the same command again."
@@ -674,9 +738,14 @@ class Checkpoints:
                 (staging / "record.json").write_text(record, encoding="utf-8")
             entries = sorted(staging.rglob("*"))
             names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
-            mine = [name for name in names if _writer(name) == jax.process_index()]
-            said = report(f"checkpoint/{number}", json.dumps(hash_files(staging, mine)))
+            mine = self._written_here(names)
+            hashes = hash_files(staging, mine)
+            if self._home is not None:
+                self._upload(step, mine)
+            said = report(f"checkpoint/{number}", json.dumps(hashes))
             if jax.process_index() != 0:
+                if self._home is not None:
+                    shutil.rmtree(staging, ignore_errors=True)
                 return
             files = {}
             for theirs in said:
@@ -684,7 +753,7 @@ class Checkpoints:
             for name, digest in by_name(list(arrays), found.digests).items():
                 arrays[name] |= {"digest": digest, "finite": finite[name]}
             commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
-            commit["files"] = {name: files[name] for name in names}
+            commit["files"] = dict(sorted(files.items()))
             if constant is not None:
                 commit[frozen.KEY] = constant
             sync(*entries)
@@ -695,11 +764,46 @@ class Checkpoints:
         self._retire()
         self.copy_newest()
 
+    def _written_here(self, names: list[str]) -> list[str]:
+        """Of the files of a step that this process sees, those that it answers for.
+
+        Where each process has a directory of its own, all write the small files, which are the
+        same.
+        """
+        index = jax.process_index()
+        if self._home is None:
+            return [name for name in names if _writer(name) == index]
+        if index == 0:
+            return names
+        return [name for name in names if is_part_of_array(name)]
+
+    def _upload(self, step: int, names: list[str]) -> None:
+        """Copies files of a step that does not count yet to its URL."""
+        assert self._home is not None
+        home = self._home / f"{step:08d}"
+        half = len(names) // 2
+        at_url.upload(self._staging(step), home, names[:half])
+        failpoints.hit("during_upload", step)
+        at_url.upload(self._staging(step), home, names[half:])
+
+    def _make_it_count_at_url(self, step: int, commit: dict[str, Any]) -> None:
+        """Brings there what must be there before, then the commit record of the step."""
+        assert self._home is not None
+        home = self._home / f"{step:08d}"
+        if self._before_commit:
+            self._before_commit()
+        failpoints.hit("before_upload_counts", step)
+        (home / at_url.COMMIT).write_bytes(encode_commit(commit))
+        failpoints.hit("after_upload", step)
+        at_url.write_url(self._staging(step), home)
+
     def _make_it_count(self, step: int, commit: dict[str, Any]) -> None:
         """Writes the commit record of a step, and gives the step its name by one rename."""
         staging = self._staging(step)
         path = self._path(step)
         failpoints.hit("before_commit", step)
+        if self._home is not None:
+            self._make_it_count_at_url(step, commit)
         (staging / "commit.json").write_bytes(encode_commit(commit))
         sync(staging / "commit.json", staging)
         # What has the name is no complete checkpoint: `save` looked.
@@ -748,7 +852,10 @@ class Checkpoints:
         try:
             for step in self._superfluous():
                 self._remove(step)
-        except (OSError, RuntimeError) as error:
+            # What is at a URL need not be here but for the newest, which a rollback may want.
+            for step in self.steps()[:-1]:
+                at_url.drop_arrays(self._path(step))
+        except (OSError, RuntimeError, StorageError) as error:
             what = f"removing old checkpoints from {self.directory} failed ({error})"
             mend = "Training goes on; they take space until they are removed"
             print(f"WARNING: {what}. {mend}.", file=sys.stderr, flush=True)
@@ -809,6 +916,9 @@ def put_aside(damage: DamagedError) -> None:
     it can't be renamed.
     """
     path = damage.path
+    if at_url.url_of(path) is not None:
+        _put_aside_at_url(path, damage)
+        return
     error = None
     if jax.process_index() == 0:
         try:
@@ -820,6 +930,31 @@ def put_aside(damage: DamagedError) -> None:
             print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
         except StorageError as problem:
             error = problem
+    raise_together(error)
+
+
+def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
+    """As `put_aside`, of a step that is at a URL.
+
+    If files are damaged on this host alone, they are fetched once more; else what is at the URL is
+    put aside. That is decided by process 0, and files that others have fetched are fetched again.
+    """
+    url = at_url.url_of(path)
+    assert url is not None
+    error = None
+    if jax.process_index() == 0:
+        files = read_commit(path)["files"]
+        here = {name: entry for name, entry in files.items() if (path / name).exists()}
+        try:
+            then = f"Its files on this host are not those at {url}, and are fetched again."
+            if not find_damage(path, here):
+                aside = at_url.put_aside(url)
+                then = f"At {url} it is put aside as {aside}; the run goes on without it."
+            what = f"{path} is damaged: {damage.what}."
+            print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
+        except StorageError as problem:
+            error = problem
+    at_url.drop_arrays(path)
     raise_together(error)
 
 

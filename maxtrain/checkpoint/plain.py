@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ from maxtrain.checkpoint.integrity import (
 _ALIGNMENT = 64
 # Is told the name of an array, and the array.
 Arrived = Callable[[str, jax.Array], object]
+# Is told the names of files that are about to be read.
+Fetch = Callable[[Iterable[str]], object]
 
 
 class Piece(NamedTuple):
@@ -48,6 +50,7 @@ def read_plain(
     files: Files,
     targets: Mapping[str, jax.ShapeDtypeStruct],
     arrived: Arrived | None = None,
+    fetch: Fetch | None = None,
 ) -> tuple[dict[str, jax.Array] | None, str]:
     """Reads arrays from plain files, and checks the files.
 
@@ -56,6 +59,7 @@ def read_plain(
     Args:
         arrived: is called with each array that is there while others are read; one of a damaged
             file may be among them.
+        fetch: is called with the names of files before they are read.
 
     Returns:
         The arrays as asked for, None if they do not lie in plain files; and what is wrong with the
@@ -67,11 +71,9 @@ def read_plain(
     keys = any(jnp.issubdtype(target.dtype, jax.dtypes.prng_key) for target in targets.values())
     if keys or any(f"arrays/{name}/.zarray" not in files for name in targets):
         return None, ""
-    small = {
-        name: entry
-        for name, entry in files.items()
-        if not re.fullmatch(r"arrays/.*/\d[\d.]*", name)
-    }
+    small = {name: entry for name, entry in files.items() if not is_part_of_array(name)}
+    if fetch:
+        fetch(small)
     damage = find_damage(path, small)
     if damage:
         return None, damage
@@ -81,7 +83,12 @@ def read_plain(
         if pieces_of_array is None:
             return None, ""
         pieces[name] = pieces_of_array
-    return _read_pieces(path, files, targets, pieces, arrived)
+    return _read_pieces(path, files, targets, pieces, arrived, fetch)
+
+
+def is_part_of_array(name: str) -> bool:
+    """Whether a file of a step, by its name, is a part of an array and nothing else."""
+    return re.fullmatch(r"arrays/.*/\d[\d.]*", name) is not None
 
 
 def _read_pieces(
@@ -90,12 +97,15 @@ def _read_pieces(
     targets: Mapping[str, jax.ShapeDtypeStruct],
     pieces: Mapping[str, Sequence[Piece]],
     arrived: Arrived | None,
+    fetch: Fetch | None,
 ) -> tuple[dict[str, jax.Array], str]:
     """The arrays, and what is wrong with their files; empty if nothing is."""
     arrays = {}
     damage: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         plans = {name: _Plan(target, pieces[name]) for name, target in targets.items()}
+        if fetch:
+            fetch([piece.file for plan in plans.values() for piece, _ in plan.reads])
         jobs = {}
         for name, plan in plans.items():
             jobs[name] = [

@@ -11,7 +11,7 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 
 # Directories that a run makes.
-_MADE = ("output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache")
+_MADE = ("output_dir", "local_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache")
 _MAX_NAME_BYTES = 255
 # Bytes that a path may have are 4,096, with what is put below it.
 _MAX_PATH = 4000
@@ -97,6 +97,8 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         problem = _problem(path_key)
         if problem is not None:
             yield problem
+    if is_url(config.output_dir):
+        return
     run = os.path.join(config.output_dir, config.run_name)
     if os.path.isdir(config.output_dir) and "\0" not in run and file_above(run):
         yield (

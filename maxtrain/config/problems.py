@@ -23,6 +23,7 @@ from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.run_path import url_problems
 from maxtrain.config.schema import (
     DistillConfig,
     DpoConfig,
@@ -75,6 +76,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
 
 def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from directories.run_name_problems(config.run_name)
+    yield from url_problems(config)
     yield from idle_among(idle, "eval_interval")
     yield from evaluation.batches_problems(config)
     yield from idle_among(idle, "eval.stop_patience", "eval.stop_set")

@@ -75,7 +75,16 @@ class RunConfig:
     """The loop's own keys, and one section for each part."""
 
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
-    output_dir: str = key("runs", "where run directories are made", path="local")
+    output_dir: str = key(
+        "runs",
+        "where run directories are made; s3://BUCKET/FOLDER and gs://BUCKET/FOLDER, too",
+        path="any",
+    )
+    local_dir: str = key(
+        "~/.cache/maxtrain/runs",
+        "folder of this host to work in where output_dir is a URL",
+        path="local",
+    )
     seed: int = key(
         0, "seed of everything random, unless data.seed or init.seed is set", low=0, high=MAX_SEED
     )

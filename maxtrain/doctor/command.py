@@ -14,7 +14,6 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from rich.console import Console
 from data_pipeline.errors import LostProcessError, TryAgainError, UsageError, UserError, run_command
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import load_with_notes
+from maxtrain.config.run_path import run_path
 from maxtrain.config.schema import MeshConfig
 from maxtrain.doctor import host
 from maxtrain.doctor.devices import clock_offsets, measure, measure_sums
@@ -155,8 +155,9 @@ def _reports(config: RunConfig, is_given: bool, seconds: float, doing: Any) -> l
         "versions": host.versions(),
     }
     report["versions"]["runtime"] = jax.devices()[0].client.platform_version.splitlines()[0]
-    doing(f"writing to output_dir={config.output_dir}")
-    report["disk"] = host.disk(Path(config.output_dir))
+    folder = run_path(config).parent
+    doing(f"writing to {folder}")
+    report["disk"] = host.disk(folder)
     doing("reading data")
     report["data"] = host.data(_data_paths(config))
     report["devices"] = []

@@ -52,7 +52,7 @@ def disk(folder: Path, mib: int = WRITTEN_MIB) -> dict[str, Any]:
     Where the folder is not there yet, the nearest one above it is looked at.
 
     Args:
-        folder: output_dir.
+        folder: where runs are, or where processes work on runs behind a URL.
         mib: of the file, which is removed again.
 
     Returns:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from data_pipeline.errors import FINAL, UsageError
+from data_pipeline.remote import is_url
 from maxtrain.launch.names import plain
 from maxtrain.launch.plan import Plan
 from maxtrain.launch.tpu import Slice
@@ -264,11 +265,13 @@ def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_volume(output_dir: str, pod: Mapping[str, Any]) -> None:
     """UsageError: checkpoints would be written into a container, and be lost with it."""
+    if is_url(output_dir):
+        return
     mounts = pod["containers"][0].get("volumeMounts", [])
     for mount in mounts:
         folder = Path(mount["mountPath"])
         if mount["name"] not in ("shm", "config") and Path(output_dir).is_relative_to(folder):
             return
     rule = "is on no volume, so checkpoints would be lost with their pod"
-    mend = "Set --volume CLAIM:/data and output_dir=/data/runs, for example"
+    mend = "Set --volume CLAIM:/data and output_dir=/data/runs, or output_dir=gs://BUCKET/runs"
     raise UsageError(f"output_dir={output_dir} {rule}. {mend}.")

@@ -2,6 +2,7 @@
 hours later in a queue."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from data_pipeline.errors import ConfigError, UsageError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import Models, load_with_notes
+from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.config.shipped import find_file, shipped_configs
 
 # The verbs that can be launched.
@@ -159,7 +161,7 @@ def _require_slices(config: RunConfig, given: Devices) -> None:
         given: what the job is given.
     """
     mesh = config.mesh
-    parts = mesh.data * mesh.stage * mesh.fsdp
+    parts = mesh.data * mesh.stage * mesh.fsdp * math.prod(slow_axes_of(mesh).values())
     if parts % given.slices:
         axes = f"mesh.data={mesh.data} x mesh.stage={mesh.stage} x mesh.fsdp={mesh.fsdp}"
         rule = f"must be a multiple of the {given.slices} slices of {given.words}"

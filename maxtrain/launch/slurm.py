@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from data_pipeline.errors import FINAL, WORTH_RESTARTING, UsageError
+from data_pipeline.remote import is_url
 from maxtrain import ENDS
 from maxtrain.launch.names import one_line, plain, seconds
 from maxtrain.launch.plan import Plan
@@ -52,6 +53,14 @@ class SlurmJob(NamedTuple):
     environment: Mapping[str, str]
 
 
+def _shared_folder(plan: Plan, job: SlurmJob) -> str:
+    """A folder that all nodes have: that of the runs, or if these are behind a URL, that in which
+    the script begins."""
+    if is_url(plan.config.output_dir):
+        return job.folder
+    return os.path.join(job.folder, plan.config.output_dir)
+
+
 def render(plan: Plan, job: SlurmJob) -> str:
     """The script.
 
@@ -66,7 +75,7 @@ def render(plan: Plan, job: SlurmJob) -> str:
         "spare_nodes": job.spare_nodes,
         "max_restarts": job.max_restarts,
         "folder": shlex.quote(job.folder),
-        "output_dir": shlex.quote(os.path.join(job.folder, plan.config.output_dir)),
+        "shared": shlex.quote(_shared_folder(plan, job)),
         "setup": "\n".join(_setup(job)),
         "srun": " \\\n    ".join(_srun(job)),
         "command": shlex.join(plan.command),
@@ -190,7 +199,7 @@ back_to_the_queue() {
 }
 
 # Each process that fails leaves its exit code here.
-ends=@output_dir@/.ends-$SLURM_JOB_ID
+ends=@shared@/.ends-$SLURM_JOB_ID
 export @ends@="$ends"
 trap 'rm -rf -- "$ends"' EXIT
 

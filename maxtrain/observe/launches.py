@@ -47,7 +47,7 @@ _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What does not change the numbers of training, or stands in the config, too.
 _APART = re.compile(
     r"time|step|command|run|units\..*|kernels\.experts|config\."
-    r"(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
+    r"(run_name|output_dir|local_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
     r"|mesh\.(coordinator|num_processes|process_id|min_processes"
@@ -139,8 +139,8 @@ def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str
 
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Everything that differs between two launches, except when and how they were started: both
-    values by dotted path. An empty launch has no values."""
+    """Everything that differs between two launches, except when and how they were started, and what
+    follows from the rest: both values by dotted path. An empty launch has no values."""
     values_before = {}
     if before:
         values_before = _flat_launch(before)
@@ -149,7 +149,7 @@ def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, t
         values_after = _flat_launch(after)
     changes = {}
     for name in values_before | values_after:
-        if name in ("time", "step", "command", "run"):
+        if name in ("time", "step", "command", "run") or name.startswith("device_bytes."):
             continue
         old = values_before.get(name, "nothing")
         new = values_after.get(name, "nothing")

@@ -23,7 +23,8 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
   differentiated.
 * `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B
   of an adapter, whose product is added to a kernel.
-* `maxtrain/models/moe.py`: sums what experts made, weighted by how much each was chosen.
+* `maxtrain/models/expert_products.py`: sums what experts made, weighted by how much each was
+  chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
 * `maxtrain/doctor/devices.py`: measures that for each device, and whether the products are right.
 """

@@ -339,6 +339,37 @@ LONGROPE = [
             "Set model.attention=xla, or mesh.context=2",
         ),
         (
+            ["mesh.expert=2"],
+            "mesh.expert=2 splits experts, and model.family=llama has none",
+            "Set mesh.expert=1, and mesh.fsdp higher",
+        ),
+        (
+            ["mesh.expert=3", "model.family=mixtral"],
+            "mesh.expert=3 must divide model.moe.num_experts=8",
+            "Set mesh.expert to 1, 2, 4 or 8",
+        ),
+        (
+            ["mesh.expert=8", "mesh.fsdp=4", "model.family=mixtral"],
+            "data.batch_size=16 must be divisible by mesh.data=1 times mesh.fsdp=4 times "
+            "mesh.expert=8",
+            "Set data.batch_size to 32",
+        ),
+        (
+            ["mesh.expert=2", "mesh.stage=2", "model.family=mixtral", "model.vocab_size=512"],
+            "mesh.stage=2 does not go with mesh.expert=2",
+            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1",
+        ),
+        (
+            ["mesh.preset=moe"],
+            "mesh.preset=moe splits experts, and model.family=llama has none",
+            "Set mesh.preset=fsdp",
+        ),
+        (
+            ["model.routing.exchange_factor=2", "model.family=mixtral"],
+            "model.routing.exchange_factor=2.0 is for experts that are split over devices",
+            "Set mesh.expert=2 or more",
+        ),
+        (
             ["mesh.data=3", "mesh.fsdp=1"],
             "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1",
             "15 or 18",

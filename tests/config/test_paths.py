@@ -10,18 +10,24 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import load_config, to_yaml
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_keys
+from maxtrain.config.run_path import run_path, run_url
 
 LOCAL = [
     "output_dir",
+    "local_dir",
     "data.cache",
     "checkpoint.copy_to",
     "checkpoint.init_from",
     "observe.compilation_cache",
 ]
+_OTHERS = ["mesh.coordinator=localhost:1", "mesh.num_processes=2"]
 ANY = ["data.sources.stdlib.path", "eval.sets.heldout.path"]
 
 
 def load(*overrides: str):
+    # A run on a disk does not use it.
+    if overrides and overrides[0].startswith("local_dir="):
+        overrides = ("output_dir=s3://bucket/runs", *overrides)
     return load_config(["config=quickstart", *overrides])
 
 
@@ -82,12 +88,41 @@ def test_defaults_are_written_as_they_are_so_that_a_run_can_move_to_another_home
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket", "file:///tmp/x", "memory://x"])
-@pytest.mark.parametrize("key", LOCAL)
+@pytest.mark.parametrize("key", LOCAL[1:])
 def test_a_url_is_refused_where_it_would_be_a_folder_named_like_one(key, url):
     text = problem(f"{key}={url}")
     assert text.startswith(
         f"{key}={url} must be a directory, not a URL. Set {key} to where it is mounted (gcsfuse"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["output_dir=memory://x"],
+            "memory:// is not known to have them. Set output_dir to a path",
+        ),
+        (["output_dir=s3://"], "must be a bucket and folders in it. Set output_dir=s3://BUCKET"),
+        (["output_dir=s3://b/../c"], "must be a bucket and folders in it"),
+        (["output_dir=gs://b", "checkpoint.copy_to=a"], "copy_to=a is for runs on a disk of their"),
+        (["output_dir=s3://b", "observe.trackers=[mlflow]"], "Set observe.tracking.mlflow_uri"),
+        (["run_name=x", "local_dir=work"], "local_dir=work is for runs behind a URL"),
+        (["output_dir=s3://b", "run_name=x", "data.sources.stdlib.path=s3://b/x"], "is the data"),
+    ],
+)
+def test_what_a_run_behind_a_url_cannot_have_is_refused(words, message):
+    assert message in problem(*words)
+
+
+def test_a_process_works_on_a_run_behind_a_url_in_a_folder_of_its_own():
+    first = load("local_dir=work", "run_name=x")
+    second = load("local_dir=work", "run_name=x", "mesh.process_id=1", *_OTHERS)
+    assert run_url(first) == run_url(second) == "s3://bucket/runs/x"
+    assert run_path(first) == Path("work/s3/bucket/runs/x")
+    assert run_path(second) == Path("work/s3/bucket/runs/x.process-1")
+    on_disk = load("output_dir=a", "run_name=x")
+    assert run_url(on_disk) is None and run_path(on_disk) == Path("a/x")
 
 
 @pytest.mark.parametrize("key", ANY)
@@ -96,7 +131,8 @@ def test_urls_of_data_stay_as_they_are(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache"]
+    "key",
+    ["output_dir", "local_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache"],
 )
 def test_a_file_where_a_directory_is_to_be(key, tmp_path):
     file = tmp_path / "file"
@@ -125,6 +161,8 @@ def test_nul_is_in_no_path(key, tmp_path):
     file = Path(tmp_path, "c.py")
     body = "config = default_config()\n    config.data.sources.stdlib = {'path': 'x'}\n"
     body += "    config.eval.sets.heldout = {'path': 'y'}\n"
+    if key == "local_dir":
+        body += "    config.output_dir = 's3://bucket/runs'\n"
     section, _, leaf = key.rpartition(".")
     target = f"config.{section}" if section else "config"
     body += f"    {target}[{leaf!r}] = 'a\\0b'\n    return config\n"

@@ -65,6 +65,12 @@ def by_name(*case):
         by_name("deepseek_v3", {"fsdp": 2, "stage": 2, "tensor": 2}, 1, {}),
         by_name("deepseek_v2", {"data": 2, "fsdp": 1, "stage": 2}, 2, {"remat": "full"}),
         by_name("llama3", {"fsdp": 2, "tensor": 2}, 1, {"remat": "named", "kept": ON_HOST}),
+        thorough("mixtral", {"fsdp": 1, "expert": 4}, 1, {"scan_layers": False}),
+        by_name("qwen3_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {}),
+        by_name("deepseek_v2", {"fsdp": 1, "expert": 8}, 1, {}),
+        by_name("deepseek_v3", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {"remat": "full"}),
+        by_name("gpt_oss", {"fsdp": 2, "expert": 4}, 1, {}),
+        by_name("mixtral", {"fsdp": 2, "context": 2, "expert": 2}, 1, {"attention": "ring"}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

@@ -36,10 +36,10 @@ def source_problems(config: RunConfig) -> Iterator[str]:
     read = _source_paths(config)
     for name, held_out in config.eval.sets.items():
         read[f"eval.sets.{name}.path"] = held_out.path
-    runs = os.path.abspath(config.output_dir)
+    runs = _place(config.output_dir)
     written = (runs, os.path.join(runs, config.run_name))
     for key, path in read.items():
-        if path and not is_url(path) and os.path.abspath(path) in written:
+        if path and _place(path) in written:
             yield (
                 f"output_dir={config.output_dir} with run_name={config.run_name} "
                 f"is the data directory {key}={path}. Set output_dir to another one."
@@ -75,7 +75,9 @@ def _place(path: str) -> str:
 def copy_problems(config: RunConfig) -> Iterator[str]:
     """Copies of checkpoints that would be put where the checkpoints are."""
     copy_to = config.checkpoint.copy_to
-    if copy_to is None or is_url(copy_to) or "\0" in copy_to + config.output_dir:
+    if copy_to is None or is_url(copy_to) or is_url(config.output_dir):
+        return
+    if "\0" in copy_to + config.output_dir:
         return
     if Path(copy_to).resolve() == Path(config.output_dir).resolve():
         yield (

@@ -1,0 +1,56 @@
+"""A run for commands that only read it: a folder, or a URL, of which they get a copy."""
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+
+from data_pipeline.errors import UsageError
+from data_pipeline.remote import Found, RemotePath, is_url
+from maxtrain.storage.store import pull
+
+
+def readable(run: str | Path) -> Path:
+    """The folder of a run, with `~` as the home directory; of one behind a URL a copy on this host,
+    which goes when the process ends.
+
+    The copy has the records and the small files of checkpoints. Arrays come when they are read.
+
+    Raises:
+        UsageError: there is nothing at the URL.
+        StorageError: it can't be read.
+    """
+    if not is_url(run):
+        return Path(run).expanduser()
+    url = RemotePath(str(run).rstrip("/"))
+    listing = url.tree()
+    if not listing:
+        raise UsageError(f"{url}: nothing is there. Name the URL of a run, s3://BUCKET/.../NAME.")
+    return _copied(url, listing)
+
+
+def readable_or_new(folder: Path, url: str | None) -> Path:
+    """As `readable`, of a run that need not have begun, at a URL or (None) in its folder."""
+    if url is None:
+        return folder
+    return _copied(RemotePath(url), RemotePath(url).tree())
+
+
+def _copied(url: RemotePath, listing: dict[str, Found]) -> Path:
+    """A copy of what is at a URL, which goes when the process ends."""
+    temporary = tempfile.mkdtemp(prefix="maxtrain-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    folder = Path(temporary, url.name)
+    folder.mkdir()
+    pull(url, folder, listing)
+    return folder
+
+
+def require_no_url(path: str | Path, argument: str) -> None:
+    """UsageError: a place to write to is a URL, where the command can't write."""
+    # A Path has one of the slashes.
+    if is_url(str(path)) or is_url(str(path).replace(":/", "://", 1)):
+        raise UsageError(
+            f"{argument}={path}: is a URL, and this command writes to disks only. "
+            "Name a path, and copy what is written."
+        )

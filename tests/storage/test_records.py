@@ -1,0 +1,119 @@
+"""Records of a run go to its URL and come back, whole."""
+
+import os
+
+import pytest
+
+from data_pipeline.errors import LockedError, StorageError, UsageError
+from maxtrain.storage import reading, records
+from maxtrain.storage.records import Records, pull_records, require_copy_of
+from tests.faulty_s3 import Fault, names_below
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def folder(url, tmp_path):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    require_copy_of(folder, url, set())
+    write(folder, run_json="{}", metrics_jsonl="1\n", a__b_txt="b", checkpoints__x="no", lock="no")
+    write(folder, _metrics_jsonl_tmp="no")
+    return folder
+
+
+@pytest.fixture
+def pushed(url, folder):
+    """Records that are uploaded when `push` is called."""
+    pushed = Records(folder, url, lambda: None)
+    yield pushed
+    pushed.close()
+
+
+def test_what_changed_is_uploaded_and_what_is_gone_goes(s3, url, folder, pushed):
+    pushed.push()
+    assert names_below(url) == ["a/b.txt", "metrics.jsonl", "run.json"]
+    s3.seen.clear()
+    pushed.push()
+    assert not s3.seen
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("2\n")
+    (folder / "a" / "b.txt").unlink()
+    pushed.push()
+    assert (url / "metrics.jsonl").read_bytes() == b"1\n2\n"
+    assert names_below(url) == ["metrics.jsonl", "run.json"]
+
+
+def test_a_folder_that_somebody_emptied_empties_nothing(url, folder, pushed):
+    pushed.push()
+    for name in ("run.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    pushed.push()
+    assert names_below(url) == ["a/b.txt", "metrics.jsonl", "run.json"]
+
+
+def test_what_fails_is_uploaded_the_next_time_and_losers_upload_nothing(s3, url, folder, pushed):
+    s3.faults.append(Fault("PUT .*/metrics.jsonl", status=403, code="AccessDenied"))
+    with pytest.raises(StorageError, match=r"metrics.jsonl: writing is not allowed"):
+        pushed.push()
+    s3.faults.clear()
+    pushed.push()
+    assert "metrics.jsonl" in names_below(url)
+
+    def lost() -> None:
+        raise LockedError("another one writes")
+
+    late = Records(folder, url, lost)
+    write(folder, new_txt="new")
+    with pytest.raises(LockedError):
+        late.push()
+    late.close()
+    assert "new.txt" not in names_below(url)
+
+
+def test_another_host_gets_what_is_there_and_the_same_host_only_what_changed(
+    s3, url, folder, pushed, tmp_path
+):
+    pushed.push()
+    other = tmp_path / "there"
+    # The supervisor of this host is there first.
+    write(other, attempts_jsonl="1\n2\n")
+    require_copy_of(other, url, set())
+    write(other, stale_txt="of another launch")
+    (url / "gone.txt").write_bytes(b"")
+    listing = url.tree()
+    (url / "gone.txt").remove()
+    pull_records(other, url, listing)
+    assert (other / "a" / "b.txt").read_text() == "b" and not (other / "stale.txt").exists()
+    assert (other / "attempts.jsonl").read_text() == "1\n2\n"
+    assert not (other / "gone.txt").exists()
+    (url / "metrics.jsonl").write_bytes(b"other\n")
+    os.utime(folder / "run.json", (1, 1))
+    s3.seen.clear()
+    pull_records(folder, url, url.tree())
+    assert (folder / "metrics.jsonl").read_text() == "other\n"
+    read = [seen for seen in s3.seen if seen.startswith("GET") and seen.endswith((".jsonl", "n"))]
+    assert sorted({seen.rpartition("/")[2] for seen in read}) == ["metrics.jsonl", "run.json"]
+    assert not any(seen.endswith("b.txt") for seen in s3.seen)
+
+
+def test_a_folder_of_something_else_is_left_alone(url, tmp_path):
+    write(tmp_path, precious_txt="mine")
+    with pytest.raises(StorageError, match=r"is not a copy of s3://.*set local_dir to another"):
+        require_copy_of(tmp_path, url, {"lock"})
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_readers_are_told_of_an_empty_place_and_of_what_they_cannot_write(url):
+    with pytest.raises(UsageError, match=r"nothing is there. Name the URL of a run"):
+        reading.readable(str(url))
+    for place in ("s3://b/out", "s3:/b/out"):
+        with pytest.raises(UsageError, match=f"OUT={place}: is a URL.* Name a path"):
+            reading.require_no_url(place, "OUT")
+    reading.require_no_url("runs/x", "OUT")
+    assert not records.is_record("checkpoints/00000001/commit.json")

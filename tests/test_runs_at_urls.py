@@ -1,0 +1,317 @@
+"""Runs behind a URL: killed anywhere, they go on bit for bit from an empty disk."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.remote import RemotePath
+from maxtrain import checkpoints, compare, export, failpoints, generate, replay, status
+from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.storage.reading import readable
+from maxtrain.train import main
+from tests.faulty_s3 import Fault, FaultyS3, names_below
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("this_process")
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def s3():
+    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
+    with FaultyS3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_run, s3) -> Path:
+    """A config beside its data, and a run on a disk that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("url")
+    tiny_run(
+        folder,
+        steps=STEPS,
+        checkpoint_interval=3,
+        schedule={"name": "constant", "warmup_steps": 1},
+        mesh={"data": 1, "fsdp": 8},
+        checkpoint={"keep": 2},
+        observe={"tensorboard": True},
+    )
+    assert train(folder, "whole") == 0
+    return folder
+
+
+def options(folder, run, *overrides, disk=None):
+    words = [f"config={folder / 'tiny.yaml'}", f"run_name={run}"]
+    if disk is not None:
+        words += ["output_dir=s3://faulty/runs", f"local_dir={folder / disk}"]
+    return [*words, *overrides]
+
+
+def train(folder, run, *overrides, disk=None):
+    return main(load_config(options(folder, run, *overrides, disk=disk)))
+
+
+def in_a_process(folder, run, disk, failpoint=""):
+    """The exit code of a training in a process of its own, and what it said."""
+    command = [sys.executable, "-m", "maxtrain.train", *options(folder, run, disk=disk)]
+    environment = os.environ | {failpoints.VARIABLE: failpoint}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def url_of(run):
+    return f"s3://faulty/runs/{run}"
+
+
+def steps_at(run):
+    names = names_below(RemotePath(url_of(run)))
+    found = [re.fullmatch(r"checkpoints/(\d+)/commit.json", name) for name in names]
+    return sorted(int(name[1]) for name in found if name)
+
+
+def flipped(content):
+    """Bytes with another bit in their middle."""
+    changed = bytearray(content)
+    changed[len(changed) // 2] ^= 1
+    return bytes(changed)
+
+
+def numbers(run):
+    """Records of training without what depends on the clock or the machine."""
+    kept = []
+    for record in read_metrics(run):
+        values = {}
+        for name, value in record.items():
+            if not re.search(r"second|mfu|bytes", name):
+                values[name] = value.hex() if isinstance(value, float) else value
+        kept.append(values)
+    return kept
+
+
+def assert_same(folder, run):
+    """A run at a URL is the one on the disk."""
+    ours = readable(url_of(run))
+    whole = folder / "runs" / "whole"
+    assert numbers(ours) == numbers(whole) and len(numbers(ours)) == STEPS
+    digests = saved_digests(ours / "checkpoints")
+    assert digests[STEPS] == saved_digests(whole / "checkpoints")[STEPS]
+    assert sorted(digests) == steps_at(run)
+
+
+@pytest.mark.long
+def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, s3, capsys):
+    assert train(folder, "plain", "steps=6", disk="disk") == 0
+    shutil.rmtree(folder / "disk")
+    assert train(folder, "plain", disk="disk") == 0
+    assert "Goes on from step 6" in capsys.readouterr().out
+    assert_same(folder, "plain")
+    names = names_below(RemotePath(url_of("plain")))
+    assert {"run.json", "config.yaml", "metrics.jsonl", "launches.jsonl", "clock.jsonl"} <= {*names}
+    assert any(name.startswith("tensorboard/") for name in names)
+    assert steps_at("plain") == [6, 9]
+    # On this host the newest step is whole, and of others there are small files.
+    here = folder / "disk" / "s3" / "faulty" / "runs" / "plain" / "checkpoints"
+    assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
+
+
+@pytest.mark.slow
+def test_all_commands_read_a_run_at_a_url(folder, s3, capsys, tmp_path):
+    assert train(folder, "read", disk="disk") == 0
+    capsys.readouterr()
+    url = url_of("read")
+    assert train(folder, "read", disk="elsewhere") == 0
+    assert f"Nothing to do: {url} has all 9 steps" in capsys.readouterr().out
+    assert status.main([url], "status") == 0
+    assert f"{url}: step 9 on record, step 9 saved" in capsys.readouterr().out
+    assert compare.main([url, str(folder / "runs" / "whole")]) == 0
+    assert "The same bit for bit" in capsys.readouterr().out
+    assert replay.main([url, "--steps", "6:9"]) == 0
+    assert "all the same bit for bit" in capsys.readouterr().out
+    assert checkpoints.main(["verify", url]) == 0
+    assert checkpoints.main(["list", url]) == 0
+    assert "2 whole of 2" in capsys.readouterr().out
+    assert checkpoints.main(["copy", url, str(tmp_path / "copy"), "--step", "6"]) == 0
+    assert checkpoints.main(["verify", str(tmp_path / "copy")]) == 0
+    capsys.readouterr()
+    texts = []
+    for run in (url, str(folder / "runs" / "whole")):
+        assert generate.main([run, "--prompt", "the", "--max-tokens", "8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert export.main([url, str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert export.main([str(folder / "runs" / "whole"), "s3://faulty/hf"]) == 64
+    assert "OUT=s3:/faulty/hf: is a URL" in capsys.readouterr().err
+    assert checkpoints.main(["prune", url, "--keep", "1", "--apply"]) == 0
+    assert steps_at("read") == [9]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        ("during_upload:kill:6", [3]),
+        ("before_upload_counts:kill:6", [3]),
+        ("after_upload:kill:6", [3, 6]),
+        ("during_removal:kill:3", [6, 9]),
+        # Whether step 6 is there by then is a matter of time.
+        ("before_step:kill:8", None),
+        ("during_upload:kill:3", []),
+    ],
+)
+def test_killed_in_an_upload_it_goes_on_from_an_empty_disk_bit_for_bit(folder, s3, place, left):
+    run = f"killed-{place.replace(':', '-')}"
+    code, said = in_a_process(folder, run, "first", place)
+    assert code == -signal.SIGKILL, said
+    there = steps_at(run)
+    assert there == left or (left is None and there in ([3], [3, 6]))
+    shutil.rmtree(folder / "first")
+    code, said = in_a_process(folder, run, "second")
+    assert code == 0, said
+    if there:
+        assert f"Goes on from step {there[-1]}" in said
+    assert_same(folder, run)
+    assert steps_at(run) == [6, 9]
+
+
+@pytest.mark.slow
+def test_damage_at_the_url_is_put_aside_there_and_damage_here_is_fetched_again(folder, s3, capsys):
+    assert train(folder, "damaged", "steps=6", disk="one") == 0
+    home = RemotePath(url_of("damaged")) / "checkpoints"
+    here = folder / "one" / "s3" / "faulty" / "runs" / "damaged" / "checkpoints" / "00000006"
+    (name, *_) = here.glob("arrays/params.*kernel/[0-9]*")
+    name.write_bytes(flipped(name.read_bytes()))
+    capsys.readouterr()
+    assert train(folder, "damaged", "steps=7", disk="one") == 0
+    said = capsys.readouterr()
+    assert "are fetched again" in said.err and "Goes on from step 6" in said.out
+    assert train(folder, "damaged", "steps=6", disk="one") == 0
+    bad = home / "00000007" / name.relative_to(here).as_posix()
+    bad.write_bytes(flipped(bad.read_bytes()))
+    shutil.rmtree(folder / "one")
+    assert train(folder, "damaged", disk="two") == 0
+    said = capsys.readouterr()
+    assert "At s3://faulty/runs/damaged/checkpoints/00000007 it is put aside" in said.err
+    assert "Goes on from step 6" in said.out
+    assert_same(folder, "damaged")
+    aside = [name for name in names_below(home) if ".damaged-" in name]
+    assert any(name.endswith("/commit.json") for name in aside)
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_ends_the_run_and_the_same_command_goes_on(
+    folder, s3, capsys, monkeypatch
+):
+    monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
+    place = r"PUT /faulty/runs/refused/checkpoints/00000006/.*"
+    s3.faults.append(Fault(place, status=403, code="AccessDenied"))
+    assert train(folder, "refused", disk="three") == 74
+    assert "writing is not allowed" in capsys.readouterr().err
+    s3.faults.clear()
+    assert steps_at("refused") == [3]
+    assert train(folder, "refused", disk="four") == 0
+    assert_same(folder, "refused")
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_saved_once_and_fetched_from_the_url(folder, s3, capsys):
+    words = ["train.freeze=[embedding]"]
+    assert train(folder, "frozen", *words) == 0
+    assert train(folder, "frozen", *words, "steps=6", disk="six") == 0
+    assert train(folder, "frozen", *words, disk="seven") == 0
+    assert "Goes on from step 6" in capsys.readouterr().out
+    names = names_below(RemotePath(url_of("frozen")) / "checkpoints" / "frozen")
+    assert len([name for name in names if name.endswith("commit.json")]) == 1
+    ours = readable(url_of("frozen"))
+    theirs = folder / "runs" / "frozen"
+    assert numbers(ours) == numbers(theirs)
+    assert saved_digests(ours / "checkpoints") == saved_digests(theirs / "checkpoints")
+    assert checkpoints.main(["verify", url_of("frozen")]) == 0
+
+
+@pytest.mark.slow
+def test_a_rollback_takes_back_what_is_at_the_url(folder, s3, monkeypatch, capsys):
+    """The anomaly comes before step 6 is made; the run goes back to step 3."""
+    monkeypatch.setenv(failpoints.VARIABLE, "data:nan:5")
+    words = ["anomaly.non_finite=rollback"]
+    for disk in (None, "five"):
+        assert train(folder, "back", *words, disk=disk) == 0
+    assert (RemotePath(url_of("back")) / "rollbacks.json").exists()
+    ours = readable(url_of("back"))
+    assert numbers(ours) == numbers(folder / "runs" / "back")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_supervisor_restarts_a_run_at_a_url(folder, s3):
+    """The lock of the process that was killed is not waited for."""
+    train_words = [sys.executable, "-m", "maxtrain.train", *options(folder, "kept", disk="nine")]
+    command = [sys.executable, "-m", "maxtrain.cli", "supervise", "--backoff", "0"]
+    environment = os.environ | {failpoints.VARIABLE: "after_upload:kill:6:1"}
+    done = subprocess.run(
+        [*command, "--", *train_words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "ended with SIGKILL" in said, said
+    assert "Goes on from step 6" in said and "sign of life" not in said
+    assert_same(folder, "kept")
+
+
+def on_two_hosts(folder, run, disks, failpoint=""):
+    """What two processes said that share no disk (or one, if `disks` is empty), and their codes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        _, port = free.getsockname()
+    processes = []
+    for index in range(2):
+        disk = disks[index] if disks else None
+        words = options(folder, run, "mesh.simulated_devices=4", disk=disk)
+        words += [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2"]
+        words.append(f"mesh.process_id={index}")
+        command = [sys.executable, "-m", "maxtrain.train", *words]
+        environment = os.environ | {failpoints.VARIABLE: failpoint}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+    said = [process.communicate(timeout=600)[0] for process in processes]
+    return [process.returncode for process in processes], "\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3):
+    codes, said = on_two_hosts(folder, "pair", ())
+    assert codes == [0, 0], said
+    codes, said = on_two_hosts(folder, "pair", ("left", "right"), "during_upload:kill:6::1")
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0, said
+    assert steps_at("pair") == [3]
+    for disk in ("left", "right"):
+        shutil.rmtree(folder / disk)
+    codes, said = on_two_hosts(folder, "pair", ("left", "right"))
+    assert codes == [0, 0] and said.count("Goes on from step 3") == 1, said
+    ours = readable(url_of("pair"))
+    shared = folder / "runs" / "pair"
+    assert numbers(ours) == numbers(shared) and steps_at("pair") == [6, 9]
+    digests = saved_digests(ours / "checkpoints")
+    assert digests == saved_digests(shared / "checkpoints")
+    # No host has all of a step, and one process reads what two have written.
+    right = folder / "right" / "s3" / "faulty" / "runs" / "pair.process-1" / "checkpoints"
+    assert (right / "00000009" / "commit.json").exists()
+    assert checkpoints.main(["verify", url_of("pair")]) == 0
+    assert generate.main([url_of("pair"), "--prompt", "the", "--max-tokens", "4"]) == 0
