@@ -108,11 +108,17 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
 def _bring(home: RemotePath, step: Path, sizes: Mapping[str, int]) -> str:
     """Makes a step directory of this host the one at a URL; why that one does not count, empty if
     it does."""
-    try:
-        _bring_small_files(home, step, sizes)
-    except FileNotFoundError:
-        return "it is being removed"
-    why = defect(step)
+    why = ""
+    # A second time, if they were damaged on their way, or here.
+    for _ in range(2):
+        try:
+            _bring_small_files(home, step, sizes)
+        except FileNotFoundError:
+            return "it is being removed"
+        why = defect(step)
+        if not why:
+            break
+        shutil.rmtree(step)
     if why:
         return why
     commit = read_commit(step)

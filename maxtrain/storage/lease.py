@@ -60,9 +60,14 @@ class Lease:
             if before and not _is_free(content):
                 self._await_silence(before, content, tell)
             number = before + 1
-            self._place(number).create(self._content("held"))
+            is_made = self._place(number).create(self._content("held"))
             # An answer may have been lost, or the store may not keep to the condition.
             holder = self._read(number)
+            if is_made and not self._place(number).exists() and self._newest()[0] < number:
+                raise StorageError(
+                    f"{self._place(number)}: was written, but is not there. "
+                    "Set output_dir to a store that keeps what is written, or to a path."
+                )
             if holder.get("token") != self._token:
                 continue
             if self._place(number).create(self._content("held")):
