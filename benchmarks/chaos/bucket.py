@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import json
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from benchmarks.chaos.victim import (
 from benchmarks.faulty_s3 import BUCKET, Fault, FaultyS3Process
 from data_pipeline import remote
 from data_pipeline.extras import load_package
+from maxtrain.storage import lease
 
 RUN = "victim"
 PREFIX = f"runs/{RUN}/"
@@ -43,7 +45,8 @@ CHANGES = {
     "steps": 12,
     "checkpoint_interval": 4,
     "eval_interval": 6,
-    "schedule": {"warmup_steps": 2},
+    # The same whatever the number of steps is.
+    "schedule": {"name": "constant", "warmup_steps": 2},
     "checkpoint": {"keep": 2, "keep_every": 100},
 }
 # The step at which a run was stopped that a trial goes on with.
@@ -65,21 +68,28 @@ PLACES = (
 # Seconds that a request may take, and pauses between tries: all of it is to be over soon.
 TIMEOUT = 1.5
 PAUSE = 0.02
-# What a store does to a request, and to which: methods, and the marks of a Fault.
+# Seconds after which a silent holder of the lock is taken for dead.
+LEASE = 6.0
+_ANY = "(GET|HEAD|PUT|POST|DELETE) .*"
+_CHANGES = "(PUT|POST|DELETE) .*"
+_OBJECT = f"/{BUCKET}/.+"
+# What a store does to a request, and to which: a pattern, and the marks of a Fault.
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "connection closed, the request not done": ("GET|HEAD|PUT|POST|DELETE", {"drop": True}),
-    "connection closed, the request done": ("PUT|POST|DELETE", {"drop": True, "done": True}),
-    "connection closed within the answer": ("GET", {"cut": True}),
-    "500 InternalError": ("GET|HEAD|PUT|POST|DELETE", {"status": 500, "code": "InternalError"}),
-    "503 SlowDown": ("GET|HEAD|PUT|POST|DELETE", {"status": 503, "code": "SlowDown"}),
-    "no answer in time": ("GET|HEAD|PUT|POST|DELETE", {"seconds": 2 * TIMEOUT}),
-    "an upload cut short": ("PUT", {"keep": 5}),
-    "an upload lost, and answered": ("PUT", {"lose": True}),
-    "wrong bytes read": ("GET", {"flip": True}),
-    "writing denied": ("PUT|POST|DELETE", {"status": 403, "code": "AccessDenied"}),
+    "connection closed, the request not done": (_ANY, {"drop": True}),
+    "connection closed, the request done": (_CHANGES, {"drop": True, "done": True}),
+    "connection closed within the answer": ("GET .*", {"cut": True}),
+    "500 InternalError": (_ANY, {"status": 500, "code": "InternalError"}),
+    "503 SlowDown": (_ANY, {"status": 503, "code": "SlowDown"}),
+    "no answer in time": (_ANY, {"seconds": 2 * TIMEOUT}),
+    "an upload cut short": (f"PUT {_OBJECT}", {"keep": 5}),
+    "an upload lost, and answered": (f"PUT {_OBJECT}", {"lose": True}),
+    "wrong bytes read": (f"GET {_OBJECT}", {"flip": True}),
+    "writing denied": (_CHANGES, {"status": 403, "code": "AccessDenied"}),
 }
 # How many requests in a row it hits; infinity: all from then on.
 TIMES = {1: 5, 2: 2, 4: 1, float("inf"): 2}
+# A store that does this to all of them keeps nothing, or takes too long for a trial.
+NOT_TO_ALL = ("an upload cut short", "no answer in time")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +108,7 @@ class Bucket(Scene):
         super().__init__(folder, **CHANGES)
         # Before a process is forked that would have to import it.
         self._fsspec = load_package("fsspec", "remote", "s3://")
-        load_package("s3fs", "s3", "s3://")
+        self._s3fs = load_package("s3fs", "s3", "s3://")
         self.server = FaultyS3Process()
         self.environment |= self.server.environment
         self.disk = folder / "disk"
@@ -114,7 +124,8 @@ class Bucket(Scene):
 
     def _train(self, words: list[str]) -> int:
         remote._PAUSE = PAUSE
-        # One try of the library for each of ours.
+        lease.LEASE = LEASE
+        self._s3fs.S3FileSystem.retries = 2
         client = {
             "retries": {"max_attempts": 0},
             "read_timeout": TIMEOUT,
@@ -172,6 +183,15 @@ class Bucket(Scene):
             raise RuntimeError(f"undisturbed, it ended with {code}: {told}; see {self.log(RUN)}")
         return self.server.requests()
 
+    def put_away(self) -> Path:
+        """Keeps what a failed trial has left, for people to look at."""
+        target = put_away(self, RUN)
+        shutil.copytree(self.folder / "looked" / RUN, target / "at-the-url")
+        if self.disk.exists():
+            shutil.copytree(self.disk, target / "disk")
+        (target / "requests.txt").write_text("\n".join(self.server.requests()))
+        return target
+
     def said(self, since: int = 0) -> str:
         return self.log(RUN).read_bytes()[since:].decode(errors="replace")
 
@@ -220,7 +240,7 @@ def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         where, problems = killed
         trials.count(number, where, problems)
         if problems:
-            tally.tell(f"kept in {put_away(scene, RUN)}")
+            tally.tell(f"kept in {scene.put_away()}")
             chain = None
     if chain is not None:
         problems = chain.finish()
@@ -315,7 +335,7 @@ def bucket_faults(folder: Path, tally: Tally, asked: argparse.Namespace) -> None
         outcome, problems = _with_fault(scene, start, requests[start.name], kind, rng)
         trials.count(number, kind, problems, outcome)
         if problems:
-            tally.tell(f"kept in {put_away(scene, RUN)}")
+            tally.tell(f"kept in {scene.put_away()}")
     scene.server.close()
     tally.rows = [("a store that fails, of a run behind s3://", tally.trials, len(tally.failures))]
     where = trials.places()
@@ -334,10 +354,11 @@ def _with_fault(
 ) -> tuple[str, list[str]]:
     """An attempt with a fault, and another without it, if that is needed: what came of it, and what
     is wrong."""
-    methods, marks = FAULTS[kind]
-    pattern = f"({methods}) .*"
-    count = sum(request.partition(" ")[0] in methods.split("|") for request in requests)
+    pattern, marks = FAULTS[kind]
+    count = sum(bool(re.fullmatch(pattern, request)) for request in requests)
     times = rng.choices(list(TIMES), list(TIMES.values()))[0]
+    if kind in NOT_TO_ALL:
+        times = min(times, 4)
     skip = rng.randrange(count)
     scene.begin_with(start)
     scene.server.begin([Fault(pattern, skip=skip, times=times, **marks)])

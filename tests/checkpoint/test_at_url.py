@@ -32,9 +32,7 @@ def step(s3, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["record.json", "commit.json"])
-def test_a_small_file_that_is_damaged_on_its_way_or_here_is_fetched_again(
-    s3, step, tmp_path, name
-):
+def test_a_small_file_that_is_damaged_on_its_way_or_here_is_fetched_again(s3, step, tmp_path, name):
     for skip in range(2):
         s3.begin([Fault(f"GET .*/{name}", flip=True, times=1, skip=skip)])
         here = tmp_path / f"here-{skip}"
