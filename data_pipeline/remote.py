@@ -400,13 +400,13 @@ def find(pattern: str) -> list[Found]:
         magic = re.search(r"[*?\[]", inner)
         if magic is None:
             return {inner: fs.info(inner)}
-        root = inner[: magic.start()].rpartition("/")[0]
-        rest = inner[len(root) + 1 :]
+        root, slash, _ = inner[: magic.start()].rpartition("/")
+        rest = inner[len(root) + len(slash) :]
         depth = rest.count("/") + 1
         if "**" in rest:
             depth = None
         matches = re.compile(glob_translate(inner)).match
-        listing = path._files_below(fs, root, depth)
+        listing = path._files_below(fs, root or slash, depth)
         return {name: info for name, info in listing.items() if matches(name)}
 
     try:
