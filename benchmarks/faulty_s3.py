@@ -15,7 +15,7 @@ import time
 import xml.sax.saxutils
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from data_pipeline.remote import RemotePath
 
@@ -186,10 +186,11 @@ class FaultyS3Process:
     better have no threads."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._pipe), daemon=True)
-        self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        # A process of multiprocessing would be waited for by each process that is forked later.
+        self._pid = os.fork()
+        if not self._pid:
+            _serve(theirs, self._pipe)
         theirs.close()
         self.environment: dict[str, str] = self._pipe.recv()
 
@@ -208,23 +209,30 @@ class FaultyS3Process:
     def close(self) -> None:
         """Ends it."""
         self._pipe.close()
-        self._process.join()
+        os.waitpid(self._pid, 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments))
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, theirs: Connection) -> None:
-    """Answers the calls of a `FaultyS3Process` until that closes its end."""
-    # Else this process would hold the other end open itself.
-    theirs.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with FaultyS3() as server, contextlib.suppress(EOFError):
-        pipe.send(server.environment)
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send(getattr(server, name)(*arguments))
+def _serve(pipe: Connection, theirs: Connection) -> NoReturn:
+    """Answers the calls of a `FaultyS3Process` until that closes its end; ends the process."""
+    code = 1
+    try:
+        # Else this process would hold the other end open itself.
+        theirs.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with FaultyS3() as server:
+            pipe.send(server.environment)
+            while True:
+                name, arguments = pipe.recv()
+                pipe.send(getattr(server, name)(*arguments))
+    except (EOFError, BrokenPipeError):
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _backend() -> Any:
