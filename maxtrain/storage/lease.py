@@ -63,7 +63,9 @@ class Lease:
             is_made = self._place(number).create(self._content("held"))
             # An answer may have been lost, or the store may not keep to the condition.
             holder = self._read(number)
-            if is_made and not self._place(number).exists() and self._newest()[0] < number:
+            is_lost = is_made and not holder and not self._place(number).exists()
+            # Or one who was faster has removed it.
+            if is_lost and self._newest()[0] < number:
                 raise StorageError(
                     f"{self._place(number)}: was written, but is not there. "
                     "Set output_dir to a store that keeps what is written, or to a path."
