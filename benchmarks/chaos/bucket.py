@@ -150,13 +150,17 @@ class Bucket(Scene):
     def starts(self) -> list[Start]:
         """What trials begin with: nothing, and a run that was stopped half way, with the disk of
         its host and without."""
-        self.begin_with(Start("nothing", {}, disk=False))
-        code = end(self.launch(f"steps={HALF}"))
-        if code != 0:
-            raise RuntimeError(f"an undisturbed run ended with {code}; see {self.log(RUN)}")
-        contents = self.server.contents(PREFIX)
-        shutil.rmtree(self._half_disk, ignore_errors=True)
-        shutil.copytree(self.disk, self._half_disk)
+        kept_half = self.folder / "half-at-the-url"
+        if not kept_half.exists():
+            self.begin_with(Start("nothing", {}, disk=False))
+            code = end(self.launch(f"steps={HALF}"))
+            if code != 0:
+                raise RuntimeError(f"an undisturbed run ended with {code}; see {self.log(RUN)}")
+            shutil.rmtree(self._half_disk, ignore_errors=True)
+            shutil.copytree(self.disk, self._half_disk)
+            shutil.copytree(self.look().run, kept_half)
+        files = [path for path in kept_half.rglob("*") if path.is_file()]
+        contents = {path.relative_to(kept_half).as_posix(): path.read_bytes() for path in files}
         return [
             Start("nothing", {}, disk=False),
             Start("half a run", contents, disk=True),
@@ -173,17 +177,22 @@ class Bucket(Scene):
         self.log(RUN).unlink(missing_ok=True)
 
     def requests(self, start: Start) -> list[str]:
-        """All requests of an undisturbed attempt.
+        """All requests of an undisturbed attempt, which is made once.
 
         RuntimeError: it does not come to the numbers of a run on a disk.
         """
+        path = self.folder / f"requests of {start.name}.txt"
+        if path.exists():
+            return path.read_text(encoding="utf-8").splitlines()
         self.begin_with(start)
         code = end(self.launch())
         problems = judge(self, code, counted=0)
         if problems or code != 0:
             told = "; ".join(problems)
             raise RuntimeError(f"undisturbed, it ended with {code}: {told}; see {self.log(RUN)}")
-        return self.server.requests()
+        requests = self.server.requests()
+        path.write_text("\n".join(requests), encoding="utf-8")
+        return requests
 
     def put_away(self) -> Path:
         """Keeps what a failed trial has left, for people to look at."""

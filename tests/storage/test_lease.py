@@ -97,6 +97,15 @@ def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(s3, url, told, mon
     taken.free()
 
 
+def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(s3, url, told):
+    lock = {"pattern": "GET .*/lock/.*", "flip": True}
+    s3.begin([Fault(**lock, times=2)])
+    Lease(url, told.append).free()
+    s3.begin([Fault(**lock)])
+    with pytest.raises(StorageError, match="was written, but other bytes are read. Set output_dir"):
+        Lease(url, told.append)
+
+
 def test_a_store_that_loses_what_is_written_is_refused(s3, url, told):
     s3.begin([Fault("PUT .*/lock/.*", lose=True)])
     with pytest.raises(StorageError, match=r"lock/00000001: was written, but is not there. Set"):
