@@ -102,7 +102,7 @@ def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(s3, url, to
     s3.begin([Fault(**lock, times=2)])
     Lease(url, told.append).free()
     s3.begin([Fault(**lock)])
-    with pytest.raises(StorageError, match="was written, but other bytes are read. Set output_dir"):
+    with pytest.raises(StorageError, match=r"but other bytes are read. Set output_dir"):
         Lease(url, told.append)
 
 
