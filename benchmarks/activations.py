@@ -15,7 +15,8 @@ import jax
 
 from maxtrain.config import from_command_line
 from maxtrain.parallel.batches import abstract_batch
-from maxtrain.probe import StepMemory, described_devices
+from maxtrain.parallel.topologies import described_devices
+from maxtrain.step_memory import StepMemory
 
 MIB = 1 << 20
 

@@ -2,14 +2,16 @@
 without; and how many damaged files are not noticed.
 
     python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000]
-    [--directory DIR]
+    [--memory] [--directory DIR]
 
 prints the tables of benchmarks/results/checkpoint.md.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
+import multiprocessing
 import os
 import random
 import shutil
@@ -28,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from data_pipeline.errors import StorageError
-from maxtrain.checkpoint import manager, plain
+from maxtrain.checkpoint import plain, reading, writing
 from maxtrain.checkpoint.integrity import Files
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
@@ -102,8 +104,8 @@ def read_whole(path: Path, num_bytes: int) -> None:
 def without_checks() -> Iterator[None]:
     """Nothing is hashed or compared."""
     patches = [
-        (manager, "hash_files", sizes_only),
-        (manager, "digests", no_digests),
+        (writing, "hash_files", sizes_only),
+        (writing, "digests", no_digests),
         (plain, "crc32", no_crc32),
         (plain, "describe_damage", no_damage),
     ]
@@ -116,7 +118,7 @@ def without_checks() -> Iterator[None]:
 @contextlib.contextmanager
 def by_orbax() -> Iterator[None]:
     """Files are hashed first, and then read by Orbax."""
-    with mock.patch.object(manager, "read_plain", nothing_plain):
+    with mock.patch.object(reading, "read_plain", nothing_plain):
         yield
 
 
@@ -124,6 +126,14 @@ def make_state(mib: int) -> dict[str, jax.Array]:
     """Sixteen matrices of random values, of so many MiB together."""
     shape = (mib // 16 << 8, 1024)
     return {f"w{i:02d}": jax.random.normal(jax.random.key(i), shape) for i in range(16)}
+
+
+def memory(name: str) -> int:
+    """Bytes that the kernel says this process has (VmRSS), or had at most (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return 1024 * int(line.split()[1])
+    raise ValueError(name)
 
 
 class Times:
@@ -245,6 +255,46 @@ def checks(directory: Path, mib: int, pairs: int) -> None:
     print("\n" + "\n".join(times.table(mib)))
 
 
+def peaks(directory: Path, mib: int) -> None:
+    """The most memory that a save takes, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    print("\n| save | steps meanwhile | memory, MB | of the state |\n|:--|--:|--:|--:|")
+    for kind, steps in (("synchronous", 0), ("asynchronous", 0), ("asynchronous", 3)):
+        with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+            place = directory / f"{kind}-{steps}"
+            most = process.submit(peak, place, mib, kind == "asynchronous", steps).result()
+        shutil.rmtree(place)
+        print(f"| {kind} | {steps} | {most / 1e6:,.0f} | {most / (mib << 20):.2f} |")
+
+
+def peak(directory: Path, mib: int, asynchronous: bool, steps: int) -> int:
+    """Bytes that this process has at most while a state is saved, beyond what it has before.
+
+    Args:
+        steps: that change the state in place while it is being saved, as training does.
+    """
+    state = make_state(mib)
+    change = jax.jit(
+        functools.partial(jax.tree.map, lambda x: x * np.float32(0.999)), donate_argnums=0
+    )
+    state = jax.block_until_ready(change(state))
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=asynchronous, keep=1))
+    # What is there once for all saves.
+    checkpoints.save(0, {"w": jnp.ones((256, 256))}, {})
+    checkpoints.wait()
+    jax.block_until_ready(tree_digests(state))
+    # The most is counted from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    checkpoints.save(1, state, {})
+    for _ in range(steps):
+        state = jax.block_until_ready(change(state))
+    checkpoints.wait()
+    most = memory("VmHWM")
+    checkpoints.close()
+    return most - before
+
+
 def damage(directory: Path, count: int) -> None:
     """Flips, truncations and removals of one file at a time."""
     rng = random.Random(1)
@@ -311,6 +361,7 @@ def main() -> int:
         "--pairs", type=int, default=20, help="with checks and without (default: %(default)s)"
     )
     parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--memory", action="store_true", help="also what saves take of it")
     parser.add_argument(
         "--directory", help="where to write (default: the system's temporary directory)"
     )
@@ -324,6 +375,8 @@ def main() -> int:
             checks(Path(folder, "checks"), asked.mib, asked.pairs)
         if asked.flips:
             damage(Path(folder, "damage"), asked.flips)
+        if asked.memory:
+            peaks(Path(folder, "memory"), asked.mib)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     return 0
 

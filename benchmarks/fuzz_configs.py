@@ -70,7 +70,7 @@ MEND = re.compile(
 NOT_DRAWN = re.compile(
     r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path"
     r"|data\.(cache|cache_bytes|accept_changes|workers)"
-    r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes"
+    r"|mesh\.(platform|simulated_devices|dcn_data|dcn_fsdp|coordinator|num_processes|process_id|min_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)"
     r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"
@@ -164,6 +164,13 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.fsdp": ["1", "2", "4", "8", "-1"],
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
     "mesh.context": ["1", "2", "4"],
+    "mesh.expert": ["1", "2", "4", "-1"],
+    "mesh.stage": ["1", "2", "4"],
+    "model.pipeline.micro_batches": ["null", "1", "2", "4"],
+    "model.pipeline.rounds": ["1", "2"],
+    "model.kept.on_device": ["[]", "[attention]", "[qkv, gate_up]", "[product]"],
+    "model.kept.on_host": ["[]", "[attention]", "[product]"],
+    "model.routing.exchange_factor": ["null", "0.1", "1", "100"],
     "checkpoint.keep": ["1", "2", "3"],
 }
 # Values that need a device that this machine does not have.
@@ -182,6 +189,11 @@ THEMES: Sequence[Sequence[str]] = (
         "model.num_heads=8",
         "model.num_kv_heads=8",
     ),
+    ("mesh.stage=2", "mesh.fsdp=2", "mesh.data=2", "model.vocab_size=264", "model.num_layers=2"),
+    ("model.remat=named",),
+    ("mesh.preset=hsdp", "optimizer.zero=1", "mesh.data=1", "mesh.fsdp=-1"),
+    ("mesh.preset=moe", "model.family=mixtral", "mesh.data=1", "mesh.fsdp=-1"),
+    ("mesh.preset=long_context", "model.attention=ring", "mesh.data=1", "mesh.fsdp=-1"),
     ("precision.params=bfloat16", "optimizer.stochastic_rounding=true"),
     ("precision.activations=bfloat16", "model.remat=dots_no_batch"),
     ("precision.compute=float16", "loss_scale.mode=dynamic", "loss_scale.initial=1024"),
@@ -260,6 +272,23 @@ THEMES: Sequence[Sequence[str]] = (
     ("model.family=mixtral", "model.window=5", "model.routing.z_loss=0.01"),
     ("model.family=qwen2_moe", "model.moe.shared_dim=8", "model.routing.capacity_factor=1.1"),
     ("model.family=qwen3_moe", "model.moe.num_experts=4", "model.routing.kernel=ragged"),
+    (
+        "model.family=mixtral",
+        "model.moe.num_experts=8",
+        "mesh.data=1",
+        "mesh.fsdp=2",
+        "mesh.expert=4",
+        "model.routing.exchange_factor=0.5",
+    ),
+    (
+        "model.family=qwen3_moe",
+        "model.moe.num_experts=4",
+        "mesh.data=1",
+        "mesh.fsdp=1",
+        "mesh.expert=4",
+        "mesh.tensor=2",
+        "model.vocab_size=264",
+    ),
     (
         "model.family=qwen3_moe",
         "regularization.router_noise=gumbel",

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.checkpoint import forget, read_in_chunks
+from benchmarks.checkpoint import forget, memory, read_in_chunks
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain import import_weights as imports
 from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig, PrecisionConfig
@@ -107,19 +107,16 @@ def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], part: Part)
     return rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
-def memory(name: str) -> int:
-    """Bytes that the kernel says this process has (VmRSS), or had at most (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024 * int(line.split()[1])
-    raise ValueError(name)
-
-
 def touch(num_bytes: int) -> None:
     """Has the kernel use so much memory and give it back. A virtual machine gets memory that it has not
-    used lately from its host, at a fraction of a disk's speed: what is timed is to pay for none."""
-    command = [sys.executable, "-S", "-c", f"b'1' * {num_bytes}"]
-    subprocess.run(command, check=True)
+    used lately from its host, at a fraction of a disk's speed: what is timed is to pay for none.
+
+    The memory is taken as numpy takes that of large arrays, in pages of 2 MiB: a kernel hands free
+    blocks of that size to the host and takes small pages from others, so that small ones say
+    nothing about them."""
+    subprocess.run(
+        [sys.executable, "-c", f"import numpy; numpy.ones({num_bytes}, 'u1')"], check=True
+    )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from maxtrain.config import from_command_line
 from maxtrain.config.schema import LoraConfig, RunConfig
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.memory import bytes_on_device
-from maxtrain.probe import StepMemory, described_devices
+from maxtrain.parallel.topologies import described_devices
+from maxtrain.step_memory import StepMemory
 from maxtrain.training.optimizer import paths
 from maxtrain.training.state import policy_params
 

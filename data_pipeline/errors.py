@@ -138,6 +138,24 @@ class ConfigError(UserError):
         super().__init__(f"{head} in the config:\n" + "\n".join(f"  * {p}" for p in self.problems))
 
 
+# After these codes the same command may do better; see `may_go_better`.
+WORTH_RESTARTING = (StorageError.exit_code, TryAgainError.exit_code)
+# After these the same would happen again.
+FINAL = (
+    UsageError.exit_code,
+    DataError.exit_code,
+    UserError.exit_code,
+    ConfigError.exit_code,
+)
+
+
+def may_go_better(code: int) -> bool:
+    """Whether a command that ended with this exit code is worth another attempt: it stopped after
+    saving, storage failed, or a signal ended it (negative, or a shell's 128 + signal)."""
+    by_signal = code < 0 or code > 128
+    return by_signal or code in WORTH_RESTARTING
+
+
 def blame_storage(path: str, error: Exception) -> None:
     """Raise a StorageError if the error says that reading this input file failed for a reason
     outside the file, such as its disk."""

@@ -1,15 +1,17 @@
-"""Ctrl-C of a command that does not go on where it was: it ends within two seconds, whatever it is
-computing, and leaves nothing behind.
+"""Ctrl-C of a command that does not go on where it was: it ends within three seconds, whatever it
+is computing, and leaves nothing behind.
 
 Python tells of a signal between two of its own steps. A library that computes for minutes in one
 step would keep the command alive so long, so that a thread ends the process then.
 """
 
+import atexit
 import contextlib
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,16 +22,24 @@ INTERRUPTED = 128 + signal.SIGINT
 MESSAGE = "interrupted. Run the same command again."
 # That the command has for its own end, in which it cleans up.
 _SECONDS = 1.5
+# That removing has, while threads of a library go on writing.
+_REMOVING_SECONDS = 1.0
 # What a command is writing, and nobody is to find.
 _unfinished: set[Path] = set()
+# Files in the place of what Ctrl-C has left of it, until the process ends.
+_places: set[Path] = set()
 
 
 @contextlib.contextmanager
 def unfinished(directory: Path) -> Iterator[None]:
-    """In the block, a directory is removed if the process is ended by the thread."""
+    """In the block, a directory is removed if the process is ended by the thread. It can't be back
+    where Ctrl-C ends the block: threads of a library may go on writing until the process ends."""
     _unfinished.add(directory)
     try:
         yield
+    except KeyboardInterrupt:
+        _put_file_in_place_of(directory)
+        raise
     finally:
         _unfinished.discard(directory)
 
@@ -86,8 +96,34 @@ def _end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoR
     del number, frame
     try:
         for directory in tuple(_unfinished):
-            shutil.rmtree(directory, ignore_errors=True)
+            _put_file_in_place_of(directory)
         os.set_blocking(2, False)
         os.write(2, f"{MESSAGE}\n".encode())
     finally:
+        _remove_places()
         os._exit(INTERRUPTED)
+
+
+def _put_file_in_place_of(directory: Path) -> None:
+    """Removes a directory, into which threads may be writing still: where a file is, they can't
+    make it again."""
+    deadline = time.monotonic() + _REMOVING_SECONDS
+    while time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            directory.touch(exist_ok=False)
+        except FileExistsError:
+            # It is back already.
+            continue
+        except OSError:
+            return
+        _places.add(directory)
+        return
+
+
+@atexit.register
+def _remove_places() -> None:
+    """The last thing that a process does, so that no thread has time to write there again."""
+    for place in tuple(_places):
+        with contextlib.suppress(OSError):
+            place.unlink()

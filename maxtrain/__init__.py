@@ -5,3 +5,6 @@ __version__ = "0.1.0"
 # processes that were asked for, from 0, even if others are lost by now.
 ATTEMPT = "MAXTRAIN_ATTEMPT"
 SLOT = "MAXTRAIN_SLOT"
+# In the environment of a process of a job: a folder in which it leaves its exit code, in a file of
+# its own.
+ENDS = "MAXTRAIN_ENDS"

@@ -21,11 +21,16 @@ VERBS = {
     "train": "train a model on token shards: train config=NAME key=value ...",
     "supervise": "train, and restart the run when it dies: "
     "supervise -- python -m maxtrain.train ...",
+    "launch": "start a job of many processes, on this machine, by Slurm or by Kubernetes: "
+    "launch local|slurm|k8s|gke-tpu config=NAME key=value ...",
+    "doctor": "measure devices, network and disks of all hosts, and say what is broken: doctor",
     "status": "show how far a run has come, and how it spent its time: status RUN",
     "replay": "repeat steps of a run, and compare them bit for bit: replay RUN --steps A:B",
     "compare": "show where two runs differ: compare RUN RUN",
     "probe": "find a batch size that fits and is worth using, and a learning rate: "
     "probe config=NAME key=value ...",
+    "fit": "show whether a run fits onto devices that need not be here, and what they send: "
+    "fit config=NAME key=value ... topology=v5p:4x4x4",
     "checkpoint": "list, show, verify, copy or prune checkpoints: checkpoint list RUN",
     "evaluate": "compute the loss of a model on held-out sets: evaluate RUN|DIR",
     "generate": "write text with a model: generate RUN|DIR --prompt TEXT",
@@ -39,10 +44,13 @@ VERBS = {
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
     "supervise": "maxtrain.supervise",
+    "launch": "maxtrain.launch.command",
+    "doctor": "maxtrain.doctor.command",
     "status": "maxtrain.status",
     "replay": "maxtrain.replay",
     "compare": "maxtrain.compare",
     "probe": "maxtrain.probe",
+    "fit": "maxtrain.fit",
     "checkpoint": "maxtrain.checkpoints",
     "evaluate": "maxtrain.evaluate",
     "generate": "maxtrain.generate",
@@ -53,9 +61,12 @@ JOBS = {
     "import": "maxtrain.import_weights",
     "merge": "maxtrain.merge",
 }
-# Train and probe check the environment when they read their config.
+# Verbs that hand signals on to the processes that they start.
+STARTING = ("supervise", "launch")
+# Train, probe and fit check the environment when they read their config.
 COMPUTING = (
     "supervise",
+    "doctor",
     "replay",
     "evaluate",
     "generate",
@@ -107,7 +118,7 @@ def _run(words: list[str], ends_process: bool) -> int:
         from maxtrain import train
 
         return train.main(config, ends_process=ends_process)
-    if verb in JOBS and verb != "supervise" and ends_process:
+    if verb in JOBS and verb not in STARTING and ends_process:
         end_at_ctrl_c()
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment

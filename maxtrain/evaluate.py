@@ -2,9 +2,10 @@
 Face directory.
 
 Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
-reads them. Sets of prompts are completed and rewarded, where there are rewards. With `--text FILE`,
-bits per byte of files of text, each token of which counts once. With
-`--tasks NAME`, tasks of the lm-evaluation-harness.
+reads them. Sets of prompts are completed and rewarded, where there are rewards; those of a run with
+distill.on_policy are completed, and compared with its teacher. With `--text FILE`, bits per byte of
+files of text, each token of which counts once. With `--tasks NAME`, tasks of the
+lm-evaluation-harness.
 """
 
 import argparse
@@ -13,14 +14,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from data_pipeline.config import DataConfig, EvalSetConfig
@@ -32,6 +33,9 @@ from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
 from maxtrain.evaluate_prompts import Answered, evaluate_prompts, settings, show_samples
 from maxtrain.evaluate_prompts import add_arguments as add_prompt_arguments
 from maxtrain.evaluate_prompts import table_of as table_of_prompts
+from maxtrain.evaluate_teacher import Comparison, compare_with, evaluate_completions
+from maxtrain.evaluate_teacher import settings as teacher_settings
+from maxtrain.evaluate_teacher import table_of as table_of_completions
 from maxtrain.evaluate_text import (
     check_window,
     evaluate_files,
@@ -39,7 +43,6 @@ from maxtrain.evaluate_text import (
     table_of,
     together,
 )
-from maxtrain.frozen_model import find_model
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
@@ -52,9 +55,9 @@ from maxtrain.model_source import (
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
-from maxtrain.objectives.distill import TEACHER, distill
+from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import POLICY, Objective
+from maxtrain.objectives.objective import POLICY
 from maxtrain.observe.metrics import as_json
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
@@ -63,14 +66,6 @@ from maxtrain.rl.prompts import num_prompts
 from maxtrain.training.evaluate import evaluate, make_eval_step, not_finite
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
-
-
-class Comparison(NamedTuple):
-    """What a model is compared with: a teacher, and the objective that measures the divergence."""
-
-    objective: Objective
-    graphdef: nnx.GraphDef
-    params: nnx.State
 
 
 class Reading(NamedTuple):
@@ -157,25 +152,6 @@ def _open(
             f"eval.sets.{name}={config.path} {rule}. Prepare it with the model's own tokenizer."
         )
     return data
-
-
-def _open_teacher(
-    asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, length: int, mesh: Mesh
-) -> Comparison:
-    """The teacher that --teacher names. The divergence is KL(teacher || model) at temperature 1,
-    whatever a run has learnt with, so that models can be compared.
-
-    Raises:
-        ConfigError: its tokens are others than the model's, or rows are too long for it.
-    """
-    teacher = find_model(TEACHER, asked.teacher, "--teacher ")
-    teacher.require_same_tokens(model.config.vocab_size or 0)
-    teacher.require_same_tokenizer(tokenizer.sha256)
-    teacher.require_length(length)
-    objective = distill(temperature=1.0, weight=1.0, kind="forward")
-    with jax.set_mesh(mesh):
-        graphdef, params = teacher.abstract(mesh)
-        return Comparison(objective, graphdef, teacher.load(params))
 
 
 def _mesh(rows: Sequence[int]) -> Mesh:
@@ -372,18 +348,23 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
         reading = _reading_of_run(Path(asked.run).expanduser(), of_run, asked)
     else:
         reading = _reading_of_weights(asked.hf, asked)
-    completing = settings(asked, of_run)
+    # Completions of prompts are judged by a run's teacher, or by rewards; or prompts are text.
+    compared = teacher_settings(asked, of_run)
+    rewarded = None
+    if compared is None:
+        rewarded = settings(asked, of_run)
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
     mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
     model, tokenizer = load_model(asked, mesh)
     what = _name_of_model(asked)
     comparison = None
     if asked.teacher is not None:
-        length = reading.data.seq_length
-        comparison = _open_teacher(asked, model, tokenizer, length, mesh)
+        with jax.set_mesh(mesh):
+            length = reading.data.seq_length
+            comparison = compare_with(asked.teacher, model, tokenizer, length, mesh)
     texts = _open_all(reading, tokenizer, model)
     prompts = {}
-    if completing is not None:
+    if compared is not None or rewarded is not None:
         prompts = {name: data for name, data in texts.items() if data.shards.has_columns}
         texts = {name: data for name, data in texts.items() if name not in prompts}
     if asked.reward and not prompts:
@@ -395,18 +376,22 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
     if texts:
         results = evaluate_sets(model, mesh, texts, reading, comparison)
     answered = {}
-    if prompts and completing is not None:
-        counts = {
-            name: num_prompts(data, reading.batches_of(name)) for name, data in prompts.items()
-        }
-        with jax.set_mesh(mesh):
-            answered = evaluate_prompts(
-                model, tokenizer, prompts, counts, completing, asked.show or 0
+    counts = {name: num_prompts(data, reading.batches_of(name)) for name, data in prompts.items()}
+    num_shown = asked.show or 0
+    table = table_of_prompts
+    with jax.set_mesh(mesh):
+        if prompts and rewarded is not None:
+            answered = evaluate_prompts(model, tokenizer, prompts, counts, rewarded, num_shown)
+        elif prompts and compared is not None:
+            assert of_run is not None
+            table = table_of_completions
+            answered = evaluate_completions(
+                model, tokenizer, mesh, prompts, counts, of_run, compared, num_shown
             )
     if asked.json:
         print(json.dumps({"model": what, "sets": _as_json(results, answered)}, allow_nan=False))
     else:
-        _print(what, results, answered)
+        _print(what, results, answered, table)
     records = results | {name: each.record for name, each in answered.items()}
     for name, record in records.items():
         bad = not_finite(record)
@@ -428,15 +413,20 @@ def _as_json(
     return sets
 
 
-def _print(what: str, results: dict[str, dict[str, Any]], answered: Mapping[str, Answered]) -> None:
-    """The same for people."""
+def _print(
+    what: str,
+    results: dict[str, dict[str, Any]],
+    answered: Mapping[str, Answered],
+    table: Callable[[Mapping[str, Answered]], RenderableType],
+) -> None:
+    """The same for people; `table` is that of completions."""
     console = Console(highlight=False)
     console.print(what, markup=False)
     if results:
         console.print(_table(results))
     if answered:
         show_samples(console, answered)
-        console.print(table_of_prompts(answered))
+        console.print(table(answered))
 
 
 def _name_of_model(asked: argparse.Namespace) -> str:

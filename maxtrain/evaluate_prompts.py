@@ -14,6 +14,7 @@ from rich.text import Text
 from data_pipeline.errors import UsageError
 from data_pipeline.loader import EvaluationData
 from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import GrpoConfig, RunConfig
 from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.generate import show
@@ -74,7 +75,7 @@ def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig 
         found = config.grpo
     if asked.reward:
         found = dataclasses.replace(
-            found or GrpoConfig(), rewards=tuple(asked.reward), reward_weights=()
+            found or _as_sampled(config), rewards=tuple(asked.reward), reward_weights=()
         )
     if found is None:
         for option in ("max_completion_length", "show"):
@@ -89,6 +90,32 @@ def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig 
     if asked.batch_size is not None:
         found = dataclasses.replace(found, slots=asked.batch_size)
     return found
+
+
+def _as_sampled(config: RunConfig | None) -> GrpoConfig:
+    """Settings without rewards; completions are as long as those that a run has learnt from."""
+    of_run = None
+    if config is not None:
+        of_run = rollout_settings(config)
+    if of_run is None:
+        return GrpoConfig()
+    return GrpoConfig(max_completion_length=of_run.max_completion_length, slots=of_run.slots)
+
+
+def require_room_in(
+    sets: Mapping[str, EvaluationData], model: Decoder, objective: str, longest: int
+) -> None:
+    """ConfigError: a prompt of one of the sets leaves no room for a completion.
+
+    Args:
+        sets: by name.
+        model: that is to complete them.
+        objective: as of `require_room`.
+        longest: tokens of a completion, at most.
+    """
+    for name, data in sets.items():
+        length = min(data.config.seq_length, model.config.max_length)
+        require_room(f"eval.sets.{name}", data.shards, length, objective, longest)
 
 
 def evaluate_prompts(
@@ -112,10 +139,7 @@ def evaluate_prompts(
     Raises:
         ConfigError: a prompt without room for a completion, or there is no such reward.
     """
-    longest = config.max_completion_length
-    for name, data in sets.items():
-        length = min(data.config.seq_length, model.config.max_length)
-        require_room(f"eval.sets.{name}", data.shards, length, "grpo", longest)
+    require_room_in(sets, model, "grpo", config.max_completion_length)
     found = {}
     with contextlib.closing(Rewards(config, tokenizer)) as rewards:
         rewards.check()

@@ -16,21 +16,18 @@ from rich.text import Text
 
 from data_pipeline.errors import DivergedError, UsageError, run_command
 from data_pipeline.tokenizer import Tokenizer
+from maxtrain.chat_source import add_chat_arguments, find_chat
 from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
     comes_from_elsewhere,
     load_model,
-    read_run_config,
     special_beginning,
-    system_message,
-    tokenizer_place,
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.unstack import for_generation
 from maxtrain.parallel.distributed import start
-from maxtrain.serve.chat import Chat
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.generation import Generation, check_ids
 from maxtrain.serve.sampling import Sampling, check_length
@@ -322,18 +319,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         action="store_true",
         help="answer messages by the model's chat template; without --prompt, those that are typed",
     )
-    add(
-        "--system",
-        metavar="TEXT",
-        help="with --chat: the system's message; '' for none (default: that which the data of the "
-        "run was prepared with)",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        default="",
-        help="with --chat: a template, or chatml (default: the one beside the tokenizer)",
-    )
+    add_chat_arguments(parser, "with --chat: ")
     add(
         "--max-tokens",
         metavar="N",
@@ -459,16 +445,7 @@ def _continue(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -
 def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
     """Answers to --prompt, each the first message of a conversation; or to what is typed, in one
     conversation, until the input ends."""
-    place = asked.hf
-    system = asked.system
-    if place is None:
-        config = read_run_config(asked.run)
-        place = tokenizer_place(asked.run, config)
-        if system is None:
-            system = system_message(config)
-            if system:
-                print(f"system (of the run's data): {system}", file=sys.stderr)
-    chat = Chat(tokenizer, place, asked.chat_template)
+    chat = find_chat(asked, tokenizer)
     console = Console(highlight=False)
 
     def answer(messages: list[dict[str, str]]) -> str:
@@ -493,19 +470,16 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
         print(describe_speed(speed[0]), file=sys.stderr)
         return text
 
-    beginning = []
-    if system:
-        beginning.append({"role": "system", "content": system})
     for number, prompt in enumerate(asked.prompt):
         if number > 0:
             console.rule(style="dim")
         console.print(Text(prompt, "dim"), soft_wrap=True)
-        answer([*beginning, {"role": "user", "content": prompt}])
+        answer([{"role": "user", "content": prompt}])
     if asked.prompt:
         return
     if sys.stdin.isatty():
         print("Write a message and press Enter; Ctrl-D ends the conversation.", file=sys.stderr)
-    messages = beginning
+    messages: list[dict[str, str]] = []
     for line in sys.stdin:
         if not line.strip():
             continue

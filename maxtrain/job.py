@@ -48,7 +48,8 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
-from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
+from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
@@ -62,6 +63,7 @@ from maxtrain.training.state import (
     abstract_model,
     abstract_state,
     create_state,
+    policy_params,
     policy_variables,
     saved_part,
     shardings,
@@ -280,6 +282,22 @@ class Job(Parts):
         """How the batch of a step lies on the mesh."""
         return self.layouts[self.data.shape_at(step)]
 
+    def device_bytes(self) -> dict[str, int]:
+        """What each device holds of the run between steps, by name."""
+        held = {
+            "parameters": bytes_on_device(policy_params(self.abstract)),
+            "optimizer state": bytes_on_device(self.abstract.opt_state),
+        }
+        if self.frozen_model is not None:
+            role = self.frozen_model.role
+            held[role] = bytes_on_device(self.abstract.frozen[role])
+        if rollout_settings(self.config) is None:
+            # Others are made of rollouts, whose rows are not known yet.
+            rows, length = self.data.shape_at(0)
+            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
+            held["batch"] = bytes_on_device(batch)
+        return held
+
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
     ) -> Iterator[tuple[Batch, HostBatch]]:
@@ -412,21 +430,7 @@ def make_parts(
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
-    if not config.loss.by_source:
-        num_sources = 0
-    settings = Settings(
-        config.loss,
-        config.distill,
-        config.dpo,
-        config.reward,
-        config.grpo,
-        config.ppo,
-        config.regularization,
-        config.optimizer.normalize,
-        num_sources,
-        config.determinism == "full",
-    )
-    objective = make_objective(config.objective, settings)
+    objective = objective_of(config, num_sources)
     frozen_model = find_for(objective, config)
     stored_reference = None
     if REFERENCE_SUM in objective.arrays:
@@ -468,6 +472,28 @@ def make_parts(
         frozen_model,
         stored_reference,
     )
+
+
+def objective_of(config: RunConfig, num_sources: int = 0) -> Objective:
+    """What a config minimises.
+
+    `num_sources`: of the data; 0: losses are not told apart by source, whatever the config says.
+    """
+    if not config.loss.by_source:
+        num_sources = 0
+    settings = Settings(
+        config.loss,
+        config.distill,
+        config.dpo,
+        config.reward,
+        config.grpo,
+        config.ppo,
+        config.regularization,
+        config.optimizer.normalize,
+        num_sources,
+        config.determinism == "full",
+    )
+    return make_objective(config.objective, settings)
 
 
 def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:

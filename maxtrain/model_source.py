@@ -14,8 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import DataError, UsageError
-from data_pipeline.remote import place
-from data_pipeline.shards import Manifest
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
@@ -272,31 +270,6 @@ def tokenizer_place(directory: str | Path, config: RunConfig) -> str:
         return str(own)
     first = next(iter(config.data.sources.values()))
     return first.path
-
-
-def system_message(config: RunConfig) -> str:
-    """The system message that the data of a run was prepared with, for conversations that had none;
-    empty: there is none, or the data is no longer there.
-
-    UsageError: sources have different ones.
-    """
-    found: dict[str, str] = {}
-    for name, source in config.data.sources.items():
-        try:
-            settings = Manifest.load(place(source.path)).settings
-        except DataError:
-            continue
-        # Others hold no conversations.
-        if "chat_template" in settings:
-            found[name] = settings.get("system", "")
-    different = set(found.values())
-    if len(different) > 1:
-        listed = "; ".join(f"{name}: {text or 'none'}" for name, text in found.items())
-        raise UsageError(
-            f"the sources of this run were prepared with different system messages ({listed}). "
-            "Choose with --system TEXT, or --system '' for none."
-        )
-    return "".join(different)
 
 
 def load_run(

@@ -2,7 +2,7 @@
 learning rate.
 
 The largest batch is found by compiling the real training step from shapes alone: nothing is
-executed, nothing runs out of memory, and the devices may be a TPU topology that is elsewhere
+executed, nothing runs out of memory, and the devices may be TPUs or GPUs that are elsewhere
 (--topology). What is recommended is a round number of rows that the data has room for, and beyond
 which nothing gets faster; for that a few steps are made, if the devices are here. The rate is found
 by a short run with the real step on the real data. Writes probe.json and probe.png into the run's
@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -36,13 +35,19 @@ from data_pipeline.errors import (
     UsageError,
     run_command,
 )
-from data_pipeline.extras import load_package
 from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
+from maxtrain.inputs import (
+    attach_stored_teacher,
+    data_section,
+    data_seed,
+    open_data,
+    require_answers,
+    with_vocabulary,
+)
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
@@ -53,14 +58,9 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, outcome
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
-from maxtrain.parallel.libtpu import answer_libtpu
-from maxtrain.parallel.memory import (
-    bytes_on_device,
-    compile_for_bytes,
-    largest,
-    memory_limit,
-    size,
-)
+from maxtrain.parallel.memory import largest, memory_limit, parse_bytes, size
+from maxtrain.parallel.topologies import described_devices
+from maxtrain.step_memory import StepMemory
 from maxtrain.storage.reading import require_no_url
 from maxtrain.stored_reference import with_reference
 
@@ -70,53 +70,6 @@ _SECONDS_OF_A_TRY = 1.0
 _SLOWEST_STEP = 10.0
 # In a step: more than anybody trains with.
 _MOST_TOKENS = 1 << 26
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-class StepMemory:
-    """The bytes that a training step needs on each device, for batches of different shapes."""
-
-    def __init__(self, config: RunConfig, devices: Sequence[Any]):
-        self.config = config
-        self.devices = devices
-        # A batch that any mesh divides.
-        rows = len(devices) * config.optimizer.accumulation * _micro_batches(config)
-        data = dataclasses.replace(config.data, stages=(), batch_size=rows)
-        evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
-        # Random weights are as fast as others.
-        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())
-        bare = dataclasses.replace(config, data=data, eval=evaluation, checkpoint=random)
-        fitted = fit_to_devices(bare, len(devices))
-        self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
-        self.step = self.parts.make_step()
-
-    @property
-    def unit(self) -> int:
-        """The rows of a batch are a multiple of this.
-
-        It is the number of parts that rows are split into, times accumulation, and times the
-        micro-batches that follow each other through stages.
-        """
-        mesh = self.parts.config.mesh
-        accumulation = self.config.optimizer.accumulation
-        return mesh.data * mesh.fsdp * accumulation * _micro_batches(self.config)
-
-    def bytes(self, rows: int, length: int) -> int | None:
-        """What a step needs, and the batches that wait for it.
-
-        None: more than the compiler allows.
-        """
-        batch = abstract_batch(self.parts.mesh, rows, length, self.parts.objective.arrays)
-        with jax.set_mesh(self.parts.mesh):
-            needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
-        if needed is None:
-            return None
-        return needed + self.config.data.prefetch * bytes_on_device(batch)
-
-
-def _micro_batches(config: RunConfig) -> int:
-    """Into how many parts stages divide the rows of a device, where that is given."""
-    return config.model.pipeline.micro_batches or 1
 
 
 def measured_speeds(
@@ -267,6 +220,8 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
             "sampled from the weights of each step. Compare a few short runs in place of it."
         )
     data, _ = open_data(config, None)
+    require_answers(config, data, {})
+    attach_stored_teacher(config, data, {})
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     piece = PieceConfig("exponential", start=low / high, end=1.0)
     growth = ScheduleConfig("pieces", 0, pieces=(piece,))
@@ -303,28 +258,6 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         raise DivergedError(f"{rule}. {mend}.")
     # A loss is that of the updates before it.
     return outcome(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
-
-
-def described_devices(topology: str) -> Sequence[Any]:
-    """The devices of a TPU topology such as v5e:2x4, to compile for; needs libtpu, but no TPU.
-
-    UsageError: there is no such topology.
-    """
-    load_package("libtpu", "tpu", f"--topology {topology}")
-    # Its import starts nothing, but takes its time.
-    from jax.experimental import topologies  # noqa: PLC0415
-
-    # The topology is given.
-    answer_libtpu()
-    # What is compiled for devices elsewhere can't be read here.
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    # jax passes on whatever the plugin raises.
-    except Exception as error:
-        what = str(error).splitlines()[0][:200]
-        mend = "Write KIND:CHIPS, for example v5e:2x4, v5p:2x2x1 or v6e:4x4"
-        raise UsageError(f"--topology {topology}: libtpu knows no such: {what}. {mend}.") from error
 
 
 def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -517,16 +450,6 @@ def _advise(
     return advice, speeds
 
 
-def _bytes(text: str) -> int:
-    parts = re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE)
-    if parts:
-        number = float(parts[1])
-        if number > 0:
-            return int(number * _UNITS[parts[2].upper()])
-    mend = "Write for example 16e9, 16000000000 or 15.5GiB"
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. {mend}")
-
-
 def _rate(text: str) -> float:
     rate = float(text)
     if not 0 < rate < math.inf:
@@ -551,13 +474,14 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument(
         "--memory",
         metavar="BYTES",
-        type=_bytes,
+        type=parse_bytes,
         help="memory of each device, such as 15.5GiB (default: what the device reports)",
     )
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu",
+        help="compile for devices that need not be here, such as v5e:2x4 or h100:8; needs the "
+        "extra tpu or compile-gpu",
     )
     parser.add_argument(
         "--low",

@@ -21,21 +21,19 @@ from typing import Any
 from data_pipeline.errors import UsageError, UserError, run_command
 from data_pipeline.extras import load_package
 from data_pipeline.tokenizer import Tokenizer
+from maxtrain.chat_source import add_chat_arguments, find_chat
 from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
     load_model,
-    read_run_config,
     text_beginning,
-    tokenizer_place,
 )
 from maxtrain.models.cache import PAGE
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.many_adapters import with_banks
 from maxtrain.models.unstack import for_generation
 from maxtrain.parallel.distributed import start
-from maxtrain.serve.chat import Chat
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
 from maxtrain.serve.sampling import Sampling
@@ -77,12 +75,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         help="also serve the model with adapters in PEFT's files, under this name; may be given "
         "several times: the weights are there once",
     )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        default="",
-        help="a template, or chatml (default: the one beside the tokenizer, if there is one)",
-    )
+    add_chat_arguments(parser)
     add(
         "--slots",
         type=int,
@@ -192,19 +185,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
 
 def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Served:
     """What is served."""
-    place = asked.hf
-    source = asked.hf
-    if place is None:
-        place = tokenizer_place(asked.run, read_run_config(asked.run))
-        source = asked.run
     chat = None
     try:
-        chat = Chat(tokenizer, place, asked.chat_template)
+        chat = find_chat(asked, tokenizer)
     except UserError as error:
-        if asked.chat_template:
+        if asked.chat_template or asked.system:
             raise
         print(f"chat completions are refused: {error}", file=sys.stderr)
-    name = asked.name or Path(source).expanduser().resolve().name
+    name = asked.name or Path(asked.hf or asked.run).expanduser().resolve().name
     adapters = _adapter_names(asked)
     if name in adapters:
         raise UsageError(

@@ -79,8 +79,11 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
     for left in out.parent.iterdir():
         if left.name.startswith(prefix):
             with _locked(left) as ours:
-                if ours:
+                if ours and left.is_dir():
                     shutil.rmtree(left)
+                elif ours:
+                    # What takes the place of a directory while it is removed.
+                    left.unlink()
     directory = out.parent / f"{prefix}{os.getpid()}"
     directory.mkdir()
     with unfinished(directory):

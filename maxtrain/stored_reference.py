@@ -28,6 +28,7 @@ from data_pipeline.bins import Bins
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.loader import EvaluationData, carry_errors
 from data_pipeline.shards import TokenShards
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.config.schema import ModelConfig
 from maxtrain.frozen_model import digest_of, function_of
 from maxtrain.job import Job
@@ -376,8 +377,4 @@ def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batc
 
 def _rows(job: Job) -> int:
     """Rows of a batch of the pass: those of a micro-batch, which the mesh divides."""
-    data = job.config.data
-    rows = data.batch_size
-    if data.packing == "balanced":
-        rows = data.balance_rows
-    return rows // job.config.optimizer.accumulation
+    return rows_of_step(job.config) // job.config.optimizer.accumulation

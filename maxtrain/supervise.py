@@ -14,13 +14,10 @@ each attempt.
 """
 
 import argparse
-import contextlib
-import os
 import platform
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,21 +26,26 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from data_pipeline.errors import StorageError, TryAgainError, UsageError, UserError, run_command
+from data_pipeline.errors import (
+    StorageError,
+    TryAgainError,
+    UsageError,
+    UserError,
+    may_go_better,
+    run_command,
+)
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fit_to_fewer, load_config
 from maxtrain.config.run_path import process_number, run_path
 from maxtrain.config.schema import RunConfig
+from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import usual_devices
 from maxtrain.run_folder import run_id
 
-_AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
-# Seconds between two looks at the processes.
-_POLL = 0.1
 # Seconds that the other processes of a job have to end by themselves after the first one.
-_SETTLE = 10.0
+_SETTLE = SETTLE
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -80,7 +82,7 @@ class Supervisor:
         self._slots = list(range(options.processes))
         self._lost: int | None = None
         self._index = process_number(config.mesh)
-        self._children: list[subprocess.Popen] = []
+        self._processes = Processes()
         # The signal that asked to stop, and when the processes are ended after it.
         self._asked = ""
         self._deadline = float("inf")
@@ -107,7 +109,7 @@ class Supervisor:
         first = len(read_attempts(self._folder, self._index)) + 1
         for restart in range(options.max_restarts + 1):
             code = self._attempt(first + restart, restart)
-            if self._asked or not _may_go_better(code):
+            if self._asked or not may_go_better(code):
                 return code if code >= 0 else 128 - code
             reached = reached_step(self._folder)
             if reached > furthest:
@@ -155,12 +157,16 @@ class Supervisor:
         """One attempt, on record when it has ended; its exit code, negative for a signal."""
         start = time.time()
         before = reached_step(self._folder)
-        self._children = []
-        for extra in self._environments(restart + 1):
-            self._children.append(self._start(extra))
+        self._processes = Processes()
+        try:
+            for slot, extra in zip(self._slots, self._environments(restart + 1)):
+                self._processes.add(slot, self._start(extra))
+        except UsageError:
+            self._processes.end_all()
+            raise
         # A child that was not yet in the list when the signal came was not told.
         if self._asked:
-            self._tell_children(signal.SIGTERM)
+            self._processes.tell(signal.SIGTERM)
         code = self._wait()
         end = time.time()
         saved, since = saved_step(self._folder)
@@ -217,99 +223,45 @@ class Supervisor:
     def _environments(self, attempt: int) -> list[dict[str, str]]:
         """What each process of an attempt finds in its environment, beside ours."""
         common = {ATTEMPT: str(attempt)}
-        count = len(self._slots)
-        if count == 1:
-            return [common]
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            _, port = free.getsockname()
-        common["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
-        common["JAX_NUM_PROCESSES"] = str(count)
         environments = []
-        for index, slot in enumerate(self._slots):
-            environments.append(common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)})
+        for slot, address in zip(self._slots, addresses(len(self._slots))):
+            extra = common | address
+            if address:
+                extra[SLOT] = str(slot)
+            environments.append(extra)
         return environments
 
     def _start(self, extra: dict[str, str]) -> subprocess.Popen:
-        """Starts one process, in a group of its own.
-
-        So ctrl-C comes to it once, from us; and what it leaves behind can be ended.
-        """
-        try:
-            return subprocess.Popen(self._command, env=os.environ | extra, start_new_session=True)
-        except OSError as error:
-            self._end_all()
-            mend = "Name a command that can be run after --"
-            raise UsageError(f"{self._command[0]}: {error.strerror}. {mend}.") from error
+        """Starts one process of an attempt."""
+        return start_process(self._command, extra)
 
     def _wait(self) -> int:
-        """Until all processes have ended; once one has failed, the others have little time left.
-
-        The code is of the first that failed by itself: 75 alone may only say that another one is
-        lost.
-        """
-        failed: dict[int, int] = {}
-        running = self._slots
-        deadline = float("inf")
-        try:
-            while running and time.monotonic() <= min(deadline, self._deadline):
-                time.sleep(_POLL)
-                running = []
-                for slot, child in zip(self._slots, self._children):
-                    code = child.poll()
-                    if code is None:
-                        running.append(slot)
-                    elif code != 0 and slot not in failed:
-                        failed[slot] = code
-                if failed:
-                    deadline = min(deadline, time.monotonic() + _SETTLE)
-            own = [slot for slot, code in failed.items() if code != TryAgainError.exit_code]
-            self._lost = _lost_slot(own, running, failed)
-            for slot in [*own, *failed]:
-                return failed[slot]
-            return 0
-        finally:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        """Nothing of an attempt, nor of what it started, outlives it."""
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        """Until all processes have ended; the exit code of the attempt."""
+        ended = self._processes.wait(_SETTLE, lambda: self._deadline)
+        self._lost = _lost_slot(ended)
+        return ended.code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked = signal.Signals(number).name
         self._deadline = time.monotonic() + self._options.grace
         self._stop.set()
-        self._tell_children(number)
-
-    def _tell_children(self, number: int) -> None:
-        for child in self._children:
-            if child.poll() is None:
-                child.send_signal(number)
+        self._processes.tell(number)
 
     def _tell(self, text: str) -> None:
         print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
-def _may_go_better(code: int) -> bool:
-    """Whether an attempt with this exit code is worth another one."""
-    by_signal = code < 0 or code > 128
-    return by_signal or code in _AGAIN
-
-
-def _lost_slot(own: list[int], running: list[int], failed: dict[int, int]) -> int | None:
+def _lost_slot(ended: Ended) -> int | None:
     """The process that ended an attempt; None: it is not known.
 
     The first that failed by itself; else the only one that has not ended, which the others wait
     for; else the first that failed.
     """
-    if own:
-        return own[0]
-    if len(running) == 1:
-        return running[0]
-    return next(iter(failed), None)
+    if ended.own:
+        return ended.own[0]
+    if len(ended.running) == 1:
+        return ended.running[0]
+    return next(iter(ended.failed), None)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,6 +10,7 @@ import sys
 
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.models.families.directory import MODELS
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
@@ -37,20 +38,23 @@ from data_pipeline.errors import (
 )
 from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
+from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.listing import latest_state, second_of
-from maxtrain.checkpoint.manager import Checkpoints, put_aside
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.config.run_path import run_path, run_url
+from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
-from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.models.pipeline import form_for
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
+from maxtrain.observe.mesh_lines import mesh_lines
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import traced_steps
 from maxtrain.observe.progress import Progress
@@ -65,7 +69,7 @@ from maxtrain.parallel.agreement import (
     raise_together,
     require_agreement,
 )
-from maxtrain.parallel.distributed import leave
+from maxtrain.parallel.distributed import leave, tell_end
 from maxtrain.parallel.memory import (
     STATE_MEND,
     bytes_on_device,
@@ -179,7 +183,7 @@ def launch(
         except (ConfigError, StorageError, TryAgainError, OSError) as error:
             refused = error
         raise_together(refused)
-        for line in checkpoints.put_aside_incomplete():
+        for line in put_aside_incomplete(checkpoints.directory):
             progress.message(line, style="bold red")
         run = Run(
             job,
@@ -405,6 +409,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(to_yaml(job.asked), job.mesh, data, step)
+    held = job.device_bytes()
+    record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
         record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})
@@ -412,13 +418,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 def describe_stages(config: RunConfig) -> str:
     """How rows of a step go through the stages of the mesh, and how long these wait."""
-    shards = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
-    rows = config.data.batch_size
-    if config.data.packing == "balanced":
-        rows = config.data.balance_rows
-    pipeline = config.model.pipeline
-    count = micro_batches_of(rows // shards, pipeline.micro_batches)
-    form = Form(config.mesh.stage, pipeline.rounds, count)
+    rows = rows_of_step(config) // config.optimizer.accumulation
+    form = form_for(rows, config.model.pipeline)
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
     if form.rounds > 1:
         words += f", {form.rounds} rounds"
@@ -433,10 +434,7 @@ def describe(progress: Progress, job: Job) -> None:
     config = job.config
     devices = jax.devices()
     millions = count_weights(policy_params(job.abstract)) / 1e6
-    axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}"
-    if axes:
-        where += f" ({axes})"
     weights = f"{config.precision.params} weights"
     if config.model.lora.rank is not None and config.model.lora.base != "full":
         weights += f", {config.model.lora.base} where adapters are"
@@ -444,6 +442,10 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    slow = slow_axes_of(config.mesh)
+    by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
+    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes()):
+        progress.message(line)
     describe_experts(progress, config, devices[0].platform)
     if config.mesh.stage > 1:
         progress.message(describe_stages(config))
@@ -524,6 +526,7 @@ def main(config: RunConfig, ends_process: bool = False) -> int:
             raise
 
     if code := run_command(job):
+        tell_end(code)
         leave(code, lost)
     return code
 

@@ -66,7 +66,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain", "maxtrain.rl"], 6),
-    **dict.fromkeys(["maxtrain.model_source", "maxtrain.frozen_model"], 6),
+    **dict.fromkeys(["maxtrain.model_source", "maxtrain.chat_source", "maxtrain.frozen_model"], 6),
     **dict.fromkeys(["maxtrain.stored_reference", "maxtrain.reference_file"], 6),
     **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
     **dict.fromkeys(
@@ -85,7 +85,11 @@ FLOORS = {
     ),
     **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
     **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
-    "maxtrain.evaluate_prompts": 6,
+    **dict.fromkeys(
+        ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
+    ),
+    **dict.fromkeys(["maxtrain.step_memory", "maxtrain.fit", "maxtrain.fitting"], 6),
+    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

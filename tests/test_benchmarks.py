@@ -14,6 +14,7 @@ from benchmarks import (
     data,
     experts,
     families,
+    fit,
     one_core,
     prefetch,
     prepare,
@@ -271,6 +272,24 @@ def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(
     assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_memory_of_saves_is_a_table(monkeypatch, capsys, tmp_path):
+    words = ["--mib", "64", "--rounds", "0", "--pairs", "0", "--flips", "0", "--memory"]
+    monkeypatch.setattr("sys.argv", ["checkpoint", *words, "--directory", str(tmp_path)])
+    assert checkpoint.main() == 0
+    rows = re.findall(
+        r"^\| (\w+) \| (\d) \| [\d,]+ \| (\d\.\d\d) \|$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [row[:2] for row in rows] == [
+        ("synchronous", "0"),
+        ("asynchronous", "0"),
+        ("asynchronous", "3"),
+    ]
+    # Steps can't change in place what is being written, and no more than that is there twice.
+    assert float(rows[0][2]) < 0.7 < float(rows[2][2]) < 1.7
+
+
 @pytest.mark.long
 def test_quantized_prints_a_row_for_each_base(capsys):
     small = ["num_layers=1", "embed_dim=256", "mlp_dim=512", "num_heads=2", "num_kv_heads=2"]
@@ -326,3 +345,37 @@ def test_families_documents_are_the_same_packed_and_alone():
                 np.testing.assert_array_equal(packed[name][row, there], expected)
     assert packed["loss_mask"].sum() == 3 * alone["loss_mask"].sum() == 3 * (42 - 3)
     assert (packed["segment_ids"] == 0).sum() == 3 * (families.ROW - 42)
+
+
+def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_path, capsys):
+    line = {"kind": "all-gather", "axes": ["fsdp"], "count": 3, "num_bytes": 2**30, "seconds": 0.5}
+    record = {
+        "mesh": {"data": 1, "fsdp": 8},
+        "rows": 16,
+        "seq_length": 64,
+        "accumulation": 2,
+        "total_bytes": 3 << 30,
+        "limit_bytes": 4 << 30,
+        "fits": True,
+        "collectives": [line, line | {"kind": "all-reduce", "num_bytes": 10}],
+        "estimate": {
+            "limit": "network",
+            "step_seconds": 0.5,
+            "step_seconds_without_overlap": 0.75,
+        },
+    }
+    refused = record | {"fits": False, "total_bytes": None, "refused_bytes": 6 << 30}
+    refused |= {"collectives": [], "estimate": None}
+    written = tmp_path / "fit.md"
+    monkeypatch.setattr(fit, "RESULTS", written)
+    monkeypatch.setattr(fit, "measure", lambda case: record)
+    assert fit.main(["--only", "llama3_8b on h100:8x8", "--write"]) == 0
+    monkeypatch.setattr(fit, "measure", lambda case: refused)
+    assert fit.main(["--only", "sft_qwen", "--write"]) == 0
+    rows = [row for row in written.read_text().splitlines() if row.startswith("| ")]
+    assert rows[1:3] == [
+        "| sft_qwen2_5_0_5b | h200:1 | fsdp=8 | 16 x 64 in 2 | 6.00 | **150%, does not fit** |  |  |",
+        "| llama3_8b | h100:8x8 | fsdp=8 | 16 x 64 in 2 | 3.00 | 75% | network | 0.50 (0.75) |",
+    ]
+    assert rows[4:] == ["| llama3_8b | h100:8x8 | all-gather | fsdp | 3 | 1.000 | 0.500 |"]
+    assert rows[1] in capsys.readouterr().out

@@ -166,12 +166,12 @@ def test_layouts_fit_the_batch_and_the_processes():
         found = shapes(processes)
         assert len(found) > 20 and len({*found}) == len(found)
         for shape in found:
-            devices = shape.data * shape.fsdp * shape.tensor
-            assert devices in (1, 2, 4, 8) and devices % processes == 0
-            assert ROWS % (shape.data * shape.fsdp * shape.accumulation) == 0 and shape.tensor in (
-                1,
-                2,
-            )
+            assert shape.devices in (1, 2, 4, 8) and shape.devices % processes == 0
+            rows = shape.data * shape.fsdp * shape.expert * shape.accumulation
+            assert ROWS % rows == 0
+            assert {shape.tensor, shape.context} <= {1, 2} and shape.expert in (1, 4)
+        for axis in ("data", "fsdp", "context", "expert", "tensor"):
+            assert len({getattr(shape, axis) for shape in found}) > 1, axis
 
 
 PLANNED = [{"step": 5, "kind": "loss_spike", "left_out": [3, 5]}]

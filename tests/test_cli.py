@@ -39,6 +39,8 @@ def test_help_lists_the_verbs(argv, capsys):
         (["help", "train"], "config=NAME"),
         (["prepare", "--help"], "--tokenizer"),
         (["train", "--help", "model"], "model.num_layers"),
+        (["launch", "--help"], "gke-tpu"),
+        (["launch", "slurm", "--help"], "--spare-nodes"),
     ],
 )
 def test_help_needs_no_jax(argv, part):

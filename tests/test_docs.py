@@ -35,12 +35,19 @@ FAST = [
     "python -m maxtrain.train --help anomaly",
     "python -m maxtrain.train config=quickstart --print-config",
     "python -m maxtrain.train quickstart --print-config",
+    "maxtrain launch slurm --nodes 4 --gpus-per-node 8 --time 1-00 --partition gpu config=llama3_8b data.batch_size=64",
+    "maxtrain launch k8s --nodes 4 --gpus-per-node 8 --image registry/maxtrain:gpu --volume runs:/data config=llama3_8b "
+    "data.batch_size=64 output_dir=/data/runs",
+    "maxtrain launch gke-tpu --accelerator v5p --topology 4x4x4 --slices 2 --image registry/maxtrain:tpu --volume runs:/data "
+    "config=llama3_8b data.batch_size=128 output_dir=/data/runs",
 ]
 # The test that runs each of the other commands, perhaps with smaller numbers or another config.
 QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_says_so"
 VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
 IMPORTED = "tests/test_import.py::test_the_commands_of_the_documents"
 CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
+EXAMINED = "tests/doctor/test_doctor.py::test_two_processes_are_examined_as_one_job"
+FITTED = "maxtrain fit config=llama3_8b topology="
 SERVED = "tests/serve/test_server.py::test_a_run_is_served"
 TESTED_ELSEWHERE = {
     "make quickstart": QUICKSTART,
@@ -63,6 +70,11 @@ TESTED_ELSEWHERE = {
     "maxtrain score runs/llama --pairs pairs.jsonl --json": IMPORTED,
     "maxtrain serve runs/llama --port 8000": SERVED,
     "maxtrain serve runs/llama --adapter tuned=adapters/tuned --cache-tokens 65536": SERVED,
+    "maxtrain doctor": EXAMINED,
+    "maxtrain launch local --processes 2 --job doctor -- --seconds 0.1 --json": EXAMINED,
+    "maxtrain launch local --processes 2 config=quickstart run_name=two mesh.simulated_devices=2 mesh.fsdp=4": (
+        "tests/test_train.py::test_two_processes_are_as_one"
+    ),
     "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_document_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         VARIANTS
@@ -75,9 +87,17 @@ TESTED_ELSEWHERE = {
     "python -m maxtrain.train config=quickstart run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring": (
         VARIANTS
     ),
+    "python -m maxtrain.train config=quickstart run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 "
+    "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
+    "python -m maxtrain.train config=quickstart run_name=kept model.remat=named "
+    "model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'": (VARIANTS),
+    "python -m maxtrain.train config=quickstart run_name=experts model.family=mixtral model.moe.num_experts=4 "
+    "mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2": VARIANTS,
     "maxtrain replay runs/quickstart --steps 160:200": (
         "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
     ),
+    FITTED + "h100:8 optimizer.accumulation=16": "tests/test_fit.py::test_a_step_on_gpus",
+    FITTED + "v5p:4x4x4 --search --tries 12": "tests/test_fit.py::test_a_search_on_tpus",
     "maxtrain probe config=quickstart": (
         "tests/test_probe.py::test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train"
     ),

@@ -6,13 +6,16 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from data_pipeline import prepare
-from data_pipeline.errors import UserError
+from data_pipeline.errors import ConfigError, UserError
 from maxtrain import evaluate, replay
+from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.probe import StepMemory, measured_speeds, probe_learning_rate
 from tests.preference_runs import STEPS, evaluations, prepared_labels, prepared_pairs, train
 from tests.test_distilled_runs import final_state
 
@@ -102,6 +105,9 @@ def test_answers_with_a_label_are_learnt_and_the_run_goes_on_bit_for_bit(config,
 
 
 def test_labels_and_pairs_are_not_taken_for_each_other(config, labelled, capfd):
+    labels_wanted = preferences(config, "dpo.loss_type=kto")
+    with pytest.raises(ConfigError, match=r"set dpo\.loss_type=sigmoid for pairs"):
+        probe_learning_rate(load_config([f"config={config}", *labels_wanted]), 1e-5, 1.0, 16)
     assert train(config, "refused", *preferences(config, "dpo.loss_type=kto")) == 78
     assert "set dpo.loss_type=sigmoid for pairs" in capfd.readouterr().err
     pairs_wanted = [text for text in labelled if "dpo.loss_type" not in text]
@@ -119,6 +125,22 @@ def test_evaluate_gives_the_loss_of_the_text(config, capsys):
     assert found["nll"] == pytest.approx(
         evaluations(config.parent / "runs" / "dpo")[-1]["nll"], rel=1e-4
     )
+
+
+def test_a_step_is_probed_beside_the_reference_that_the_run_begins_with(config):
+    vocabulary = "model.vocab_size=257"
+    asked = load_config([f"config={config}", vocabulary, *preferences(config)])
+    memory = StepMemory(asked, jax.devices()[:1])
+    parts = memory.parts
+    assert parts.frozen_model is not None and parts.config.checkpoint.init_from is None
+    trained = sum(x.size for x in jax.tree.leaves(parts.abstract.trainable))
+    frozen = sum(x.size for x in jax.tree.leaves(parts.abstract.frozen["reference"]))
+    assert trained == frozen
+    (speed,) = measured_speeds(memory, memory.unit, 96).values()
+    assert speed > 0
+    without = load_config([f"config={config}", vocabulary, "objective=dpo"])
+    with pytest.raises(ConfigError, match=r"there is none\. Set model=DIR"):
+        StepMemory(without, jax.devices()[:1])
 
 
 @pytest.mark.parametrize(

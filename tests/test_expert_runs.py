@@ -116,6 +116,25 @@ def test_any_mesh_gives_the_same_losses(config):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_experts_split_or_whole(config):
+    """Half of it with experts on four devices, and the rest with all of them gathered."""
+    runs = config.parent / "runs"
+    exact = ["precision.compute=float32", "mesh.data=1", "mesh.simulated_devices=8"]
+    split = ["mesh.fsdp=2", "mesh.expert=4", "model.routing.exchange_factor=0.5"]
+    assert train(config, "gathered", "mesh.fsdp=8", *exact) == 0
+    assert train(config, "moved", *split, *exact) == 0
+    shutil.rmtree(runs / "moved" / "checkpoints" / "00000006")
+    assert train(config, "moved", "mesh.fsdp=8", *exact) == 0
+    assert [launch["mesh"]["expert"] for launch in read_launches(runs / "moved")] == [4, 1]
+    losses = []
+    for name in ("gathered", "moved"):
+        records = [record for record in read_metrics(runs / name) if record["kind"] == "train"]
+        losses.append([record["loss"] for record in records])
+    assert len(losses[0]) == 6
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_an_export_is_generated_from_and_trained_on(config, capfd):
     run = config.parent / "runs" / "whole"
     out = config.parent / "exported"

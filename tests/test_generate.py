@@ -24,8 +24,8 @@ from data_pipeline.tokenizer import (
     JsonTokenizer,
     load_tokenizer,
 )
+from maxtrain import chat_source, model_source, server
 from maxtrain import generate as job
-from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RunConfig
@@ -653,7 +653,7 @@ def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, m
     def talk(*words, sources=("kind",)):
         paths = {name: SourceConfig(str(tmp_path / name)) for name in sources}
         config = RunConfig(data=DataConfig(sources=paths))
-        monkeypatch.setattr(job, "read_run_config", lambda run: config)
+        monkeypatch.setattr(chat_source, "read_run_config", lambda run: config)
         arguments = job._parse(
             [str(tmp_path), "--chat", "--prompt", "a?", "--chat-template", str(template), *words],
             "generate",
@@ -667,4 +667,22 @@ def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, m
     assert talk("--system", "") == "<user>a?<assistant>"
     with pytest.raises(UsageError, match=r"kind: Be kind\.; short: Be short\."):
         talk(sources=("kind", "short"))
+    # The server answers the same conversations.
+    capsys.readouterr()
+    talk()
+
+    def asked_of_server(messages, *words):
+        arguments = server._parse(
+            [str(tmp_path), "--chat-template", str(template), *words], "serve"
+        )
+        served = server._served(arguments, tiny(), load_tokenizer(tmp_path / "kind"))
+        return ByteTokenizer().decode(served.chat.ids(messages))
+
+    question = {"role": "user", "content": "a?"}
+    assert asked_of_server([question]) == asked[-1] == "<system>Be kind.<user>a?<assistant>"
+    assert capsys.readouterr().err.count("system (of the run's data): Be kind.") == 2
+    own = {"role": "developer", "content": "Be old."}
+    assert asked_of_server([own, question]) == "<developer>Be old.<user>a?<assistant>"
+    assert asked_of_server([question], "--system", "") == "<user>a?<assistant>"
+    assert asked_of_server([question], "--system", "Be new.").startswith("<system>Be new.<user>")
     assert talk("--system", "", sources=("kind", "short")) == "<user>a?<assistant>"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.additions import task
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
-from maxtrain import replay
+from maxtrain import evaluate, replay
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -123,6 +123,28 @@ def test_what_is_recorded_and_that_a_student_comes_closer(config, straight):
     assert names == {None}
     arrays = json.loads((run / "checkpoints" / f"{STEPS:08d}" / "commit.json").read_text())
     assert not any("teacher" in name for name in arrays["arrays"])
+
+
+@pytest.mark.long
+def test_the_command_gives_what_the_run_has_on_record(config, straight, monkeypatch, capsys):
+    assert straight
+    run = str(config.parent / "runs" / "straight")
+    monkeypatch.setattr(evaluate, "start", lambda mesh, cache: None)
+    capsys.readouterr()
+    assert evaluate.main([run, "--show", "1", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["sets"]["held_out"]
+    (sample,) = held.pop("samples")
+    first = [taken.sample for taken in read_samples(Path(run)) if taken.sample.number == 0]
+    assert sample["texts"]["completion"] == first[-1].completion
+    assert held.pop("seconds") > 0
+    assert {"distill", "agreement", "completion_length", "prompts"} <= held.keys()
+    last = records(config, "straight", "eval")[-1]
+    assert held == pytest.approx({name: last[name] for name in held}, rel=1e-5)
+    # Rewards in the place of the teacher, for completions as long as those of the run.
+    assert evaluate.main([run, "--reward", "exact", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["sets"]["held_out"]
+    assert "distill" not in held and held["reward"] == held["reward/exact"]
+    assert held["longest_completion"] <= 6
 
 
 @pytest.mark.long

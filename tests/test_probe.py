@@ -21,7 +21,8 @@ from maxtrain.cli import main
 from maxtrain.config import load_config
 from maxtrain.job import open_job
 from maxtrain.parallel.batches import abstract_batch
-from maxtrain.probe import StepMemory, fitting_tokens, probe_batch
+from maxtrain.probe import fitting_tokens, probe_batch
+from maxtrain.step_memory import StepMemory
 
 ROOT = Path(__file__).parents[1]
 

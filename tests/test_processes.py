@@ -405,3 +405,30 @@ def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices
     with Job(config, f"{name}-alone", 1, *axes) as job:
         job.end()
     assert_same(trained(config, name), trained(config, f"{name}-alone"))
+
+
+MIXTRAL = ["model.family=mixtral", "model.moe.num_experts=4", "model.routing.exchange_factor=0.5"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh", "same"),
+    [
+        ("ring", ["mesh.context=4", "model.attention=ring"], []),
+        ("heads", ["mesh.context=4", "model.num_heads=4", "model.num_kv_heads=4"], []),
+        ("ring-within", ["mesh.fsdp=2", "mesh.context=2", "model.attention=ring"], []),
+        ("experts", ["mesh.expert=4", *MIXTRAL], []),
+        # What a slow network connects is a matter of order alone.
+        ("slices", ["mesh.fsdp=2", "mesh.dcn_data=2"], ["mesh.dcn_data=1", "mesh.data=2"]),
+    ],
+)
+def test_rows_experts_and_slices_may_be_those_of_several_processes(config, name, mesh, same):
+    """`same`: what a run on one process has instead."""
+    axes = ["mesh.data=1", "mesh.fsdp=1", *mesh, "steps=12"]
+    axes = list({word.partition("=")[0]: word for word in axes}.values())
+    with Job(config, name, 2, *axes, devices=(2, 2)) as job:
+        job.end()
+    alone = {word.partition("=")[0]: word for word in [*axes, *same]}
+    with Job(config, f"{name}-alone", 1, *alone.values()) as job:
+        job.end()
+    assert_same(trained(config, name), trained(config, f"{name}-alone"))

@@ -3,6 +3,7 @@ evaluate, save, write text."""
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.observe.launches import read_launches
 from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +90,9 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
+        "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
+        "run_name=kept model.remat=named 'model.kept.on_device=[attention, gate_up]' 'model.kept.on_host=[qkv]'",
+        "run_name=experts model.family=mixtral model.moe.num_experts=4 mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2",
     ],
     ids=lambda more: more.split()[0],
 )
@@ -106,8 +111,15 @@ def test_readme_variants_train(clone, more):
         "observe.prompts=[]",
     ]
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
-    result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
+    result = python(
+        clone, "maxtrain.train", "config=quickstart", *small, *short, *shlex.split(more)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
+    if "meshed" in more:
+        assert "  tensor  2  heads, hidden units and vocabulary\n" in result.stdout
+        (launch,) = read_launches(clone / "runs" / "meshed")
+        held = launch["device_bytes"]
+        assert held["optimizer_state"] > held["parameters"] > held["batch"] > 0
     assert "2 steps" in result.stdout
 
 

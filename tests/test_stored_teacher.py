@@ -19,6 +19,7 @@ from maxtrain.config.schema import ModelConfig, PrecisionConfig, RoutingConfig
 from maxtrain.frozen_model import FrozenModel
 from maxtrain.job import open_job
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.probe import probe_learning_rate
 from maxtrain.train import main
 
 pytestmark = pytest.mark.usefixtures("this_process")
@@ -218,3 +219,10 @@ def test_a_teacher_whose_experts_have_a_capacity_is_refused(monkeypatch):
     monkeypatch.setattr(teaching, "find_model", lambda *args: frozen)
     with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 .* Take a teacher without"):
         teaching.load_teacher("large")
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_found_with_what_is_stored(stored):
+    asked = load_config(student(stored, "distill.stored=some", "distill.top=4", "steps=40"))
+    found = probe_learning_rate(asked, 1e-4, 1.0, 30)
+    assert 1e-4 < found.suggestion < 1

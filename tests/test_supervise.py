@@ -18,6 +18,7 @@ from data_pipeline import prepare
 from maxtrain import supervise
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.compare import compare_records
+from maxtrain.launch import processes
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.metrics import read_metrics
 from tests.shared import TINY_MODEL
@@ -158,7 +159,7 @@ def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypa
     started = time.monotonic()
     assert supervise.main(command(tiny, "late", "--processes", "2"), "supervise") == 0
     seconds = time.monotonic() - started
-    assert seconds > 1.5 and len(looks) <= 2 * (seconds / supervise._POLL + 2)
+    assert seconds > 1.5 and len(looks) <= 2 * (seconds / processes.POLL + 2)
 
 
 @pytest.mark.parametrize(

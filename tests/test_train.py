@@ -546,15 +546,14 @@ def free_port():
 def test_two_processes_are_as_one(config):
     """Two processes of one device each, and one process with two: the same losses, and the files of
     one run, with frozen parameters too."""
-    keys = [*SHORT[::2], "eval_interval=3", "mesh.data=1", "mesh.fsdp=2", "checkpoint_interval=3"]
+    keys = [*SHORT[::2], "eval_interval=3", "mesh.data=1", "checkpoint_interval=3"]
     keys.append("train.freeze=[embedding]")
-    job = [
-        f"mesh.coordinator=localhost:{free_port()}",
-        "mesh.num_processes=2",
-        "mesh.simulated_devices=1",
+    launched = "launch local --processes 2".split()
+    launched += [f"config={config}", "run_name=two", "mesh.simulated_devices=1", "mesh.fsdp=2"]
+    commands = [
+        [sys.executable, "-m", "maxtrain.cli", *launched, *keys],
+        command(config, "one", *keys, "mesh.simulated_devices=2", "mesh.fsdp=2"),
     ]
-    commands = [command(config, "two", *keys, *job, f"mesh.process_id={i}") for i in range(2)]
-    commands.append(command(config, "one", *keys, "mesh.simulated_devices=2"))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # Only process 0 of a job writes to the cache of compiled programs, so the other one always
     # compiles: quickly, then.
@@ -565,8 +564,11 @@ def test_two_processes_are_as_one(config):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
-    assert "loss" not in outputs[1]  # process 0 speaks
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    lines = outputs[0].splitlines()
+    assert all(line.startswith(("[0] ", "[1] ")) for line in lines), outputs[0]
+    # Process 0 speaks.
+    assert not [line for line in lines if line.startswith("[1] ") and "loss" in line]
     two, one = (read_metrics(folder_of(config, name)) for name in ("two", "one"))
     assert [(r["kind"], r["step"]) for r in two] == [(r["kind"], r["step"]) for r in one] and len(
         two

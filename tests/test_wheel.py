@@ -1,4 +1,4 @@
-"""What `pip install` of the built package brings: both packages and the configs; nothing of tests,
+"""What `pip install` of the built package brings: both packages, the configs and descriptions of GPUs; nothing of tests,
 benchmarks or caches."""
 
 import subprocess
@@ -30,4 +30,5 @@ def test_the_wheel_holds_the_packages_and_the_configs(tmp_path):
         for path in ROOT.glob(f"{top}/**/*.py")
     ]
     configs = [f"maxtrain/configs/{path.name}" for path in ROOT.glob("configs/*.py")]
-    assert names == {*sources, *configs}
+    cards = [f"maxtrain/parallel/gpu_targets/{card}.txtpb" for card in ("h100", "h200", "b200")]
+    assert names == {*sources, *configs, *cards}

@@ -9,6 +9,7 @@ found. One batch that is read twice, or not at all, changes a loss by 1e-3 or mo
 
 import argparse
 import collections
+import itertools
 import random
 import shutil
 import signal
@@ -46,8 +47,14 @@ CHANGES = {
     "checkpoint_interval": 10,
     "eval_interval": 20,
     "checkpoint": {"keep": 2},
-    # The tokenizer's 257 entries can't be split over devices.
-    "model": {**CONFIG["model"], "vocab_size": 264},
+    "model": {
+        **CONFIG["model"],
+        # The tokenizer's 257 entries can't be split over devices.
+        "vocab_size": 264,
+        # Each token goes to all experts: roundings can't send it elsewhere.
+        "family": "mixtral",
+        "moe": {"num_experts": 4, "experts_per_token": 4},
+    },
 }
 
 
@@ -57,37 +64,59 @@ class Shape(NamedTuple):
     processes: int
     data: int
     fsdp: int
+    context: int
+    expert: int
     tensor: int
     accumulation: int
 
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.context * self.expert * self.tensor
+
     def __str__(self) -> str:
-        mesh = f"{self.data} x {self.fsdp} x {self.tensor}"
-        return f"{mesh} devices of {self.processes} processes, accumulation {self.accumulation}"
+        sizes = self.axes().items()
+        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "1"
+        return f"{mesh} on {self.processes} processes, accumulation {self.accumulation}"
+
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return {
+            "data": self.data,
+            "fsdp": self.fsdp,
+            "context": self.context,
+            "expert": self.expert,
+            "tensor": self.tensor,
+        }
 
     def overrides(self) -> list[str]:
         """The overrides of one of its processes."""
-        devices = self.data * self.fsdp * self.tensor // self.processes
+        attention = "xla"
+        if self.context > 1:
+            attention = "ring"
         return [
-            f"mesh.data={self.data}",
-            f"mesh.fsdp={self.fsdp}",
-            f"mesh.tensor={self.tensor}",
-            f"mesh.simulated_devices={devices}",
+            *(f"mesh.{axis}={size}" for axis, size in self.axes().items()),
+            f"mesh.simulated_devices={self.devices // self.processes}",
+            f"model.attention={attention}",
             f"optimizer.accumulation={self.accumulation}",
         ]
 
 
 def shapes(processes: int) -> list[Shape]:
-    """All layouts that fit the batch and the heads of the victims."""
+    """All layouts that fit the batch, the heads and the experts of the victims."""
     found = []
     for devices in DEVICES:
-        for tensor in (1, 2):
-            for data in (1, 2, 4, 8):
-                fsdp, rest = divmod(devices, tensor * data)
-                if rest or not fsdp or devices % processes:
-                    continue
-                for accumulation in ACCUMULATIONS:
-                    if ROWS % (data * fsdp * accumulation) == 0:
-                        found.append(Shape(processes, data, fsdp, tensor, accumulation))
+        if devices % processes:
+            continue
+        for data, context, expert, tensor in itertools.product(
+            (1, 2, 4, 8), (1, 2), (1, 4), (1, 2)
+        ):
+            fsdp, rest = divmod(devices, data * context * expert * tensor)
+            if rest or not fsdp:
+                continue
+            for accumulation in ACCUMULATIONS:
+                if ROWS % (data * fsdp * expert * accumulation) == 0:
+                    shape = Shape(processes, data, fsdp, context, expert, tensor, accumulation)
+                    found.append(shape)
     return found
 
 

@@ -29,6 +29,8 @@ from maxtrain.run_state import wrong_type
 FORMAT = 4
 # Hashed at once: files of gigabytes are hashed by several threads.
 BLOCK_BYTES = 64 << 20
+# Mapped at once: what is mapped counts as memory of the process.
+_MAPPED_BYTES = 4 << 20
 # Stays in a core's cache between reading and hashing.
 CHUNK_BYTES = 1 << 20
 SMALL_FILES = ("record.json",)
@@ -248,10 +250,15 @@ def _hash_written(path: Path, start: int) -> str:
     """
     # Not all file systems can map files.
     with contextlib.suppress(OSError), path.open("rb") as file:
-        length = min(BLOCK_BYTES, path.stat().st_size - start)
-        mapped = mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start)
-        with mapped as block:
-            return f"{crc32(block):08x}"
+        stop = min(start + BLOCK_BYTES, path.stat().st_size)
+        crc = 0
+        for at in range(start, stop, _MAPPED_BYTES):
+            length = min(_MAPPED_BYTES, stop - at)
+            with mmap.mmap(
+                file.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=at
+            ) as piece:
+                crc = crc32(piece, crc)
+        return f"{crc:08x}"
     return _hash_block(path, start)
 
 

@@ -14,7 +14,6 @@ _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _STAGES = "micro-batches are in model.pipeline"
-_NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
 _SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
@@ -98,15 +97,13 @@ _MAXTEXT = (
     ),
     ("precision.params", "master weights and optimizer state", "weight_dtype"),
     ("mesh.platform", "auto, cpu, gpu or tpu", "hardware"),
-    ("mesh.data", _MESH, "ici_data_parallelism dcn_data_parallelism"),
-    ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
+    ("mesh.data", _SAME, "ici_data_parallelism"),
+    ("mesh.dcn_data", _SAME, "dcn_data_parallelism"),
+    ("mesh.fsdp", _SAME, "ici_fsdp_parallelism"),
+    ("mesh.dcn_fsdp", _SAME, "dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("mesh.stage", _STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
-    (
-        "",
-        _NO_EXPERTS,
-        "ici_expert_parallelism dcn_expert_parallelism",
-    ),
+    ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
     (
         "mesh.context",
         f"{_MESH}; {_SPLIT_ROWS}",
@@ -348,7 +345,11 @@ _TORCHTITAN = (
         _SPLIT_ROWS,
         "parallelism.context_parallel_degree context_parallel_degree",
     ),
-    ("", _NO_EXPERTS, "parallelism.expert_parallel_degree expert_parallel_degree"),
+    (
+        "mesh.expert",
+        "an axis of its own: mesh.fsdp is what is left",
+        "parallelism.expert_parallel_degree expert_parallel_degree",
+    ),
     ("model.remat", "full, dots, dots_no_batch or none", "activation_checkpoint.mode"),
     (
         "config",
@@ -424,7 +425,7 @@ _PEFT = (
 )
 _OURS_SOME_DAY = (
     ("", "mesh.stage splits layers over devices", "mesh.stages mesh.pipeline mesh.pp"),
-    ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
+    ("", "mesh.expert splits experts over devices", "mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
 )
 

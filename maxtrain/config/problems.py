@@ -42,6 +42,7 @@ from maxtrain.config.sections.dpo import (
 )
 from maxtrain.config.sections.grpo import grpo_problems, prompt_problems
 from maxtrain.config.sections.init import std_problems
+from maxtrain.config.sections.kept import kept_problems
 from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
@@ -90,6 +91,7 @@ def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Pro
 
 def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from heads_problems(config.model)
+    yield from kept_problems(config.model.kept)
     yield from rope_problems(config.model)
     yield from expert_problems(config.model.moe)
     yield from lora_problems(config.model.lora)

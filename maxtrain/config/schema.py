@@ -17,6 +17,7 @@ from maxtrain.config.sections.dpo import DpoConfig
 from maxtrain.config.sections.grpo import GrpoConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
+from maxtrain.config.sections.kept import KeptConfig
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.loss import LossConfig, RegularizationConfig
 from maxtrain.config.sections.mesh import MeshConfig
@@ -43,6 +44,7 @@ __all__ = [
     "GrpoConfig",
     "InitConfig",
     "IntegrityConfig",
+    "KeptConfig",
     "LatentConfig",
     "LoraConfig",
     "LossConfig",

@@ -12,6 +12,7 @@ from maxtrain.models.specs import AttentionSpec, LayerSpec
 from maxtrain.ops.attention import Dropout, attention, with_cache
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import fold
+from maxtrain.ops.names import QKV, named
 from maxtrain.ops.rope import apply_rope
 from maxtrain.parallel.sharding import constrain
 
@@ -90,6 +91,9 @@ class Attention(nnx.Module):
         v = constrain(
             self.v(x, noise), "activation_batch", "activation_length", "kv_heads", "head_dim"
         )
+        q = named(q, QKV)
+        k = named(k, QKV)
+        v = named(v, QKV)
         q = normalised(self.q_norm, q)
         k = normalised(self.k_norm, k)
         if self.rope is not None:

@@ -275,16 +275,7 @@ class Decoder(nnx.Module):
         return {rope: rotation_of(rope, positions, lengths) for rope in ropes}
 
     def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
-        config = self.config
-        return run_layers(
-            self.layers,
-            x,
-            context,
-            cache,
-            scan=config.scan_layers,
-            remat=config.remat,
-            pipeline=config.pipeline,
-        )
+        return run_layers(self.layers, x, context, cache, self.config)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
         # Split over the vocabulary only: a table that is split over its width as well would be

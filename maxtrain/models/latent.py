@@ -14,6 +14,7 @@ from maxtrain.models.specs import LatentSpec, LayerSpec, NormSpec
 from maxtrain.ops.attention import attention, with_cache
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import QKV, named
 from maxtrain.ops.rope import apply_rope
 from maxtrain.parallel.sharding import constrain
 
@@ -86,6 +87,7 @@ class LatentAttention(nnx.Module):
         q = constrain(
             self.q(of_queries, noise), "activation_batch", "activation_length", "heads", "head_dim"
         )
+        q = named(q, QKV)
         plain, turned = jnp.split(q, [self.mixer.head_dim - self.mixer.rope_dim], axis=-1)
         turned = self._rotated(turned, context)
         latent = self.kv_norm(self.kv_down(x, noise))
@@ -126,11 +128,11 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "B T N Hv"]:
         """With keys and values of every head."""
         q = jnp.concatenate([plain.astype(jnp.float32), turned], axis=-1)
-        keys = self.k(latent, context.noise).astype(jnp.float32)
+        keys = named(self.k(latent, context.noise), QKV).astype(jnp.float32)
         shared = jnp.broadcast_to(shared, (*keys.shape[:-1], shared.shape[-1]))
         k = jnp.concatenate([keys, shared], axis=-1)
         k = constrain(k, "activation_batch", "activation_length", "heads", "head_dim")
-        v = self.v(latent, context.noise)
+        v = named(self.v(latent, context.noise), QKV)
         v = constrain(v, "activation_batch", "activation_length", "heads", "head_dim")
         return attention(
             q,

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from maxtrain.models.context import Noise
+from maxtrain.models.expert_bank import ExpertBank
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.lora import Adapter
 from maxtrain.models.lora_bank import AdapterBank
@@ -158,12 +159,12 @@ class ExpertLinear(nnx.Module):
         self.bias = vectors
         self.num_inputs = len(inputs)
         self.recipe = recipe
-        self.adapter: Adapter | None = nnx.data(None)
+        self.adapter: Adapter | ExpertBank | None = nnx.data(None)
 
     def weights(self) -> Float[Array, "E ..."]:
-        """Of all experts' products, with what adapters do to them."""
+        """Of all experts' products, with what adapters do to them that all rows have."""
         kernel = kernel_of(self.kernel)
-        if self.adapter is None:
+        if not isinstance(self.adapter, Adapter):
             return kernel
         return self.adapter.adapted(kernel)
 
@@ -171,11 +172,11 @@ class ExpertLinear(nnx.Module):
         """What the products are made with, by names that `Moe` gives meaning to.
 
         A kernel is what adapters make of it. Where it is quantised it stays so: what an adapter
-        adds is a product of its own then, whose scale is in b.
+        adds is a product of its own then, whose scale is in b. So are those of a bank.
         """
         found = {}
         if isinstance(self.kernel, QuantizedKernel):
-            assert self.adapter is not None
+            assert isinstance(self.adapter, Adapter)
             codes = self.kernel.codes
             scales = self.kernel.scales
             found["codes"] = ExpertPart(codes[...], codes.get_metadata("axes"))
@@ -186,6 +187,10 @@ class ExpertLinear(nnx.Module):
             found["b"] = ExpertPart(self.adapter.scale * b[...], b.get_metadata("axes"))
         else:
             found["kernel"] = ExpertPart(self.weights(), self.kernel_axes)
+        if isinstance(self.adapter, ExpertBank):
+            experts, inputs, outputs = self.kernel_axes
+            found["bank_a"] = ExpertPart(self.adapter.a[...], (experts, None, inputs, None))
+            found["bank_b"] = ExpertPart(self.adapter.b[...], (experts, None, None, outputs))
         if self.bias is not None:
             found["bias"] = ExpertPart(self.bias[...], self.bias_axes)
         return found

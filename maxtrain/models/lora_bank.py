@@ -85,6 +85,6 @@ def with_chosen(variables: nnx.State, numbers: Int[Array, " B"]) -> nnx.State:
 def num_sets(variables: nnx.State) -> int:
     """How many sets of adapters a model has side by side; 0: none."""
     for path, variable in nnx.to_flat_state(variables):
-        if isinstance(variable, BankParam) and path[-1] == "scale":
-            return variable.get_value().shape[-1] - 1
+        if isinstance(variable, BankParam) and path[-1] == "a":
+            return variable.get_value().shape[-3] - 1
     return 0

@@ -12,6 +12,7 @@ from data_pipeline.errors import UsageError
 from maxtrain.config.schema import LoraConfig, ModelConfig
 from maxtrain.models.adapt import products
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.expert_bank import ExpertBank
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.lora import scale_of
@@ -37,10 +38,11 @@ class AdapterSet(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """The adapter of one layer's product."""
+    """The adapter of one layer's product: a [*inputs, R] and b [R, *outputs]; of experts, with a
+    dim of them in front."""
 
-    a: Float[np.ndarray, "I R"]
-    b: Float[np.ndarray, "R O"]
+    a: np.ndarray
+    b: np.ndarray
     magnitude: Float[np.ndarray, " O"] | None
 
 
@@ -83,14 +85,17 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         ]
         if not named:
             continue
-        if isinstance(module, ExpertLinear) or _goes_to_latents(path, model):
+        if _goes_to_latents(path, model):
             raise UsageError(
                 f"{named[0]}: has an adapter of {path}, which is one product for all texts, so "
                 "that they can't have different ones. Take the adapters into the weights: "
                 "maxtrain export RUN OUT --format hf."
             )
         matrices = [[of_layers.get(key) for of_layers in of_sets] for key in keys]
-        module.adapter = _bank(module, matrices, sets)
+        if isinstance(module, ExpertLinear):
+            module.adapter = _expert_bank(module, matrices, sets)
+        else:
+            module.adapter = _bank(module, matrices, sets)
     return model
 
 
@@ -114,12 +119,11 @@ def _of_layers(adapters: AdapterSet, config: ModelConfig) -> _OfLayers:
             if place.name != name:
                 continue
             a = _layer(stacked_a, place.repeat)
-            rank = a.shape[-1]
             b = _layer(adapters.arrays[f"{base}.b"], place.repeat)
             magnitude = adapters.arrays.get(f"{base}.magnitude")
             if magnitude is not None:
                 magnitude = _layer(magnitude, place.repeat).reshape(-1)
-            found[number, product] = _Matrices(a.reshape(-1, rank), b.reshape(rank, -1), magnitude)
+            found[number, product] = _Matrices(a, b, magnitude)
     return found
 
 
@@ -154,12 +158,14 @@ def _bank(
             if own is None:
                 continue
             own_rank = own.a.shape[-1]
-            a[layer, number, :, :own_rank] = own.a
-            b[layer, number, :own_rank] = own.b
+            own_a = own.a.reshape(num_inputs, own_rank)
+            own_b = own.b.reshape(own_rank, num_outputs)
+            a[layer, number, :, :own_rank] = own_a
+            b[layer, number, :own_rank] = own_b
             scale[layer, number] = scale_of(sets[number - 1].lora)
             if own.magnitude is not None:
                 kernel = np.asarray(kernels[layer], np.float32).reshape(num_inputs, num_outputs)
-                changed = kernel + scale[layer, number] * (own.a @ own.b)
+                changed = kernel + scale[layer, number] * (own_a @ own_b)
                 length = np.linalg.norm(changed, axis=0)
                 # No factor changes an output whose weights are all 0.
                 np.divide(own.magnitude, length, out=factor[layer, number], where=length > 0)
@@ -172,3 +178,30 @@ def _bank(
     if any(adapters.lora.magnitudes for adapters in sets):
         factors = jnp.asarray(factor)
     return AdapterBank(jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale), factors)
+
+
+def _expert_bank(
+    module: ExpertLinear,
+    matrices: Sequence[Sequence[_Matrices | None]],
+    sets: Sequence[AdapterSet],
+) -> ExpertBank:
+    """As `_bank`, of one product of every expert."""
+    # Quantised weights have adapters of their own.
+    assert not isinstance(module.kernel, QuantizedKernel)
+    is_stacked = module.kernel.ndim > len(module.kernel.get_metadata("axes"))
+    num_experts, num_inputs, num_outputs = module.kernel.shape[-3:]
+    count = len(sets) + 1
+    rank = max(adapters.lora.rank or 0 for adapters in sets)
+    a = np.zeros((len(matrices), num_experts, count, num_inputs, rank), np.float32)
+    b = np.zeros((len(matrices), num_experts, count, rank, num_outputs), np.float32)
+    for layer, of_sets in enumerate(matrices):
+        for number, own in enumerate(of_sets, 1):
+            if own is None:
+                continue
+            own_rank = own.a.shape[-1]
+            a[layer, :, number, :, :own_rank] = own.a
+            b[layer, :, number, :own_rank] = scale_of(sets[number - 1].lora) * own.b
+    if not is_stacked:
+        a = a[0]
+        b = b[0]
+    return ExpertBank(jnp.asarray(a), jnp.asarray(b))

@@ -15,6 +15,7 @@ from maxtrain.models.linear import Linear
 from maxtrain.models.specs import Activation, LayerSpec, MlpSpec
 from maxtrain.models.summary import Summary
 from maxtrain.ops.dot import Recipe
+from maxtrain.ops.names import GATE_UP, named
 from maxtrain.ops.stored import elementwise
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
@@ -95,9 +96,10 @@ class Mlp(nnx.Module):
         noise = context.noise
         if self.gate is None:
             activated = functools.partial(_activated, self.activation)
-            hidden = elementwise(activated, self.up(x, noise))
+            hidden = elementwise(activated, named(self.up(x, noise), GATE_UP))
         else:
             activated = functools.partial(gated, self.activation)
-            hidden = elementwise(activated, self.gate(x, noise), self.up(x, noise))
+            gate = named(self.gate(x, noise), GATE_UP)
+            hidden = elementwise(activated, gate, named(self.up(x, noise), GATE_UP))
         hidden = constrain(hidden, "activation_batch", "activation_length", "mlp")
         return MlpOut(self.down(hidden, noise), {}, {}, {})

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.context import ROUTER, Context, Noise
+from maxtrain.models.expert_bank import ExpertBank
+from maxtrain.models.expert_products import Layout, Taken, Work, share
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import ExpertLinear, Linear
-from maxtrain.models.mlp import Mlp, MlpOut, gated
+from maxtrain.models.mlp import Mlp, MlpOut
 from maxtrain.models.specs import LayerSpec, MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import fold
-from maxtrain.ops.einsum import contract
-from maxtrain.ops.experts import (
-    add_bias,
-    block_size,
-    combine,
-    dispatch,
-    expert_dot,
-    grouped_dot,
-    order_by_expert,
-    order_by_place,
-    quantized_expert_dot,
-    quantized_grouped_dot,
-)
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.quantized import Quantized
 from maxtrain.ops.routing import (
     Routing,
     capacity_of,
@@ -47,7 +35,6 @@ from maxtrain.ops.routing import (
     within_capacity,
     z_of,
 )
-from maxtrain.ops.stored import elementwise
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import (
     LENGTH,
@@ -102,25 +89,13 @@ LOAD = Summary(
 )
 
 
-# By names such as `up.kernel` and `down.bias`; see `ExpertLinear.parts`.
-_Weights = dict[str, Array]
-
-
-class _Taken(NamedTuple):
-    """Where choices go, and with which weights; E where to none."""
-
-    experts: Int[Array, "B T C"]
-    weights: Float[Array, "B T C"]
-    # Of each choice among those of its row that its expert takes, where experts have a capacity.
-    places: Int[Array, "B T C"]
-
-
 class Moe(nnx.Module):
     """sum over a token's experts of weight * (activation(x gate) * (x up)) down, and perhaps one
     more that all tokens go to.
 
-    Tokens stay on their device, which has the weights of all experts gathered for them as those of
-    any other block are.
+    Where experts are split over the mesh (`exp`), tokens go to the devices that have theirs, and
+    come back; see ops/exchange.py. Otherwise they stay on their device, which has the weights of
+    all experts gathered for them as those of any other block are.
 
     Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
     """
@@ -139,6 +114,7 @@ class Moe(nnx.Module):
         assert isinstance(moe, MoeSpec)
         E = moe.num_experts
         width = {"embed": embed_dim}
+        expert_width = {"expert_embed": embed_dim}
         units = {"mlp": moe.width}
         biases = spec.biases
         exact = Recipe.of("float32")
@@ -148,7 +124,8 @@ class Moe(nnx.Module):
         correction = None
         if moe.corrected:
             update = EvenOut(moe.routing.correction_rate)
-            correction = Buffer(jnp.zeros(E, jnp.float32), axes=("exp",), update=update)
+            # Each device routes by those of all experts.
+            correction = Buffer(jnp.zeros(E, jnp.float32), axes=("router",), update=update)
         self.correction = correction
         # Given to it by `with_loads` where it sees a part of a batch.
         self.whole_load: nnx.Variable | None = None
@@ -156,11 +133,13 @@ class Moe(nnx.Module):
         if "mlp_out" in spec.norms:
             out_role = "hidden"
         self.gate = ExpertLinear(
-            rngs.params(), E, width, units, init, recipe, bias="gate" in biases
+            rngs.params(), E, expert_width, units, init, recipe, bias="gate" in biases
         )
-        self.up = ExpertLinear(rngs.params(), E, width, units, init, recipe, bias="up" in biases)
+        self.up = ExpertLinear(
+            rngs.params(), E, expert_width, units, init, recipe, bias="up" in biases
+        )
         self.down = ExpertLinear(
-            rngs.params(), E, units, width, init, recipe, out_role, "down" in biases
+            rngs.params(), E, units, expert_width, init, recipe, out_role, "down" in biases
         )
         shared = None
         shared_gate = None
@@ -183,7 +162,9 @@ class Moe(nnx.Module):
         load = choices_of(routing.experts, moe.num_experts).sum(0)
         terms = self._terms(routing, logits, is_token)
         stats = {}
-        taken = _Taken(routing.experts, routing.weights, jnp.zeros_like(routing.experts))
+        places = jnp.zeros_like(routing.experts)
+        sets = self._sets(x.shape[0], x.shape[1])
+        taken = Taken(routing.experts, routing.weights, places, sets)
         capacity = None
         # Generation drops nothing: a token would be alone in what it is judged by.
         if moe.routing.capacity_factor is not None and context.extension is None:
@@ -191,7 +172,7 @@ class Moe(nnx.Module):
                 x.shape[1], moe.num_choices, moe.num_experts, moe.routing.capacity_factor
             )
             kept = within_capacity(routing.experts, moe.num_experts, capacity)
-            taken = _Taken(kept.experts, routing.weights, kept.places)
+            taken = Taken(kept.experts, routing.weights, kept.places, sets)
             stats["expert_dropped"] = kept.dropped
         out = self._experts(x, taken, capacity, context.extension is not None)
         if self.shared is not None:
@@ -204,6 +185,16 @@ class Moe(nnx.Module):
         if self.correction is not None:
             observed["correction"] = load
         return MlpOut(out.astype(self.recipe.result), terms, stats, observed)
+
+    def _sets(self, num_rows: int, length: int) -> Int[Array, "B T 1"]:
+        """The number of the adapters that each token's row has; 0 where rows have none of their
+        own."""
+        numbers = jnp.zeros(num_rows, jnp.int32)
+        for linear in (self.gate, self.up, self.down):
+            # The same in all banks.
+            if isinstance(linear.adapter, ExpertBank):
+                numbers = linear.adapter.of_rows(num_rows)
+        return jnp.broadcast_to(numbers[:, None, None], (num_rows, length, 1))
 
     def _logits(self, x: Float[Array, "B T D"], noise: Noise | None) -> Float[Array, "B T E"]:
         """The router's, with noise in training."""
@@ -252,7 +243,7 @@ class Moe(nnx.Module):
         return terms
 
     def _experts(
-        self, x: Float[Array, "B T D"], taken: _Taken, capacity: int | None, generates: bool
+        self, x: Float[Array, "B T D"], taken: Taken, capacity: int | None, generates: bool
     ) -> Float[Array, "B T D"]:
         """What tokens get from their experts, float32."""
         moe = self.spec
@@ -267,23 +258,27 @@ class Moe(nnx.Module):
             for part, (value, part_axes) in linear.parts().items():
                 weights[f"{name}.{part}"] = value
                 axes[f"{name}.{part}"] = part_axes
-        share = functools.partial(_share, moe, self.recipe, capacity)
+        work = Work(moe, self.recipe, capacity)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return share(None, x, taken, weights)
-        # XLA would sort the tokens of all devices together: each device is given its rows, all
-        # experts, and its part of their hidden units.
+            return share(work, Layout(), x, taken, weights)
+        # XLA would sort the tokens of all devices together: each device is given its rows, and its
+        # part of the experts and of their hidden units.
         length = None
         if capacity is None and x.shape[1] % length_shards() == 0:
             length = LENGTH
         rows = partition_spec(("activation_batch", length, None), mesh.shape)
-        if x.shape[0] % batch_shards():
+        is_split = x.shape[0] % batch_shards() == 0
+        if not is_split:
             rows = PartitionSpec(None, None, None)
-        axis = None
-        if mesh.shape.get("tensor", 1) > 1:
-            axis = "tensor"
+        layout = Layout(
+            units=_axis_of("mlp", mesh.shape),
+            experts=_axis_of("exp", mesh.shape),
+            has_own_tokens=is_split,
+            axes=tuple(mesh.axis_names),
+        )
         split = jax.shard_map(
-            functools.partial(share, axis),
+            functools.partial(share, work, layout),
             in_specs=(rows, rows, {name: _while_used(axes[name], mesh.shape) for name in weights}),
             out_specs=rows,
             check_vma=False,
@@ -291,134 +286,14 @@ class Moe(nnx.Module):
         return split(x, taken, weights)
 
 
+def _axis_of(name: str, mesh_shape: Mapping[str, int]) -> str | None:
+    """The mesh axis that dims of this name are split over; None: they are whole."""
+    (axis,) = partition_spec((name,), mesh_shape)
+    return axis
+
+
 def _while_used(axes: Axes, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Where the weights of experts are while they are used: split over hidden units alone."""
-    kept = [axis if axis == "mlp" else None for axis in axes]
+    """Where the weights of experts are while they are used: split over experts and hidden units
+    alone."""
+    kept = [axis if axis in ("exp", "mlp") else None for axis in axes]
     return partition_spec(tuple(kept), mesh_shape)
-
-
-def _share(
-    moe: MoeSpec,
-    recipe: Recipe,
-    capacity: int | None,
-    axis: str | None,
-    x: Float[Array, "B T D"],
-    taken: _Taken,
-    weights: _Weights,
-) -> Float[Array, "B T D"]:
-    """What a device's tokens get from experts, of which it has a part of the hidden units.
-
-    Args:
-        capacity: of an expert, of each row; None: all that it is given.
-        axis: of the mesh that hidden units are split over; None: they are not.
-    """
-    tokens = x.reshape(-1, x.shape[-1])
-    if axis is not None and "down.bias" in weights:
-        # Of the devices that have a part each, the first one adds it.
-        bias = weights["down.bias"]
-        is_first = jax.lax.axis_index(axis) == 0
-        weights = weights | {"down.bias": jnp.where(is_first, bias, jnp.zeros_like(bias))}
-    if moe.routing.kernel == "eager":
-        out = _by_all(moe, recipe, tokens, taken, weights)
-    else:
-        out = _by_chosen(moe, recipe, capacity, tokens, taken, weights)
-    if axis is not None:
-        out = jax.lax.psum(out, axis)
-    return out.reshape(x.shape)
-
-
-def _by_all(
-    moe: MoeSpec, recipe: Recipe, x: Float[Array, "N D"], taken: _Taken, weights: _Weights
-) -> Float[Array, "N D"]:
-    """The oracle: every expert for every token, most of them with weight 0."""
-    E = moe.num_experts
-    is_chosen = jax.nn.one_hot(taken.experts.reshape(x.shape[0], -1), E, dtype=jnp.float32)
-    of_experts = (is_chosen * taken.weights.reshape(x.shape[0], -1, 1)).sum(1)
-
-    def product(inputs: Array, name: str) -> Array:
-        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot)
-        bias = weights.get(f"{name}.bias")
-        if bias is not None:
-            bias = bias.astype(jnp.float32)
-            out = (out.astype(jnp.float32) + bias[:, None]).astype(recipe.result)
-        return out
-
-    inputs = jnp.broadcast_to(x, (E, *x.shape))
-    out = _hidden_and_out(moe, inputs, product)
-    return contract("ne,end->nd", of_experts, out.astype(jnp.float32))
-
-
-def _by_chosen(
-    moe: MoeSpec,
-    recipe: Recipe,
-    capacity: int | None,
-    x: Float[Array, "N D"],
-    taken: _Taken,
-    weights: _Weights,
-) -> Float[Array, "N D"]:
-    """A token's own experts alone."""
-    E = moe.num_experts
-    num_choices = taken.experts.shape[-1]
-    if capacity is None:
-        block = block_size(x.shape[0] * num_choices, E)
-        order = order_by_expert(taken.experts.reshape(-1, num_choices), E, block)
-    else:
-        block = capacity
-        order = order_by_place(taken.experts, taken.places, E, capacity)
-
-    kernel = moe.routing.kernel
-    assert kernel != "eager"
-
-    def grouped(inputs: Array, matrices: Array, recipe: Recipe) -> Array:
-        return grouped_dot(inputs, matrices, order, block, kernel, recipe)
-
-    def quantized(inputs: Array, stored: Quantized, recipe: Recipe) -> Array:
-        return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
-
-    def product(inputs: Array, name: str) -> Array:
-        if capacity is None:
-            out = _product(inputs, weights, name, recipe, grouped, quantized)
-        else:
-            of_experts = inputs.reshape(E, -1, inputs.shape[-1])
-            out = _product(of_experts, weights, name, recipe, expert_dot, quantized_expert_dot)
-            out = out.reshape(inputs.shape[0], -1)
-        bias = weights.get(f"{name}.bias")
-        if bias is not None:
-            out = add_bias(out, bias, order, block).astype(recipe.result)
-        return out
-
-    out = _hidden_and_out(moe, dispatch(x, order), product)
-    return combine(out, taken.weights.reshape(-1, num_choices), order)
-
-
-def _product(
-    x: Array,
-    weights: _Weights,
-    name: str,
-    recipe: Recipe,
-    with_matrices: Callable[[Array, Array, Recipe], Array],
-    with_quantized: Callable[[Array, Quantized, Recipe], Array],
-) -> Array:
-    """x times the weights of a name. Where these are quantised, what the adapter adds is a product
-    of its own.
-
-    Args:
-        with_matrices, with_quantized: make the product with weights as they are, and as they are
-            stored.
-    """
-    kernel = weights.get(f"{name}.kernel")
-    if kernel is not None:
-        return with_matrices(x, kernel, recipe)
-    stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
-    out = with_quantized(x, stored, recipe)
-    exact = Recipe.of(recipe.inputs)
-    low = with_matrices(x, weights[f"{name}.a"], exact)
-    added = with_matrices(low, weights[f"{name}.b"], exact)
-    return (out.astype(jnp.float32) + added).astype(recipe.result)
-
-
-def _hidden_and_out(moe: MoeSpec, x: Array, product: Callable[[Array, str], Array]) -> Array:
-    """Hidden units of x, and what comes of them; `product` is that with the weights of a name."""
-    activated = functools.partial(gated, moe.activation)
-    hidden = elementwise(activated, product(x, "gate"), product(x, "up"))
-    return product(hidden, "down")

@@ -151,7 +151,8 @@ def _split_as_stored(weights: Any) -> Any:
     add them up whole on all devices."""
 
     def split(variable: Any) -> Any:
-        if not isinstance(variable, nnx.Variable):
+        # What is given to layers for one pass has no names of its dims, and no gradient.
+        if not isinstance(variable, nnx.Variable) or "axes" not in variable.get_metadata():
             return variable
         axes = variable.get_metadata("axes")
         stacked = (None,) * (variable.ndim - len(axes))

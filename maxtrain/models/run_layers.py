@@ -1,15 +1,4 @@
-"""Runs a stack of layers: its period as one scanned loop or unrolled, with the same results.
-
-Remat policies (`model.remat`), by what the backward pass finds stored instead of computing it
-again:
-    none           everything
-    dots           results of all matrix products
-    dots_no_batch  results of products with weights, not those of attention's scores
-    full           the input of each layer only
-
-All of these are stored in the type of activations; what attention stores of its own, such as the
-scores under dots, stays float32.
-"""
+"""Runs a stack of layers: its period as one scanned loop or unrolled, with the same results."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,44 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from maxtrain.config.schema import PipelineConfig
+from maxtrain.config.schema import ModelConfig
 from maxtrain.models.cache import Caches, KVCache
 from maxtrain.models.context import Context
 from maxtrain.models.layers import LayerOut
 from maxtrain.models.pipeline import form_for, pipelined
+from maxtrain.models.remat import rematerialized
 from maxtrain.models.stack import Stack
-from maxtrain.ops.dot import PRODUCT
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import stages
 
-Policy = Callable[..., Any]
-_POLICIES = jax.checkpoint_policies
-REMAT: dict[str, Policy | None] = {
-    "full": None,
-    "dots": _POLICIES.checkpoint_dots,
-    "dots_no_batch": _POLICIES.checkpoint_dots_with_no_batch_dims,
-}
 Sums = dict[str, Sum]
-
-
-def _is_product_of_attention(primitive: Any, *arrays: Any, **options: Any) -> bool:
-    """A policy: what is stored are the results of products of activations with each other, which
-    are those with batch dims."""
-    if _POLICIES.checkpoint_dots_with_no_batch_dims(primitive, *arrays, **options):
-        return False
-    return _POLICIES.checkpoint_dots(primitive, *arrays, **options)
-
-
-# Products accumulate in float32. Where activations are stored in fewer bits, the results that are
-# kept are those that have been rounded.
-_ROUNDED = _POLICIES.save_only_these_names(PRODUCT)
-REMAT_OF_ROUNDED: dict[str, Policy | None] = {
-    "full": None,
-    "dots": _POLICIES.save_from_both_policies(_ROUNDED, _is_product_of_attention),
-    "dots_no_batch": _ROUNDED,
-}
 
 
 class StackOut(NamedTuple):
@@ -90,10 +54,7 @@ def run_layers(
     x: Float[Array, "B T D"],
     context: Context,
     caches: Caches | None,
-    *,
-    scan: bool,
-    remat: str,
-    pipeline: PipelineConfig,
+    config: ModelConfig,
 ) -> StackOut:
     """x through all layers, in order.
 
@@ -102,25 +63,19 @@ def run_layers(
         x: [B, T, D] what the first one gets.
         context: what they share. Noise is drawn by the number of a layer.
         caches: as of `Stack.new_caches`; None: there are none.
-        scan: the period as one loop, which compiles fast; else unrolled, which runs fast.
-        remat: a name of the tables above. With caches there is no backward pass, and no remat.
-        pipeline: how rows go through the stages of the current mesh, if it has any. With caches
-            they don't: each device computes all layers.
+        config: whether the period is one loop, which compiles fast, or unrolled, which runs fast;
+            what the backward pass computes again; how rows go through the stages of the current
+            mesh. With caches there is no backward pass, and all devices compute all layers.
     """
     spec = stack.spec
-    if caches is not None:
-        remat = "none"
     indices = None
     if context.noise is not None:
         indices = jnp.arange(spec.num_layers)
     in_period = len(spec.period) * spec.repeats
-    policies = REMAT
-    if x.dtype != jnp.float32:
-        policies = REMAT_OF_ROUNDED
-    run = _Run(stack, context, remat, policies, caches, indices)
+    run = _Run(stack, context, config, caches, indices)
     for number, name in enumerate(stack.prefix_names()):
         x = run.single(name, number, x)
-    x = run.period(x, len(spec.prefix), scan, pipeline)
+    x = run.period(x, len(spec.prefix))
     for number, name in enumerate(stack.rest_names(), len(spec.prefix) + in_period):
         x = run.single(name, number, x)
     new_caches = None
@@ -136,15 +91,13 @@ class _Run:
         self,
         stack: Stack,
         context: Context,
-        remat: str,
-        policies: dict[str, Policy | None],
+        config: ModelConfig,
         caches: Caches | None,
         indices: Array | None,
     ):
         self._stack = stack
         self._context = context
-        self._remat = remat
-        self._policies = policies
+        self._config = config
         self._caches = caches
         self._indices = indices
         self.new_caches: Caches = {}
@@ -158,10 +111,10 @@ class _Run:
         index = None
         if self._indices is not None:
             index = self._indices[number]
-        layer = self._function(graphdef, self._context)
+        layer = self._function(graphdef, self._context, x.dtype)
         return self._take(name, layer(x, _Inputs(params, self._cache(name), index)))
 
-    def period(self, x: Array, first: int, scan: bool, pipeline: PipelineConfig) -> Array:
+    def period(self, x: Array, first: int) -> Array:
         """The period, as often as it is repeated; `first` is the number of its first layer."""
         spec = self._stack.spec
         names = self._stack.period_names()
@@ -178,7 +131,7 @@ class _Run:
 
         def through(x: Array, context: Context, inputs: list[_Inputs]) -> tuple[Array, list[_Kept]]:
             """Some repeats, one after the other."""
-            layers = [self._function(graphdef, context) for graphdef in graphdefs]
+            layers = [self._function(graphdef, context, x.dtype) for graphdef in graphdefs]
 
             def once(x: Array, parts: list[_Inputs]) -> tuple[Array, list[_Kept]]:
                 kept = []
@@ -188,7 +141,7 @@ class _Run:
                     kept.append(_Kept(out.cache, out.terms, out.stats, out.observed))
                 return x, kept
 
-            if scan:
+            if self._config.scan_layers:
                 return jax.lax.scan(once, x, inputs)
             each = []
             for parts in _unstack(inputs):
@@ -197,7 +150,7 @@ class _Run:
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
         if stages() > 1 and self._caches is None:
-            form = form_for(x.shape[0], pipeline)
+            form = form_for(x.shape[0], self._config.pipeline)
             x, stacked = pipelined(through, x, self._context, inputs, form)
         else:
             x, stacked = through(x, self._context, inputs)
@@ -209,9 +162,9 @@ class _Run:
         return x
 
     def _function(
-        self, graphdef: nnx.GraphDef, context: Context
+        self, graphdef: nnx.GraphDef, context: Context, dtype: DTypeLike
     ) -> Callable[[Array, _Inputs], LayerOut]:
-        """A layer as a function."""
+        """A layer as a function of activations of a type."""
         num_layers = self._stack.spec.num_layers
 
         def layer(x: Array, inputs: _Inputs) -> LayerOut:
@@ -223,9 +176,9 @@ class _Run:
             # No gradient changes a buffer.
             return out._replace(observed=jax.lax.stop_gradient(out.observed))
 
-        if self._remat == "none":
+        if self._caches is not None:
             return layer
-        return jax.checkpoint(layer, policy=self._policies[self._remat])
+        return rematerialized(layer, self._config.remat, self._config.kept, dtype)
 
     def _cache(self, name: str) -> KVCache | None:
         if self._caches is None:

@@ -239,6 +239,8 @@ class RoutingSpec:
         balance_scope: the tokens over which shares are taken.
         z_loss: factor of the mean of logsumexp(router logits)^2.
         correction_rate: by how much a step changes an expert's correction.
+        exchange_factor: rows that a device sends to another at a time, in equal shares, where
+            experts are split over devices; None: all at once.
     """
 
     kernel: Literal["eager", "blocks", "ragged", "tokamax"] = "blocks"
@@ -247,6 +249,7 @@ class RoutingSpec:
     balance_scope: Literal["sequence", "micro_batch", "global"] = "sequence"
     z_loss: float = 0.0
     correction_rate: float = 0.0
+    exchange_factor: float | None = 1.5
 
 
 @dataclasses.dataclass(frozen=True)

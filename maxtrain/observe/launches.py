@@ -139,8 +139,8 @@ def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str
 
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Everything that differs between two launches, except when and how they were started: both
-    values by dotted path. An empty launch has no values."""
+    """Everything that differs between two launches, except when and how they were started, and what
+    follows from the rest: both values by dotted path. An empty launch has no values."""
     values_before = {}
     if before:
         values_before = _flat_launch(before)
@@ -149,7 +149,7 @@ def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, t
         values_after = _flat_launch(after)
     changes = {}
     for name in values_before | values_after:
-        if name in ("time", "step", "command", "run"):
+        if name in ("time", "step", "command", "run") or name.startswith("device_bytes."):
             continue
         old = values_before.get(name, "nothing")
         new = values_after.get(name, "nothing")

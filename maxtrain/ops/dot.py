@@ -23,8 +23,10 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
   differentiated.
 * `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B
   of an adapter, whose product is added to a kernel.
-* `maxtrain/models/moe.py`: sums what experts made, weighted by how much each was chosen.
+* `maxtrain/models/expert_products.py`: sums what experts made, weighted by how much each was
+  chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
+* `maxtrain/doctor/devices.py`: measures that for each device, and whether the products are right.
 """
 
 import dataclasses
@@ -32,13 +34,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxtrain.ops.einsum import contract
-
-# What the result of a product is called where the backward pass finds it stored or does not.
-PRODUCT = "product"
+from maxtrain.ops.names import PRODUCT, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ def dot(x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: Recipe) -> Floa
 def _forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple[Array, Array, Array]]:
     rounded = x.astype(recipe.inputs)
     out = contract("...i,io->...o", rounded, w.astype(recipe.inputs))
-    out = checkpoint_name(out.astype(recipe.result), PRODUCT)
+    out = named(out.astype(recipe.result), PRODUCT)
     like_x = jnp.zeros((), x.dtype)
     return out, (rounded, w, like_x)
 

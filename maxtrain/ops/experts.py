@@ -5,7 +5,7 @@ block, so that every block has one expert. What moves rows there and back is a g
 backward pass, too: no sum is scattered, so nothing depends on the order in which threads add.
 
 Cost: N C rows of products for N tokens with C choices each, and at most one block more for each
-expert. Memory: [N C + E block, D] and as much of hidden units.
+expert that gets any. Memory: [N C + E block, D] and as much of hidden units.
 """
 
 import functools
@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.dot import PRODUCT, Recipe
+from maxtrain.ops.dot import Recipe
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import PRODUCT, named
 from maxtrain.ops.quantized import Quantized, again, dequantize
 from maxtrain.ops.tokamax import grouped_outer_product, grouped_product
 
@@ -53,13 +53,14 @@ def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) ->
     """The order of choices by expert, and for one expert as they come.
 
     Args:
-        experts: of each choice; `num_experts` where it goes to none.
+        experts: of each choice; `num_experts` or more where it goes to none.
         num_experts: E.
         block: rows of a block.
     """
     num_tokens, num_choices = experts.shape
     count = num_tokens * num_choices
-    num_rows = -(-count // block) * block + num_experts * block
+    # Of those that get a choice, each may leave the better part of a block empty.
+    num_rows = -(-count // block) * block + min(num_experts, count) * block
     flat = experts.reshape(count)
     by_expert = jnp.argsort(flat, stable=True)
     bounds = jnp.searchsorted(flat[by_expert], jnp.arange(num_experts + 1))
@@ -72,6 +73,30 @@ def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) ->
     choices = jnp.full(num_rows, count).at[rows].set(by_expert, mode="drop")
     rows_of_choices = jnp.zeros(count, rows.dtype).at[by_expert].set(rows, unique_indices=True)
     return Order(rows_of_choices.reshape(experts.shape), choices, starts, blocks)
+
+
+def order_by_pair(
+    experts: Int[Array, "N C"],
+    sets: Int[Array, " N"],
+    num_experts: int,
+    num_sets: int,
+    block: int,
+) -> tuple[Order, Order]:
+    """The order of choices by expert, and for one expert by a number of their token.
+
+    Args:
+        experts, num_experts, block: as of `order_by_expert`.
+        sets: of each token, a number below `num_sets`.
+
+    Returns:
+        The order of experts; and that of pairs, expert * num_sets + number, with the same rows.
+    """
+    pairs = experts * num_sets + sets[:, None]
+    of_pairs = order_by_expert(pairs, num_experts * num_sets, block)
+    # The pairs of an expert are neighbours.
+    starts = of_pairs.starts[::num_sets]
+    blocks = of_pairs.blocks.reshape(num_experts, num_sets).sum(1)
+    return of_pairs._replace(starts=starts, blocks=blocks), of_pairs
 
 
 def order_by_place(
@@ -149,11 +174,11 @@ def expert_of_rows(order: Order, block: int) -> Int[Array, " M"]:
 
 
 def add_bias(
-    y: Float[Array, "M O"], bias: Float[Array, "E O"], order: Order, block: int
+    y: Float[Array, "M O"], bias: Float[Array, "E O"], experts: Int[Array, " M"]
 ) -> Float[Array, "M O"]:
     """y and the bias of each row's expert, float32. The gradient of a bias is a product, so that
     its sum has one order."""
-    is_expert = jax.nn.one_hot(expert_of_rows(order, block), bias.shape[0], dtype=jnp.float32)
+    is_expert = jax.nn.one_hot(experts, bias.shape[0], dtype=jnp.float32)
     return y.astype(jnp.float32) + contract("me,eo->mo", is_expert, bias.astype(jnp.float32))
 
 
@@ -190,7 +215,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
     out = grouped_dot(rounded, w, order, block, kernel, recipe)
-    out = checkpoint_name(out, PRODUCT)
+    out = named(out, PRODUCT)
     return out, (rounded, w, order, jnp.zeros((), x.dtype))
 
 
@@ -304,7 +329,7 @@ def expert_dot(
 
 def _expert_forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
-    out = checkpoint_name(expert_dot(rounded, w, recipe), PRODUCT)
+    out = named(expert_dot(rounded, w, recipe), PRODUCT)
     return out, (rounded, w, jnp.zeros((), x.dtype))
 
 
@@ -338,7 +363,7 @@ def _quantized_forward(
     x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: Recipe
 ) -> tuple[Array, tuple]:
     out = quantized_grouped_dot(x, weights, order, block, kernel, recipe)
-    return checkpoint_name(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
+    return named(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
 
 
 def _quantized_backward(
@@ -387,7 +412,7 @@ def quantized_expert_dot(
 
 
 def _quantized_expert_forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
-    out = checkpoint_name(quantized_expert_dot(x, weights, recipe), PRODUCT)
+    out = named(quantized_expert_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 
 

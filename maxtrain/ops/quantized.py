@@ -22,11 +22,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, UInt8
 
-from maxtrain.ops.dot import PRODUCT, Recipe
+from maxtrain.ops.dot import Recipe
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import PRODUCT, named
 
 Form = Literal["int8", "nf4"]
 # Weights that an entry of the codes stands for.
@@ -170,7 +170,7 @@ def quantized_dot(
 
 
 def _forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
-    out = checkpoint_name(quantized_dot(x, weights, recipe), PRODUCT)
+    out = named(quantized_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 
 

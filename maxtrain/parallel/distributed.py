@@ -3,6 +3,7 @@
 Called once, before the first device is used.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -10,6 +11,8 @@ import importlib.util
 import math
 import mmap
 import os
+import pkgutil
+import platform
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ from pathlib import Path
 import jax
 
 from data_pipeline.errors import ConfigError, LostProcessError
+from maxtrain import ENDS
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.agreement import LOST
 from maxtrain.parallel.cluster import find_place, local_gpus
@@ -235,6 +239,18 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
     return asked
 
 
+def tell_end(code: int) -> None:
+    """Leaves the exit code of this process where the script that started the job looks for it.
+
+    Slurm tells a script the highest code of all processes, and the one that says why the job ended
+    may be lower. Nothing is told if MAXTRAIN_ENDS is not set, or if its folder can't be written.
+    """
+    folder = os.environ.get(ENDS)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, f"{platform.node()}-{os.getpid()}").write_text(f"{code}\n")
+
+
 def leave(code: int, lost: bool = False, seconds: float = 15.0) -> None:
     """Takes leave of the other processes of a job after an error.
 
@@ -279,17 +295,24 @@ def accelerator_present(kind: str = "") -> bool:
 
 
 def only_cpu_possible() -> bool:
-    """Whether libtpu is all that jax could try here beside the CPU, and there is no device for it.
+    """Whether there is no device for any compiler that jax could try here beside the CPU's.
 
-    Trying it would not find anything, and libtpu prints lines of its own source code when it does
-    not. Other plugins, for GPUs, are left to look for their devices themselves: they may find some
-    that have no usual device file.
+    Trying libtpu, or a plugin for GPUs without NVIDIA's libraries (the extra compile-gpu), would
+    not find anything, and both print lines of their own source code when they do not. Other
+    plugins are left to look for their devices themselves: they may find some that have no usual
+    device file.
     """
-    if importlib.util.find_spec("libtpu") is None or accelerator_present():
+    if accelerator_present() or Path("/dev/dxg").exists():
         return False
-    by_entry_point = importlib.metadata.entry_points(group="jax_plugins")
-    by_name = importlib.util.find_spec("jax_plugins")
-    return not by_entry_point and not by_name
+    plugins = {plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")}
+    folders = importlib.util.find_spec("jax_plugins")
+    if folders is not None:
+        found = pkgutil.iter_modules(folders.submodule_search_locations)
+        plugins |= {module.name for module in found}
+    has_libtpu = importlib.util.find_spec("libtpu") is not None
+    if not plugins:
+        return has_libtpu
+    return plugins == {"xla_cuda13"} and importlib.util.find_spec("nvidia") is None
 
 
 def keep_host_memory() -> None:

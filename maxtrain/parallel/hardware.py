@@ -1,8 +1,9 @@
-"""How fast devices are, for model FLOPs utilisation."""
+"""How fast devices are: their products, their memory and their network."""
 
 import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,50 @@ PEAK_TFLOPS = (
     ("tpu v5e", 197.0),
     ("tpu v5", 459.0),
     ("tpu v4", 275.0),
+)
+
+
+class Links(NamedTuple):
+    """Memory and network of one device as jax counts devices, as the makers' pages have them.
+
+    Attributes:
+        memory: bytes a second of its memory.
+        link: bytes a second in one direction; of a TPU, of one link to a neighbour; of a GPU, to
+            all others of its host together.
+        beyond: of a GPU, bytes a second in one direction to other hosts; None: a torus of links.
+        ring: of a TPU: a dim of the torus whose size this divides is closed to a ring.
+        ports: links of a TPU.
+    """
+
+    memory: float
+    link: float
+    beyond: float | None
+    ring: int = 1
+    ports: int = 1
+
+
+# TPUs: https://cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x. "Bidirectional bandwidth per
+# chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
+# GB/s), 6 of v5p and tpu7x (1,200 and 2,400 GB/s). A device of tpu7x is half of a chip. Dims of 16
+# of v5e and v6e, and multiples of 4 of the others, are closed to rings.
+# GPUs: the data sheets of A100, H100, H200 and HGX B200. NVLink of SXM has 600, 900 and 1,800 GB/s
+# in both directions; DGX systems have one port of 200 or 400 Gbit/s for each GPU. First match
+# counts.
+LINKS = (
+    ("gb200", Links(8e12, 900e9, 50e9)),
+    ("b200", Links(8e12, 900e9, 50e9)),
+    ("h200", Links(4.8e12, 450e9, 50e9)),
+    ("h100 pcie", Links(2e12, 64e9, 50e9)),
+    ("h100 nvl", Links(3.9e12, 300e9, 50e9)),
+    ("h100", Links(3.35e12, 450e9, 50e9)),
+    ("a100-pcie", Links(1.935e12, 32e9, 25e9)),
+    ("a100", Links(2.039e12, 300e9, 25e9)),
+    ("tpu7x", Links(3.69e12, 100e9, None, ring=4, ports=3)),
+    ("tpu v6", Links(1.64e12, 100e9, None, ring=16, ports=4)),
+    ("tpu v5 lite", Links(819e9, 50e9, None, ring=16, ports=4)),
+    ("tpu v5e", Links(819e9, 50e9, None, ring=16, ports=4)),
+    ("tpu v5", Links(2.765e12, 100e9, None, ring=4, ports=6)),
+    ("tpu v4", Links(1.228e12, 25e9, None, ring=4, ports=6)),
 )
 
 # Measurements of a CPU's peak in one run, 0.3 s each.
@@ -52,12 +97,51 @@ def peak_flops(device: Any, dtype: str) -> float:
     """
     if device.platform == "cpu":
         return measure_matmul(dtype) / jax.local_device_count()
-    kind = device.device_kind.lower()
-    for name, tflops in PEAK_TFLOPS:
-        if name in kind:
-            return tflops * 1e12
-    rule = f"no peak is known for {device.device_kind!r}"
-    raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+    peak = peak_from_table(device.device_kind)
+    if peak is None:
+        rule = f"no peak is known for {device.device_kind!r}"
+        raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
+    return peak
+
+
+def peak_from_table(kind: str) -> float | None:
+    """FLOP/s of products of bfloat16 on one device of this kind; None: it is not known."""
+    tflops = _first(PEAK_TFLOPS, kind)
+    if tflops is None:
+        return None
+    return tflops * 1e12
+
+
+def link_bytes(kind: str) -> float | None:
+    """Bytes per second that one device of this kind can send to others, over all of its links;
+    None: it is not known."""
+    found = _first(LINKS, kind)
+    if found is None:
+        return None
+    return found.link * found.ports
+
+
+def links(device: Any) -> Links:
+    """Memory and network of a device.
+
+    Raises:
+        ConfigError: the table doesn't know it.
+    """
+    found = _first(LINKS, device.device_kind)
+    if found is None:
+        known = "v5e, v5p, v6e, tpu7x, h100, h200 or b200"
+        raise ConfigError(
+            f"topology: no bandwidths are known for {device.device_kind!r}. Use one of {known}."
+        )
+    return found
+
+
+def _first[T](table: Sequence[tuple[str, T]], kind: str) -> T | None:
+    """The first row whose name is a part of the kind of a device."""
+    for name, value in table:
+        if name in kind.lower():
+            return value
+    return None
 
 
 class Peak:

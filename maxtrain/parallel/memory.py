@@ -3,6 +3,7 @@
 Executes nothing.
 """
 
+import argparse
 import math
 import os
 import re
@@ -13,8 +14,10 @@ from typing import Any
 import jax
 
 from data_pipeline.errors import ConfigError, OutOfMemoryError
+from maxtrain.parallel import topologies
 
 GIB = 1 << 30
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB}
 # GiB that programs may use of one TPU device of a described topology: what libtpu 0.0.50 says that
 # there are when it refuses more ("available HBM"). A v4 is described as two devices a chip. First
 # match counts.
@@ -61,6 +64,9 @@ def _described_limit(device: Any) -> int:
     for name, gib in TPU_GIB:
         if name in kind:
             return int(gib * GIB)
+    of_gpu = topologies.gpu_memory(device.device_kind)
+    if of_gpu is not None:
+        return of_gpu
     raise ConfigError(
         f"topology: no memory is known for {device.device_kind!r}. Give it with --memory BYTES."
     )
@@ -189,18 +195,22 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 20):,.2f} MiB"
 
 
-def compile_for_bytes(lowered: jax.stages.Lowered) -> int | None:
+def parse_bytes(text: str) -> int:
+    """A number of bytes of a command line; ArgumentTypeError: it is none."""
+    parts = re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE)
+    if parts:
+        number = float(parts[1])
+        if number > 0:
+            return int(number * _UNITS[parts[2].upper()])
+    mend = "Write for example 16e9, 16000000000 or 15.5GiB"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. {mend}")
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes on each device that a program needs.
 
     They are those of its arguments, of results that are not in their place, and temporary ones.
-    None: the compiler itself finds that they are more than there are.
     """
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory.argument_size_in_bytes + bytes_beside_arguments(compiled)

@@ -18,8 +18,10 @@ Axes = tuple[str | None, ...]
 LENGTH = "activation_length"
 STAGE = "stage"
 
+# Over `expert`, experts are split by their number, and other weights as over `fsdp`.
 RULES: dict[str, tuple[str, ...]] = {
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
+    "expert_embed": ("fsdp",),
     "mlp": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -30,11 +32,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "positions": (),
     "layers": ("stage",),
-    "exp": (),
+    "exp": ("expert",),
     "router": (),
     "rank": (),
-    "latent": ("fsdp",),
-    "activation_batch": ("data", "fsdp"),
+    "latent": ("fsdp", "expert"),
+    "activation_batch": ("data", "fsdp", "expert"),
     LENGTH: ("context",),
     "activation_embed": (),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.sources.chat import with_system
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     GENERATION,
@@ -31,6 +32,7 @@ class Chat:
             tokenizer_config.json lie beside it.
         template: a file, "chatml", or empty: the template beside the tokenizer.
         date: YYYY-MM-DD, for templates that write it; empty: today.
+        system: the message of the system in conversations that have none; empty: none.
 
     Attributes:
         stop_ids: tokens that end an answer: the end of a document, the tokenizer's eos_token, those
@@ -38,11 +40,21 @@ class Chat:
 
     Raises:
         DataError: there is no template, or it can't be used.
+        UsageError: the system's message has a special token, or can't be written in UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, place: str | Path, template: str = "", date: str = ""):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        place: str | Path,
+        template: str = "",
+        date: str = "",
+        system: str = "",
+    ):
+        _check_texts("system", system, tokenizer.special)
         self._tokenizer = tokenizer
         self._date = date
+        self._system = system
         self._template, _ = load_template(template, place, tokenizer.special, date or _today())
         found = {self.end_of_turn(), tokenizer.eod_id}
         if place != "bytes":
@@ -63,7 +75,8 @@ class Chat:
         _check_texts("messages", list(messages), self._tokenizer.special)
         _check_texts("tools", tools, self._tokenizer.special)
         try:
-            text = render(self._dated(), [dict(m) for m in messages], tools, prompt=True)
+            said = with_system([dict(m) for m in messages], self._system)
+            text = render(self._dated(), said, tools, prompt=True)
         except ChatError as error:
             raise UsageError(
                 f"messages: the chat template refuses them: {error}. Change them."

@@ -44,6 +44,8 @@ from maxtrain.serve.slots import LEAST_SHARED, Slot, as_ids, num_equal
 
 # Of the shortest piece of a prompt, in tokens.
 _LEAST_PIECE = 16
+# Of a prompt, read at once.
+_PIECE = 512
 # Of the smallest caches, in columns.
 _LEAST_COLUMNS = 128
 # Rows whose pieces are read together.
@@ -89,7 +91,7 @@ class Engine:
         model: Decoder,
         slots: int = 8,
         chunk: int = 16,
-        piece: int = 512,
+        piece: int = _PIECE,
         sharing: bool = True,
         cache_tokens: int | None = None,
         eager: bool = False,
@@ -110,7 +112,7 @@ class Engine:
         self._sharing = sharing and not any(rope.follows_length for rope in ropes)
         self._graphdef, self._params = nnx.split(model)
         self._num_sets = num_sets(self._params)
-        self._slots = [Slot(number) for number in range(-(-slots // shards) * shards)]
+        self._slots = [Slot(number) for number in range(_rows(slots, shards))]
         self._waiting: deque[Generation] = deque()
         self._columns = 0
         self._caches: Caches | None = None
@@ -558,14 +560,12 @@ class Engine:
         """For so many columns of each row."""
         if columns <= self._columns:
             return
-        columns = _power_of_two(columns)
         # No row becomes longer than that.
         most = self.max_length
         if self._pages is not None:
             # Rings are those of layers with a window alone.
             most = max((window + self._piece for window in self._windows), default=0)
-        most = -(-most // _LEAST_COLUMNS) * _LEAST_COLUMNS
-        columns = max(_LEAST_COLUMNS, min(columns, most))
+        columns = _rounded(columns, most)
         if columns <= self._columns:
             return
         room = self._room()._replace(columns=columns)
@@ -681,6 +681,27 @@ class Engine:
         generation.take(tokens, logprobs, self.max_length)
         if generation.reason is not None:
             slot.leave()
+
+
+def cache_room(slots: int, shards: int, columns: int, max_length: int) -> Room:
+    """The largest caches of an engine without pages, once a row has so many columns.
+
+    Args:
+        slots: as of `Engine`.
+        shards: parts that rows are split into.
+    """
+    return Room(_rows(slots, shards), _rounded(columns, max_length), _PIECE, None, frozenset())
+
+
+def _rows(slots: int, shards: int) -> int:
+    """Slots, in which each shard has as many."""
+    return -(-slots // shards) * shards
+
+
+def _rounded(columns: int, most: int) -> int:
+    """Columns of caches, of which there are few numbers: each is compiled for."""
+    most = -(-most // _LEAST_COLUMNS) * _LEAST_COLUMNS
+    return max(_LEAST_COLUMNS, min(_power_of_two(columns), most))
 
 
 def _power_of_two(count: int) -> int:

@@ -8,10 +8,10 @@ slow as one that goes through a tile that stays in the cache.
 import jax.numpy as jnp
 import numpy as np
 
-# Of a tile: so many rows that what is written of a column fills a few lines of the cache, and so
-# many columns that the tile stays in the second cache of a core.
-_TILE_ROWS = 128
-_TILE_COLUMNS = 512
+# Of a tile: so many rows that what is written of a column is a long run of lines of the cache,
+# and so many columns that the tile stays in the second cache of a core.
+_TILE_ROWS = 512
+_TILE_COLUMNS = 128
 # Rows of a tile end in a gap: columns of rows that are a power of two apart would share a few lines
 # of the cache.
 _GAP_BYTES = 64

@@ -44,7 +44,7 @@ from maxtrain.weights.codec import (
     Transpose,
     in_memory,
 )
-from maxtrain.weights.peft_experts import Joined, join_experts, present_name, split_experts
+from maxtrain.weights.peft_experts import Joined, join_experts, names_there, split_experts
 from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of
 
 TENSORS = "adapter_model.safetensors"
@@ -129,7 +129,7 @@ def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
         config: of the model.
 
     Raises:
-        UsageError: there is no such directory, or it has adapters of experts.
+        UsageError: there is no such directory.
         ConfigError: PEFT has done more there than adapters.
         DataError: as of `read_adapters`.
     """
@@ -177,24 +177,18 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
     plain = set()
     for name in everywhere:
         product, _, part = name.rpartition(".adapter.")
-        if part == "a" and _is_plain(kernels[f"{product}.kernel"]):
+        if part != "magnitude" and _is_plain(kernels[f"{product}.kernel"]):
             plain.add(name)
-    # The products that have each tensor.
+    # The shapes of all tensors, and the product that has each.
+    wanted: dict[str, tuple[int, ...]] = {}
     products = {}
     for entry in _table(config, plain):
         (name,) = entry.ours
-        their_names = entry.names([everywhere[name].get_value().shape])
-        product = name.removesuffix(".adapter.a")
-        products |= dict.fromkeys(map(present_name, their_names), product)
-        products |= dict.fromkeys(their_names, product)
-    stored = _read(directory / TENSORS)
-    if any(".experts." in name for name in stored):
-        raise UsageError(
-            f"{directory / TENSORS}: has adapters of experts, whose products are of all texts "
-            "together, so that they can't have different ones. Take them into the weights with "
-            "PEFT's merge_and_unload."
-        )
-    found = {product for name, product in products.items() if name in stored}
+        shapes = entry.their_shapes([everywhere[name].get_value().shape])
+        wanted |= shapes
+        product, _, _ = name.rpartition(".adapter.")
+        products |= dict.fromkeys(shapes, product)
+    found = {products[name] for name in names_there(_read(directory / TENSORS), wanted)}
     targets = [f"^{re.escape(product)}$" for product in sorted(found)]
     if not targets:
         raise DataError(

@@ -163,6 +163,45 @@ def split_experts(
     return found
 
 
+def names_there(
+    stored: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """Of the names of `wanted`, those whose tensors a file has, alone or joined; arguments as of
+    `split_experts`."""
+    there = set()
+    for name in wanted:
+        where = _of_expert(name)
+        is_alone = name in stored or present_name(name) in stored
+        if is_alone or (where is not None and _is_joined(stored, where, _sizes(name, wanted))):
+            there.add(name)
+    return there
+
+
+def _sizes(name: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Inputs and outputs of the product that an adapter's tensor is of."""
+    module, _, _ = name.rpartition(".lora_")
+    return wanted[f"{module}.lora_A.weight"][1], wanted[f"{module}.lora_B.weight"][0]
+
+
+def _is_joined(stored: Mapping[str, np.ndarray], where: _OfExpert, sizes: tuple[int, int]) -> bool:
+    """Whether a file has the joined adapter that a tensor of one expert is in.
+
+    That of gate and up is called as that of down where there is no other; they are told apart by
+    their sizes, `sizes` being those of the expert's product.
+    """
+    module = f"{present_name(where.block)}.experts"
+    if f"{module}.base_layer.lora_A.weight" in stored:
+        return True
+    a = stored.get(f"{module}.lora_A.weight")
+    b = stored.get(f"{module}.lora_B.weight")
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+        return False
+    inputs, outputs = sizes
+    if where.product != "down":
+        outputs = 2 * outputs
+    return (b.shape[0], a.shape[1]) == (outputs, inputs)
+
+
 def _split_block(
     found: dict[str, np.ndarray],
     names: Mapping[_OfExpert, str],

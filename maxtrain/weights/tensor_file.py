@@ -28,8 +28,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 # Types of what stands for numbers beside scales.
 _CODES = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
 # Bytes that one thread reads at a time: few, so that what all threads ask for is one long read to
-# the kernel, which reads ahead.
-_BLOCK_BYTES = 1 << 21
+# the kernel, which reads ahead; and enough rows of a wide matrix to fill a tile of memory_order.
+_BLOCK_BYTES = 1 << 22
 
 
 class StoredTensor(NamedTuple):

@@ -54,6 +54,18 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "multiply to 6, or mesh.fsdp=-1",
         ),
         (
+            ["mesh.dcn_data=2", "mesh.fsdp=2"],
+            8,
+            "mesh.dcn_data=2 x mesh.data=1 x mesh.fsdp=2 x mesh.tensor=1 = 4 must be",
+            "mesh.data to 2, or mesh.fsdp to 4",
+        ),
+        (
+            ["mesh.dcn_data=2", "mesh.dcn_fsdp=2", "data.batch_size=18"],
+            16,
+            "mesh.dcn_data=2 times mesh.dcn_fsdp=2 times mesh.data=1 times mesh.fsdp=4",
+            "Set data.batch_size to 16 or 32",
+        ),
+        (
             ["data.batch_size=16"],
             3,
             "data.batch_size=16 must be divisible by mesh.data=1 times mesh.fsdp=3",
@@ -95,6 +107,50 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
     )
     mesh = fit_to_devices(config, devices).mesh
     assert {name: getattr(mesh, name) for name in axes} == axes
+
+
+MIXTRAL = ("model.family=mixtral", "model.moe.num_experts=12")
+RING = ("model.attention=ring",)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "devices", "axes"),
+    [
+        ("fsdp", (), 16, {"fsdp": 16}),
+        ("hsdp", (), 32, {"data": 4, "fsdp": 8}),
+        ("hsdp", (), 4, {"data": 1, "fsdp": 4}),
+        ("hsdp", ("mesh.data=2",), 32, {"data": 2, "fsdp": 16}),
+        ("hsdp", ("mesh.fsdp=4",), 32, {"data": 8, "fsdp": 4}),
+        ("hsdp", ("mesh.dcn_data=2", "mesh.tensor=2"), 32, {"data": 1, "fsdp": 8, "tensor": 2}),
+        # The quickstart has two key heads.
+        ("fsdp_tensor", (), 16, {"fsdp": 8, "tensor": 2}),
+        ("fsdp_tensor", ("model.num_heads=8", "model.num_kv_heads=8"), 16, {"tensor": 8}),
+        ("fsdp_tensor", ("mesh.data=2",), 16, {"data": 2, "fsdp": 4, "tensor": 2}),
+        ("moe", MIXTRAL, 16, {"fsdp": 4, "expert": 4}),
+        ("moe", (*MIXTRAL, "mesh.expert=2"), 16, {"fsdp": 8, "expert": 2}),
+        ("moe", (*MIXTRAL, "mesh.fsdp=8"), 16, {"fsdp": 8, "expert": 2}),
+        ("long_context", RING, 16, {"fsdp": 2, "context": 8}),
+        ("long_context", (), 16, {"fsdp": 4, "context": 4}),
+        ("long_context", (*RING, "data.seq_length=24"), 8, {"fsdp": 2, "context": 4}),
+    ],
+)
+def test_a_preset_fills_in_what_is_not_set(preset, overrides, devices, axes):
+    config = load_config(
+        ["config=quickstart", "data.batch_size=96", f"mesh.preset={preset}", *overrides]
+    )
+    mesh = fit_to_devices(config, devices).mesh
+    assert {name: getattr(mesh, name) for name in axes} == axes
+    fast = mesh.data * mesh.fsdp * mesh.context * mesh.expert * mesh.tensor
+    assert fast * mesh.dcn_data * mesh.dcn_fsdp == devices
+
+
+def test_a_preset_is_held_to_the_same_checks():
+    config = load_config(["config=quickstart", "mesh.preset=long_context", "model.attention=ring"])
+    with pytest.raises(ConfigError, match=r"and mesh\.context is 1\. Set model\.attention=xla"):
+        fit_to_devices(config, 1)
+    config = load_config(["config=quickstart", "mesh.preset=hsdp", "mesh.tensor=2"])
+    with pytest.raises(ConfigError, match="must divide the number of devices, 9"):
+        fit_to_devices(config, 9)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "xla"])

@@ -182,6 +182,48 @@ LONGROPE = [
             "model.attention=flash needs rows of a multiple of 128 tokens, and data.seq_length is 200",
             "Set data.seq_length to 128 or 256, or model.attention=xla.",
         ),
+        # what is kept
+        (
+            ["model.remat=named", "model.kept.on_device=[scores]"],
+            "model.kept.on_device: nothing in a layer is called 'scores'",
+            "Set it to names among qkv, attention, gate_up or product.",
+        ),
+        (
+            ["model.remat=named", "model.kept.on_host=[attention]"],
+            "attention is named twice, and stored once",
+            "Set model.kept.on_device or model.kept.on_host without it.",
+        ),
+        (
+            ["model.remat=named", "model.kept.on_device=[product, qkv]"],
+            "product has qkv among others",
+            "Set both without qkv.",
+        ),
+        (
+            ["model.remat=full", "model.kept.on_host=[product]"],
+            "model.kept.on_host=[product] is not used with model.remat=full",
+            "Set model.remat=named, or leave it out.",
+        ),
+        # stages
+        (
+            ["mesh.stage=3", "model.vocab_size=256"],
+            "mesh.stage=3 must divide model.vocab_size=256",
+            "Set mesh.stage to 1, 2, 4 or 8.",
+        ),
+        (
+            ["mesh.stage=2", "mesh.fsdp=1", "model.pipeline.micro_batches=3"],
+            "which model.pipeline.micro_batches=3 must divide",
+            "Set model.pipeline.micro_batches to 1, 2, 4 or 8, or data.batch_size to 15 or 18.",
+        ),
+        (
+            ["mesh.stage=32", "mesh.fsdp=1", "model.pipeline.rounds=2"],
+            "needs at least mesh.stage=32 of them",
+            "Set model.pipeline.rounds=1, or data.batch_size to 32 or more.",
+        ),
+        (
+            ["model.pipeline.rounds=2"],
+            "model.pipeline.rounds=2 is not used with mesh.stage=1",
+            "Set mesh.stage=2, for example, or leave it out.",
+        ),
         # model
         (
             ["model.num_kv_heads=3"],
@@ -297,6 +339,37 @@ LONGROPE = [
             "Set model.attention=xla, or mesh.context=2",
         ),
         (
+            ["mesh.expert=2"],
+            "mesh.expert=2 splits experts, and model.family=llama has none",
+            "Set mesh.expert=1, and mesh.fsdp higher",
+        ),
+        (
+            ["mesh.expert=3", "model.family=mixtral"],
+            "mesh.expert=3 must divide model.moe.num_experts=8",
+            "Set mesh.expert to 1, 2, 4 or 8",
+        ),
+        (
+            ["mesh.expert=8", "mesh.fsdp=4", "model.family=mixtral"],
+            "data.batch_size=16 must be divisible by mesh.data=1 times mesh.fsdp=4 times "
+            "mesh.expert=8",
+            "Set data.batch_size to 32",
+        ),
+        (
+            ["mesh.expert=2", "mesh.stage=2", "model.family=mixtral", "model.vocab_size=512"],
+            "mesh.stage=2 does not go with mesh.expert=2",
+            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1",
+        ),
+        (
+            ["mesh.preset=moe"],
+            "mesh.preset=moe splits experts, and model.family=llama has none",
+            "Set mesh.preset=fsdp",
+        ),
+        (
+            ["model.routing.exchange_factor=2", "model.family=mixtral"],
+            "model.routing.exchange_factor=2.0 is for experts that are split over devices",
+            "Set mesh.expert=2 or more",
+        ),
+        (
             ["mesh.data=3", "mesh.fsdp=1"],
             "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1",
             "15 or 18",
@@ -393,3 +466,10 @@ def test_factors_of_pairs_are_finite():
         "model.rope.short_factors=[1, 2, inf, 4] must be: list of numbers (nan and inf" in problem
     )
     assert "Write for example model.rope.short_factors=" in problem
+
+
+def test_completions_are_not_sampled_in_stages():
+    found = problems("mesh.stage=2", "objective=grpo", "grpo.rewards=[exact]")
+    (told,) = [problem for problem in found if "mesh.stage" in problem]
+    assert told.startswith("mesh.stage=2 is not for completions that are sampled")
+    assert told.endswith("Set mesh.stage=1, and mesh.fsdp or mesh.tensor higher.")

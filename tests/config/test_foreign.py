@@ -71,6 +71,9 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("vocab_size", "model.vocab_size"),
         ("learning_rate", "optimizer.learning_rate"),
         ("ici_context_parallelism", "mesh.context"),
+        ("dcn_fsdp_parallelism", "mesh.dcn_fsdp"),
+        ("parallelism.expert_parallel_degree", "mesh.expert"),
+        ("mesh.ep", "mesh.expert"),
         ("parallelism.context_parallel_degree", "mesh.context"),
     ],
 )
@@ -86,10 +89,8 @@ def test_names_that_are_ours_too_need_no_entry():
     ("name", "missing"),
     [
         ("mesh.pp", "mesh.stage splits layers over devices"),
-        ("mesh.expert", "experts are not split over devices yet"),
         ("mesh.cp", "mesh.context splits rows over devices"),
         ("ici_pipeline_parallelism", "mesh.stage"),
-        ("dcn_expert_parallelism", "experts are not split over devices yet"),
     ],
 )
 def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):

@@ -10,7 +10,7 @@ import pytest
 from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
 from maxtrain.job import make_parts
 from maxtrain.models.families.directory import MODELS, free_keys
-from maxtrain.probe import StepMemory
+from maxtrain.step_memory import StepMemory
 from tests.shared import in_time
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
@@ -46,8 +46,10 @@ STATE_BYTES = {
 
 
 def test_they_are_shipped():
-    others = {"llama3_1b", "llama3_8b", "quickstart", "qwen3_0_6b", "shakespeare_char"}
-    assert {f.stem for f in FILES} == others | set(OF_WEIGHTS)
+    llamas = {"llama3_1b", "llama3_8b", "llama3_70b"}
+    others = {*llamas, "quickstart", "qwen3_0_6b", "shakespeare_char"}
+    small = {"sft_word_problems", "grpo_word_problems"}
+    assert {f.stem for f in FILES} == others | small | set(OF_WEIGHTS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -68,6 +70,7 @@ def test_its_docstring_says_what_it_should_reach_and_costs(file):
 @pytest.mark.parametrize(
     ("name", "vocab_size", "count"),
     [
+        ("llama3_70b", 128_256, 70_553_706_496),
         ("llama3_8b", 128_256, 8_030_261_248),
         ("llama3_1b", 128_256, 1_235_814_400),
         ("qwen3_0_6b", 151_936, 596_049_920),

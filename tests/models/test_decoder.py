@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import (
+    KeptConfig,
     LossConfig,
     MeshConfig,
     ModelConfig,
@@ -129,7 +130,7 @@ def test_scanned_equals_unrolled(family):
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch"])
+@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch", "named"])
 def test_every_remat_policy_equals_none(remat, scan):
     assert_same(run(dataclasses.replace(LLAMA, remat=remat, scan_layers=scan)), run(LLAMA))
 
@@ -148,6 +149,43 @@ def test_remat_keeps_what_its_name_says():
 
     sizes = [kept(remat) for remat in ("none", "dots", "dots_no_batch", "full")]
     assert sorted(sizes, reverse=True) == sizes and len(set(sizes)) == 4, sizes
+
+
+def arrays_kept(names, attention="xla"):
+    """How many numbers the backward pass finds stored."""
+    kept = KeptConfig(on_device=names)
+    graphdef = graph(dataclasses.replace(LLAMA, remat="named", kept=kept, attention=attention))
+    state = weights()[1]
+    backward = jax.eval_shape(
+        lambda state: jax.vjp(lambda s: loss(graphdef, s, batch()), state)[1], state
+    )
+    return sum(x.size for x in jax.tree.leaves(backward))
+
+
+@pytest.mark.long
+def test_what_is_named_is_kept_and_nothing_else():
+    nothing = arrays_kept(())
+    tokens = LLAMA.num_layers * batch()["inputs"].size
+    # With each query's logsumexp.
+    attention = LLAMA.num_heads * (head_dim(LLAMA) + 1)
+    qkv = (LLAMA.num_heads + 2 * LLAMA.num_kv_heads) * head_dim(LLAMA)
+    gate_up = 2 * LLAMA.mlp_dim
+    # What comes of the last one is the input of the next layer, which is kept anyway.
+    products = qkv + gate_up + LLAMA.embed_dim
+    for names, each in (
+        (("attention",), attention),
+        (("qkv", "gate_up"), qkv + gate_up),
+        (("product", "attention"), products + attention),
+    ):
+        assert arrays_kept(names) - nothing == tokens * each, names
+
+
+@pytest.mark.long
+def test_what_waits_on_the_host_comes_back_as_it_went():
+    """On CPUs that is the same memory by another name."""
+    kept = KeptConfig(on_device=("attention",), on_host=("product",))
+    away = dataclasses.replace(LLAMA, remat="named", kept=kept)
+    assert_same(run(away), run(LLAMA))
 
 
 @pytest.mark.long

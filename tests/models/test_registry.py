@@ -140,4 +140,5 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
             axes, {"data": 2, "fsdp": 2, "tensor": 2}, variable.shape, ".".join(path)
         )
         # Along the width: scales of norms are whole, and so are biases of heads and of units.
-        assert ("fsdp" in spec) == ("embed" in axes or "latent" in axes), path
+        width = {"embed", "expert_embed", "latent"}
+        assert ("fsdp" in spec) == bool(width & set(axes)), path

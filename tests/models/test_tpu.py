@@ -13,13 +13,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.schema import (
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    PrecisionConfig,
+    RoutingConfig,
+)
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.ops.cross_entropy import cross_entropy
+from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
-from maxtrain.probe import described_devices
+from maxtrain.parallel.topologies import described_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -30,6 +38,16 @@ pytestmark = [
     ),
 ]
 B, T = 8, 512
+
+
+def test_outer_axes_are_split_over_slices():
+    """Two slices of eight chips: fsdp takes both, and tensor stays inside."""
+    answer_libtpu()
+    described = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8, tensor=2), described.devices)
+    slices = [device.slice_index for device in mesh.devices.flat]
+    assert slices == [0] * 8 + [1] * 8
+    assert len({device.id for device in mesh.devices.flat}) == 16
 
 
 def case(axes: dict[str, int], attention: str, *marks: pytest.MarkDecorator):
@@ -43,6 +61,46 @@ def no_cache():
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+
+
+def compiled_for_v5p(config, mesh):
+    """Loss and gradients on four chips of a v5p, and the parameters as shapes; gradients are split
+    as these are."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0)))
+
+    def placed(variable):
+        sharding = named_sharding(mesh, logical_axes(variable), variable.shape)
+        return variable.replace(
+            jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding)
+        )
+
+    state = jax.tree.map(placed, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    rows = named_sharding(mesh, ("activation_batch", "activation_length"), (B, T))
+    tokens, weights = (
+        jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in (jnp.int32, jnp.float32)
+    )
+
+    def loss(state, inputs, targets, segments, positions, weights):
+        model = nnx.merge(graphdef, state)
+        hidden = model.hidden(inputs, segments, positions)
+        return cross_entropy(
+            hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.precision.compute
+        ).loss
+
+    places = jax.tree.map(lambda x: x.sharding, state)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
+        compiled = step.lower(state, tokens, tokens, tokens, tokens, weights).compile()
+    return compiled, state
+
+
+def assert_each_device_has_its_share(compiled, state):
+    """One device's share of the parameters comes in, and as much goes out as gradients, in the same
+    places."""
+    share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)) * 4
+    memory = compiled.memory_analysis()
+    for size in (memory.argument_size_in_bytes, memory.output_size_in_bytes):
+        assert share <= size < 1.05 * share + 500_000
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -73,48 +131,41 @@ def test_loss_and_gradients_compile_for_v5p(axes, attention):
         remat="full",
         attention=attention,
     )
-    devices = described_devices("v5p:2x2x1")
     mesh_config = MeshConfig(**{"fsdp": 1} | axes)
-    mesh = make_mesh(mesh_config, devices)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0)))
-
-    def placed(variable):
-        sharding = named_sharding(mesh, logical_axes(variable), variable.shape)
-        return variable.replace(
-            jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding)
-        )
-
-    state = jax.tree.map(placed, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    rows = named_sharding(mesh, ("activation_batch", "activation_length"), (B, T))
-    tokens, weights = (
-        jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in (jnp.int32, jnp.float32)
-    )
-
-    def loss(state, inputs, targets, segments, positions, weights):
-        model = nnx.merge(graphdef, state)
-        hidden = model.hidden(inputs, segments, positions)
-        return cross_entropy(
-            hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.precision.compute
-        ).loss
-
-    places = jax.tree.map(lambda x: x.sharding, state)
-    with jax.set_mesh(mesh):
-        step = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
-        compiled = step.lower(state, tokens, tokens, tokens, tokens, weights).compile()
+    mesh = make_mesh(mesh_config, described_devices("v5p:2x2x1"))
+    compiled, state = compiled_for_v5p(config, mesh)
     text = compiled.as_text()
-    assert "tpu" in devices[0].platform and "all-reduce" in text
+    assert "tpu" in mesh.devices.flat[0].platform and "all-reduce" in text
     assert ("tpu_custom_call" in text) == (attention == "flash")
     assert ("all-gather" in text) == (mesh_config.fsdp > 1)
     if mesh_config.stage > 1:
         # Stages give each other micro-batches, here of one row for each device.
         given = re.findall(r"= \((\w+\[[\d,]+\]).* collective-permute-start\(", text)
         assert given and set(given) <= {f"f32[1,1,{T},256]", f"bf16[1,1,{T},256]"}, given
-    # One device's share of the parameters comes in, and as much goes out as gradients, in the same
-    # places.
-    share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)) * 4
-    memory = compiled.memory_analysis()
-    for size in (memory.argument_size_in_bytes, memory.output_size_in_bytes):
-        assert share <= size < 1.05 * share + 500_000
+    assert_each_device_has_its_share(compiled, state)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("kernel", ["blocks", "ragged"])
+def test_experts_that_are_split_compile_for_v5p(kernel):
+    """Tokens go to them, and their weights stay."""
+    config = ModelConfig(
+        family="mixtral",
+        vocab_size=1024,
+        num_layers=2,
+        embed_dim=256,
+        mlp_dim=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        moe=MoeConfig(8, 2),
+        routing=RoutingConfig(kernel=kernel),
+    )
+    mesh = make_mesh(MeshConfig(fsdp=1, expert=4), described_devices("v5p:2x2x1"))
+    compiled, state = compiled_for_v5p(config, mesh)
+    assert "all-to-all" in compiled.as_text()
+    assert_each_device_has_its_share(compiled, state)
 
 
 @pytest.mark.processes

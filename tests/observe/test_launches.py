@@ -21,6 +21,7 @@ from maxtrain.observe.launches import (
     append_launch,
     describe_launch,
     git_revision,
+    launch_changes,
     launch_differences,
     launch_of,
     launch_record,
@@ -100,6 +101,7 @@ def test_differences_are_those_that_may_change_numbers(record):
     assert (
         launch_differences(record, record | {"time": "later", "command": "other", "step": 3}) == {}
         and launch_differences(record, record | {"units": {"z": "nats"}}) == {}
+        and launch_changes(record, record | {"device_bytes": {"parameters": 1}}) == {}
     )
     other = record | {
         "versions": record["versions"] | {"jax": "0.0.1"},

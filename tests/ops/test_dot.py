@@ -47,6 +47,15 @@ def test_is_the_product_of_rounded_inputs_forward_and_backward(leading, dtype):
     assert_product(dw, X.reshape(-1, 96).T, G.reshape(-1, 40))
 
 
+@pytest.mark.parametrize("inputs", [97, 98, 1])
+def test_a_row_of_any_number_of_inputs_is_the_product(inputs):
+    """Whose sum has parts only where they are equally long."""
+    x, w = normal(0, 1, inputs), normal(1, inputs, 24)
+    out = jax.jit(lambda x, w: dot(x, w, BFLOAT16))(x, w)
+    assert out.shape == (1, 24)
+    assert_product(out, rounded(x, "bfloat16"), rounded(w, "bfloat16"))
+
+
 def test_bfloat16_results_are_not_rounded_to_bfloat16():
     """1 + 2**-12 needs the bits of a float32 accumulator and result."""
     x = jnp.array([[1.0, 2.0**-12]])

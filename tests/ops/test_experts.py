@@ -14,8 +14,10 @@ from maxtrain.ops.experts import (
     combine,
     dispatch,
     expert_dot,
+    expert_of_rows,
     grouped_dot,
     order_by_expert,
+    order_by_pair,
     order_by_place,
 )
 from maxtrain.ops.routing import within_capacity
@@ -62,6 +64,27 @@ def test_choices_lie_in_blocks_of_their_experts_in_their_order(seed, tokens, cou
     assert (back < tokens * count).sum() == (experts < E).sum()
 
 
+@pytest.mark.parametrize("block", [1, 8])
+def test_choices_of_an_expert_are_sorted_by_the_number_of_their_token(block):
+    num_sets = 3
+    experts = choices(5, 23, 3)
+    numbers = jnp.asarray(np.random.default_rng(6).integers(0, num_sets, 23))
+    order, pairs = order_by_pair(experts, numbers, E, num_sets, block)
+    np.testing.assert_array_equal(order.rows, pairs.rows)
+    np.testing.assert_array_equal(order.choices, pairs.choices)
+    has_choice = np.asarray(order.choices) < experts.size
+    taken = np.asarray(order.choices)[has_choice]
+    expert = np.asarray(experts).ravel()[taken]
+    pair = expert * num_sets + np.asarray(numbers)[taken // experts.shape[1]]
+    assert len(taken) == (np.asarray(experts) < E).sum() > 0
+    np.testing.assert_array_equal(expert_of_rows(order, block)[has_choice], expert)
+    np.testing.assert_array_equal(expert_of_rows(pairs, block)[has_choice], pair)
+    # Where all tokens have one number, it is as if there were none.
+    for alone in order_by_pair(experts, jnp.zeros_like(numbers), E, 1, block):
+        for ours, theirs in zip(alone, order_by_expert(experts, E, block), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
 def test_a_block_is_a_part_of_a_share_and_a_power_of_two():
     sizes = [block_size(count, 8) for count in (1, 500, 1024, 4096, 10**6)]
     assert sizes == [8, 8, 16, 64, 256]
@@ -70,7 +93,7 @@ def test_a_block_is_a_part_of_a_share_and_a_power_of_two():
 def forward(x, w, bias, weights, experts, block, kernel, recipe=EXACT):
     order = order_by_expert(experts, E, block)
     y = grouped_dot(dispatch(x, order), w, order, block, kernel, recipe)
-    y = add_bias(y, bias, order, block)
+    y = add_bias(y, bias, expert_of_rows(order, block))
     return combine(y, weights, order)
 
 
@@ -173,7 +196,7 @@ def test_with_a_capacity_the_products_are_those_of_what_is_kept(capacity):
         order = order_by_place(kept.experts, kept.places, E, capacity)
         inputs = dispatch(x, order).reshape(E, -1, IN)
         y = expert_dot(inputs, w, EXACT).reshape(-1, OUT)
-        return combine(add_bias(y, bias, order, capacity), weights, order)
+        return combine(add_bias(y, bias, expert_of_rows(order, capacity)), weights, order)
 
     def slow(x, w, bias, weights):
         return expected(x, w, bias, weights, flat)

@@ -14,7 +14,7 @@ from maxtrain.ops import tokamax as adapter
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.experts import combine, dispatch, grouped_dot, order_by_expert
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.probe import described_devices
+from maxtrain.parallel.topologies import described_devices
 
 E, IN, OUT, TOKENS, BLOCK = 3, 128, 128, 40, 8
 is_there = importlib.util.find_spec("tokamax") is not None

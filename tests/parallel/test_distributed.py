@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -365,20 +366,31 @@ def test_the_limit_of_waiting_is_added_to_the_users_flags(bare, flags, expected)
 @pytest.mark.parametrize(
     ("installed", "plugins", "device", "possible"),
     [
-        (("libtpu",), [], False, True),
-        ((), [], False, False),  # nothing that would be tried, so nothing to leave out
-        (("libtpu",), [], True, False),
-        (("libtpu",), ["cuda"], False, False),  # it may know a device that has no file
-        (("libtpu", "jax_plugins"), [], False, False),
+        ({"libtpu"}, [], False, True),
+        (set(), [], False, False),  # nothing that would be tried, so nothing to leave out
+        ({"libtpu"}, [], True, False),
+        ({"libtpu"}, ["cuda"], False, False),  # it may know a device that has no file
+        ({"xla_cuda13"}, ["xla_cuda13"], False, True),  # it compiles, and can't do more
+        ({"xla_cuda13", "nvidia"}, ["xla_cuda13"], False, False),
+        ({"libtpu", "metal"}, [], False, False),
     ],
 )
-def test_libtpu_is_left_alone_where_it_is_all_and_has_no_device(
-    monkeypatch, installed, plugins, device, possible
+def test_compilers_are_left_alone_where_they_are_all_and_have_no_device(
+    monkeypatch, tmp_path, installed, plugins, device, possible
 ):
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name in installed else None
-    )
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
+    folder = tmp_path / "jax_plugins"
+    for name in installed - {"libtpu", "nvidia"}:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+
+    def find_spec(name):
+        if name == "jax_plugins" and folder.exists():
+            return SimpleNamespace(submodule_search_locations=[str(folder)])
+        return name if name in installed else None
+
+    named = [SimpleNamespace(name=name) for name in plugins]
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: named)
     monkeypatch.setattr(module, "accelerator_present", lambda: device)
     assert module.only_cpu_possible() == possible
 

@@ -2,6 +2,7 @@
 against looking at all."""
 
 import os
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from maxtrain.parallel.memory import (
     available_memory,
-    compile_for_bytes,
     largest,
     memory_in_use,
     memory_limit,
+    program_bytes,
 )
+from maxtrain.step_memory import StepMemory
 
 
 @settings(max_examples=300, deadline=None)
@@ -75,23 +77,23 @@ def test_bytes_of_a_program_are_what_goes_in_comes_out_and_lies_between():
     size = 256 * 256 * 4
     shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     kept, given_away = (jax.jit(lambda a: a @ a, donate_argnums=d).lower(shape) for d in ((), 0))
-    assert 2 * size <= compile_for_bytes(kept) < 2.5 * size
+    assert 2 * size <= program_bytes(kept.compile()) < 2.5 * size
     chain = jax.jit(lambda a: jnp.sin(a @ a) @ a + a, donate_argnums=0).lower(shape)
-    assert size <= compile_for_bytes(given_away) and 2 * size <= compile_for_bytes(chain) < 4 * size
-
-
-class Refusing(jax.stages.Lowered):
-    def __init__(self, message):
-        self.message = message
-
-    def compile(self, *_):
-        raise jax.errors.JaxRuntimeError(self.message)
+    assert (
+        size <= program_bytes(given_away.compile())
+        and 2 * size <= program_bytes(chain.compile()) < 4 * size
+    )
 
 
 def test_a_compiler_that_finds_too_little_memory_is_not_a_crash_but_other_errors_are():
-    assert compile_for_bytes(Refusing("RESOURCE_EXHAUSTED: Ran out of memory on HBM")) is None
+    def compile_refused(message: str) -> int | None:
+        memory = StepMemory.__new__(StepMemory)
+        memory.compile = Mock(side_effect=jax.errors.JaxRuntimeError(message))
+        return memory.bytes(8, 32)
+
+    assert compile_refused("RESOURCE_EXHAUSTED: Ran out of memory on HBM") is None
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_for_bytes(Refusing("INTERNAL: something else"))
+        compile_refused("INTERNAL: something else")
 
 
 class Device:

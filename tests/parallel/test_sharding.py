@@ -36,6 +36,18 @@ def mesh_of(data, fsdp, tensor):
             {"data": 1, "fsdp": 4},
             PartitionSpec("fsdp", None),
         ),  # axes of size 1 are left out
+        # Over `expert`, experts are split by their number, and other weights as over `fsdp`.
+        (
+            ("exp", "expert_embed", "mlp"),
+            SIZES | {"expert": 2},
+            PartitionSpec("expert", "fsdp", "tensor"),
+        ),
+        (("embed", "mlp"), SIZES | {"expert": 2}, PartitionSpec(("fsdp", "expert"), "tensor")),
+        (
+            ("activation_batch", "activation_length"),
+            SIZES | {"expert": 2},
+            PartitionSpec(("data", "fsdp", "expert"), None),
+        ),
         (("embed", "mlp"), {}, PartitionSpec(None, None)),
         ((), SIZES, PartitionSpec()),
     ],

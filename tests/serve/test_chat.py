@@ -68,6 +68,13 @@ def test_the_template_beside_the_tokenizer_is_taken_and_may_write_the_date(direc
     assert set(chat.stop_ids) == {tokenizer.special["<|end|>"]}
 
 
+def test_a_conversation_without_a_system_message_gets_that_of_the_model(directory):
+    chat = chat_of(directory, system="Be brief.")
+    assert chat.ids(MESSAGES[1:]) == chat.ids(MESSAGES) == chat_of(directory).ids(MESSAGES)
+    with pytest.raises(UsageError, match=r"system has the special token <\|im_end\|>"):
+        chat_of(directory, system="Be <|im_end|>")
+
+
 def test_special_tokens_are_refused_wherever_they_stand(directory):
     chat = chat_of(directory)
     hidden = "x<|im_end|>"

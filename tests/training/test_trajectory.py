@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.families import PARITY, PEAK, SCHEDULE, Twenty, twenty_steps
+from maxtrain.config.schema import KeptConfig
 from maxtrain.training.schedule import make_schedule
 from tests.shared import PARITY_CASES, in_time
 
+ON_HOST = KeptConfig(on_device=(), on_host=("product", "attention"))
 # Losses of torch's float32 run are up to 2.6e-7 from those of its float64 run, norms up to 1.6e-6, of
 # Mixtral 6.2e-6.
 TOLERANCE = 2e-5
@@ -60,6 +62,15 @@ def by_name(*case):
         by_name("deepseek_v3", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
         by_name("gemma2", {"fsdp": 2, "context": 4}, 1, {"attention": "ring"}),
         by_name("gpt2", {"fsdp": 2, "context": 2}, 2, {}),
+        by_name("deepseek_v3", {"fsdp": 2, "stage": 2, "tensor": 2}, 1, {}),
+        by_name("deepseek_v2", {"data": 2, "fsdp": 1, "stage": 2}, 2, {"remat": "full"}),
+        by_name("llama3", {"fsdp": 2, "tensor": 2}, 1, {"remat": "named", "kept": ON_HOST}),
+        thorough("mixtral", {"fsdp": 1, "expert": 4}, 1, {"scan_layers": False}),
+        by_name("qwen3_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {}),
+        by_name("deepseek_v2", {"fsdp": 1, "expert": 8}, 1, {}),
+        by_name("deepseek_v3", {"fsdp": 2, "expert": 2, "tensor": 2}, 1, {"remat": "full"}),
+        by_name("gpt_oss", {"fsdp": 2, "expert": 4}, 1, {}),
+        by_name("mixtral", {"fsdp": 2, "context": 2, "expert": 2}, 1, {"attention": "ring"}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

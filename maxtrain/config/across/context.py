@@ -11,7 +11,8 @@ from maxtrain.config.words import multiples
 def context_problems(config: RunConfig) -> Iterator[str]:
     """What does not go with mesh.context; an axis of a size that is not known yet has none."""
     context = config.mesh.context
-    if config.model.attention == "ring" and context == 1:
+    is_open = config.mesh.preset == "long_context"
+    if config.model.attention == "ring" and context == 1 and not is_open:
         yield (
             "model.attention=ring is for rows that are split over devices, and mesh.context is 1. "
             "Set model.attention=xla, or mesh.context=2 or more."

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from maxtrain.config.schema import ModelConfig, RunConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
+from maxtrain.config.words import divisors, nearest
 
 # The smallest matrices that tokamax multiplies with.
 _LEAST_DIM = 128
@@ -38,6 +39,33 @@ def expert_kernel_problems(config: RunConfig) -> Iterator[str]:
             f"{key} is not used with "
             f"model.routing.capacity_factor={model.routing.capacity_factor}, "
             "whose products are of one size. Set model.routing.kernel=blocks."
+        )
+
+
+def split_problems(config: RunConfig) -> Iterator[str]:
+    """Experts that can't be split over devices; an axis of a size that is not known yet splits
+    none."""
+    expert = config.mesh.expert
+    has_experts = config.model.family in WITH_EXPERTS
+    if config.mesh.preset == "moe" and not has_experts:
+        yield (
+            f"mesh.preset=moe splits experts, and model.family={config.model.family} has none. "
+            "Set mesh.preset=fsdp."
+        )
+    if expert <= 1:
+        return
+    if not has_experts:
+        yield (
+            f"mesh.expert={expert} splits experts, and model.family={config.model.family} has "
+            f"none. Set mesh.expert=1, and mesh.fsdp higher instead."
+        )
+        return
+    count = config.model.moe.num_experts
+    if count % expert:
+        valid = nearest(expert, divisors(count))
+        yield (
+            f"mesh.expert={expert} must divide model.moe.num_experts={count}. "
+            f"Set mesh.expert to {valid}."
         )
 
 

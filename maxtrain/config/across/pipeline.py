@@ -7,11 +7,12 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import divisors, multiples, nearest
 
 
-def pipeline_problems(config: RunConfig, batches: dict[str, int]) -> Iterator[str]:
+def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -> Iterator[str]:
     """What does not go with mesh.stage; an axis of a size that is not known yet has none.
 
     Args:
         batches: every number of rows of a step, by its key.
+        shards: devices with rows of their own; 0: the mesh is not known yet.
     """
     stage = config.mesh.stage
     if stage <= 1:
@@ -21,10 +22,16 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int]) -> Iterator[st
             f"mesh.stage={stage} is not for completions that are sampled: they are not made in "
             "stages. Set mesh.stage=1, and mesh.fsdp or mesh.tensor higher."
         )
+    if config.mesh.expert > 1:
+        yield (
+            f"mesh.stage={stage} does not go with mesh.expert={config.mesh.expert}: devices of "
+            "several stages can't send tokens to experts in turns. "
+            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1."
+        )
     yield from _vocabulary_problems(config)
-    if config.mesh.data > 0 and config.mesh.fsdp > 0:
+    if shards > 0:
         for key, rows in batches.items():
-            yield from _row_problems(config, key, rows)
+            yield from _row_problems(config, key, rows, shards)
     routing = config.model.routing
     if routing.balance and routing.balance_scope == "micro_batch":
         yield (
@@ -46,10 +53,10 @@ def _vocabulary_problems(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _row_problems(config: RunConfig, key: str, rows: int) -> Iterator[str]:
+def _row_problems(config: RunConfig, key: str, rows: int, shards: int) -> Iterator[str]:
     """Rows of a device in a micro-batch that can't be divided, or too few of them to go around."""
     pipeline = config.model.pipeline
-    unit = config.mesh.data * config.mesh.fsdp * config.optimizer.accumulation
+    unit = shards * config.optimizer.accumulation
     if rows % unit:
         return
     of_device = rows // unit

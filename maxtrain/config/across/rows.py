@@ -16,6 +16,13 @@ def row_lengths(config: RunConfig) -> dict[str, int]:
     return lengths
 
 
+def rows_of_step(config: RunConfig) -> int:
+    """Rows of a batch, as long as no stage of the data says otherwise."""
+    if config.data.packing == "balanced":
+        return config.data.balance_rows
+    return config.data.batch_size
+
+
 def row_problems(config: RunConfig) -> Iterator[str]:
     """Rows that are longer than the model is meant for."""
     longest = config.model.max_length

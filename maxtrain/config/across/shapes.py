@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
+from maxtrain.config.across.experts import split_problems
 from maxtrain.config.across.pipeline import pipeline_problems
+from maxtrain.config.across.presets import with_preset
+from maxtrain.config.across.tensor import tensor_problems
 from maxtrain.config.schema import RunConfig
-from maxtrain.config.sections.mesh import axes_of
+from maxtrain.config.sections.mesh import axes_of, row_axes_of, row_shards, slow_axes_of
 from maxtrain.config.words import divisors, multiples, nearest
-
-_SPLIT_OVER_TENSOR = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
 
 
 def division_problems(config: RunConfig) -> Iterator[str]:
@@ -20,9 +21,10 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     nothing."""
     yield from _batch_problems(config)
     yield from _held_out_problems(config)
-    yield from _tensor_problems(config)
+    yield from tensor_problems(config)
     yield from context_problems(config)
-    yield from pipeline_problems(config, _rows_of_steps(config))
+    yield from split_problems(config)
+    yield from pipeline_problems(config, _rows_of_steps(config), row_shards(config.mesh))
 
 
 def _batch_sizes(config: RunConfig) -> dict[str, int]:
@@ -65,7 +67,7 @@ def balance_problems(config: RunConfig) -> Iterator[str]:
 def _batch_problems(config: RunConfig) -> Iterator[str]:
     accumulation = config.optimizer.accumulation
     for key, rows in _rows_of_steps(config).items():
-        unit = _shards(config)
+        unit = row_shards(config.mesh)
         by = _by_mesh(config)
         if rows % accumulation:
             valid = multiples(rows, accumulation)
@@ -77,17 +79,17 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
         elif accumulation > 1:
             unit *= accumulation
             by = f"{by} times optimizer.accumulation={accumulation}"
-        if _mesh_is_known(config) and rows % unit:
+        if row_shards(config.mesh) and rows % unit:
             yield f"{key}={rows} must be divisible by {by}. Set {key} to {multiples(rows, unit)}."
 
 
 def _held_out_problems(config: RunConfig) -> Iterator[str]:
-    if not _mesh_is_known(config):
+    if not row_shards(config.mesh):
         return
     sizes = {"eval.batch_size": config.eval.batch_size}
     for name, held_out in config.eval.sets.items():
         sizes[f"eval.sets.{name}.batch_size"] = held_out.batch_size
-    shards = _shards(config)
+    shards = row_shards(config.mesh)
     is_default = config.eval.batch_size is None
     default = config.data.batch_size
     if config.data.packing == "balanced" and config.eval.sets and is_default and default % shards:
@@ -104,53 +106,23 @@ def _held_out_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _tensor_problems(config: RunConfig) -> Iterator[str]:
-    tensor = config.mesh.tensor
-    if tensor <= 1:
-        return
-    dims: dict[str, int] = {}
-    for name in _SPLIT_OVER_TENSOR:
-        size = getattr(config.model, name)
-        if size is not None:
-            dims[f"model.{name}"] = size
-    for name in ("expert_dim", "shared_dim"):
-        size = getattr(config.model.moe, name)
-        if size:
-            dims[f"model.moe.{name}"] = size
-    wrong = [f"{key}={size}" for key, size in dims.items() if size % tensor]
-    if wrong:
-        valid = nearest(tensor, divisors(math.gcd(*dims.values())))
-        yield (
-            f"mesh.tensor={tensor} must divide {' and '.join(wrong)} (split over tensor). "
-            f"Set mesh.tensor to {valid}."
-        )
-
-
-def _mesh_is_known(config: RunConfig) -> bool:
-    return config.mesh.data > 0 and config.mesh.fsdp > 0
-
-
-def _shards(config: RunConfig) -> int:
-    """Devices with rows of their own, if the mesh is known."""
-    return config.mesh.data * config.mesh.fsdp
-
-
 def _by_mesh(config: RunConfig) -> str:
-    return f"mesh.data={config.mesh.data} times mesh.fsdp={config.mesh.fsdp}"
+    return " times ".join(f"{key}={size}" for key, size in row_axes_of(config.mesh).items())
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
-    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes
-    together.
+    """A checked config with the mesh's -1 filled in, and what its preset decides, for `num_devices`
+    devices of all processes together.
 
     Raises:
         ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be
             divided by them.
     """
-    axes = axes_of(config.mesh)
-    for key in ("mesh.stage", "mesh.context"):
+    config = with_preset(config, num_devices)
+    axes = slow_axes_of(config.mesh) | axes_of(config.mesh)
+    for key in ("mesh.stage", "mesh.context", "mesh.expert"):
+        # Few set these: where nobody does, messages are about the others.
         if axes[key] == 1:
-            # Few have these: where nobody does, messages are about the others.
             del axes[key]
     sizes = {key: size for key, size in axes.items() if size > 0}
     free = [key for key in axes if key not in sizes]

@@ -6,6 +6,7 @@ from typing import Literal
 
 from data_pipeline.config import DataConfig
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections import sampling
 
 _DISTILL = UsedBy(
     {"objective": ("distill",)},
@@ -80,46 +81,17 @@ class DistillConfig:
         "data are prompts, and the divergence is that of the student's own completions",
         used_by=_DISTILL,
     )
-    num_generations: int = key(
-        1, "completions of each prompt", low=1, high=1 << 16, used_by=(_DISTILL, _ON_POLICY)
+    num_generations: int = sampling.num_generations(
+        1, "completions of each prompt", _DISTILL, _ON_POLICY
     )
-    max_completion_length: int = key(
-        256,
-        "tokens of a completion at most; with its prompt, it fits into a row",
-        low=1,
-        used_by=(_DISTILL, _ON_POLICY),
+    max_completion_length: int = sampling.max_completion_length(_DISTILL, _ON_POLICY)
+    slots: int = sampling.slots(_DISTILL, _ON_POLICY)
+    sampling_temperature: float = sampling.temperature(
+        "divides the logits of the sampler", _DISTILL, _ON_POLICY
     )
-    slots: int = key(
-        64,
-        "completions that are sampled at once",
-        low=1,
-        high=1 << 16,
-        used_by=(_DISTILL, _ON_POLICY),
-    )
-    sampling_temperature: float = key(
-        1.0,
-        "divides the logits of the sampler",
-        above=0,
-        high=100,
-        used_by=(_DISTILL, _ON_POLICY),
-    )
-    num_iterations: int = key(
-        1,
-        "so many steps read their prompts together, and all of them train on all completions",
-        low=1,
-        high=1000,
-        used_by=(_DISTILL, _ON_POLICY),
-    )
-    keep_rollouts: bool = key(
-        False,
-        "keep all rollouts of the run, not only those that checkpoints need",
-        used_by=(_DISTILL, _ON_POLICY),
-    )
-    mask_truncated_completions: bool = key(
-        False,
-        "completions that reach max_completion_length do not train",
-        used_by=(_DISTILL, _ON_POLICY),
-    )
+    num_iterations: int = sampling.num_iterations(_DISTILL, _ON_POLICY)
+    keep_rollouts: bool = sampling.keep_rollouts(_DISTILL, _ON_POLICY)
+    mask_truncated_completions: bool = sampling.mask_truncated_completions(_DISTILL, _ON_POLICY)
 
 
 def teacher_problems(objective: str, distill: DistillConfig) -> Iterator[str]:

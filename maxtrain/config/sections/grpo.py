@@ -6,6 +6,7 @@ from typing import Literal
 
 from data_pipeline.config import DataConfig
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections import sampling
 
 # Objectives that learn from rewards of the model's own completions.
 FROM_REWARDS = ("grpo", "ppo")
@@ -35,24 +36,13 @@ class GrpoConfig:
         above=0,
         used_by=_SAMPLES,
     )
-    num_generations: int = key(
-        8, "completions of each prompt: a group", low=1, high=1 << 16, used_by=_SAMPLES
+    num_generations: int = sampling.num_generations(
+        8, "completions of each prompt: a group", _SAMPLES
     )
-    max_completion_length: int = key(
-        256,
-        "tokens of a completion at most; with its prompt, it fits into a row",
-        low=1,
-        used_by=_SAMPLES,
-    )
-    slots: int = key(
-        64, "completions that are sampled at once", low=1, high=1 << 16, used_by=_SAMPLES
-    )
-    temperature: float = key(
-        1.0,
-        "divides the logits, of the sampler and of the loss",
-        above=0,
-        high=100,
-        used_by=_SAMPLES,
+    max_completion_length: int = sampling.max_completion_length(_SAMPLES)
+    slots: int = sampling.slots(_SAMPLES)
+    temperature: float = sampling.temperature(
+        "divides the logits, of the sampler and of the loss", _SAMPLES
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = key(
         "dapo",
@@ -96,13 +86,7 @@ class GrpoConfig:
         "nothing",
         used_by=_GRPO,
     )
-    num_iterations: int = key(
-        1,
-        "so many steps read their prompts together, and all of them train on all completions",
-        low=1,
-        high=1000,
-        used_by=_SAMPLES,
-    )
+    num_iterations: int = sampling.num_iterations(_SAMPLES)
     dynamic_sampling: int = key(
         0,
         "so many times at most, groups of equal rewards are replaced by those of later prompts",
@@ -126,14 +110,8 @@ class GrpoConfig:
         high=1000,
         used_by=_GRPO,
     )
-    keep_rollouts: bool = key(
-        False,
-        "keep all rollouts of the run, not only those that checkpoints need",
-        used_by=_SAMPLES,
-    )
-    mask_truncated_completions: bool = key(
-        False, "completions that reach max_completion_length do not train", used_by=_SAMPLES
-    )
+    keep_rollouts: bool = sampling.keep_rollouts(_SAMPLES)
+    mask_truncated_completions: bool = sampling.mask_truncated_completions(_SAMPLES)
 
 
 def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The section `mesh`, and what must hold inside it."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -18,11 +19,32 @@ class MeshConfig:
         "shards of the parameters, which are gathered layer by layer; each shard has its own rows",
         high=1 << 20,
     )
-    stage: int = key(1, "parts of the layers, through which rows go in turn", high=1 << 20)
     tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
     context: int = key(
         1,
         "parts of each row, whose heads are dealt out or (model.attention=ring) met",
+        high=1 << 20,
+    )
+    expert: int = key(
+        1, "parts that experts are split into; each part has its own rows", high=1 << 20
+    )
+    stage: int = key(1, "parts of the layers, through which rows go in turn", high=1 << 20)
+    preset: Literal["none", "fsdp", "hsdp", "fsdp_tensor", "moe", "long_context"] = key(
+        "none",
+        "what axes that are not set are: all fsdp; replicas of 8; or up to 8 parts of layers, "
+        "experts or rows, the rest fsdp",
+    )
+    dcn_data: int = key(
+        1,
+        "slices (TPU) or processes that a slow network connects; each has its own mesh.data "
+        "replicas",
+        low=1,
+        high=1 << 20,
+    )
+    dcn_fsdp: int = key(
+        1,
+        "slices or processes that a slow network connects; each has its own mesh.fsdp shards",
+        low=1,
         high=1 << 20,
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
@@ -55,14 +77,40 @@ class MeshConfig:
 
 
 def axes_of(mesh: MeshConfig) -> dict[str, int]:
-    """The sizes of the axes by their keys, outer to inner."""
+    """The sizes of the axes by their keys, outer to inner; of what a fast network connects."""
     return {
         "mesh.data": mesh.data,
         "mesh.stage": mesh.stage,
         "mesh.fsdp": mesh.fsdp,
         "mesh.context": mesh.context,
+        "mesh.expert": mesh.expert,
         "mesh.tensor": mesh.tensor,
     }
+
+
+def slow_axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """How many parts of an axis a slow network connects, by their keys, of those that are not 1."""
+    slow = {"mesh.dcn_data": mesh.dcn_data, "mesh.dcn_fsdp": mesh.dcn_fsdp}
+    return {key: size for key, size in slow.items() if size != 1}
+
+
+def row_axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """What rows are split over, by its keys; that of experts where they are split."""
+    axes = axes_of(mesh)
+    of_rows = slow_axes_of(mesh)
+    for axis in ("mesh.data", "mesh.fsdp"):
+        of_rows[axis] = axes[axis]
+    if axes["mesh.expert"] != 1:
+        of_rows["mesh.expert"] = axes["mesh.expert"]
+    return of_rows
+
+
+def row_shards(mesh: MeshConfig) -> int:
+    """Devices with rows of their own; 0: the mesh is not known yet."""
+    sizes = row_axes_of(mesh).values()
+    if any(size < 1 for size in sizes):
+        return 0
+    return math.prod(sizes)
 
 
 def axis_problems(mesh: MeshConfig) -> Iterator[str]:

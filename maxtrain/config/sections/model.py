@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections.kept import KeptConfig
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, RoutingConfig
 from maxtrain.config.sections.pipeline import PipelineConfig
@@ -255,9 +256,10 @@ class ModelConfig:
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"
     )
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = key(
-        "none", "what the backward pass recomputes; see models/decoder.py"
+    remat: Literal["none", "full", "dots", "dots_no_batch", "named"] = key(
+        "none", "what the backward pass computes again; see models/remat.py"
     )
+    kept: KeptConfig = key(KeptConfig(), "what it finds stored with model.remat=named")
     pipeline: PipelineConfig = key(PipelineConfig(), "rows on their way through mesh.stage")
     loss_chunk: int = key(
         2048, "tokens per device whose logits are in memory at one time; 0: all at once", low=0

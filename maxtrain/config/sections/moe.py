@@ -19,6 +19,13 @@ _BALANCED = UsedBy(
     "{key}={value} is not used with {cause}. Set model.routing.balance=0.01, or leave it out.",
 )
 
+_SPLIT = UsedBy(
+    {"mesh.expert": AllBut(1), "mesh.preset": ("moe",)},
+    "{key}={value} is for experts that are split over devices, and {cause}. "
+    "Set mesh.expert=2 or more, or leave it out.",
+    cause="mesh.expert={config.mesh.expert}",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
@@ -103,6 +110,14 @@ class RoutingConfig:
         low=0,
         high=1,
         used_by=UsedBy({"model.family": ("deepseek_v3",)}),
+    )
+    exchange_factor: float | None = key(
+        1.5,
+        "choices that a device sends another at a time, in equal shares; the rest follows in "
+        "turns; null: all at once",
+        above=0,
+        high=4096,
+        used_by=(EXPERTS, _SPLIT),
     )
 
 

@@ -111,9 +111,10 @@ class OptimizerConfig:
         low=0,
         high=3,
         used_by=UsedBy(
-            {"mesh.data": AllBut(1)},
+            {"mesh.data": AllBut(1), "mesh.dcn_data": AllBut(1), "mesh.preset": ("hsdp",)},
             "{key}={value} splits over mesh.data, which is 1. "
             "Set mesh.data=-1 and mesh.fsdp=1, for example, or {key}=0.",
+            cause="mesh.data={config.mesh.data}",
         ),
     )
 

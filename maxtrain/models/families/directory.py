@@ -32,6 +32,7 @@ OF_THE_RUN = {
     "routing",
     "scan_layers",
     "remat",
+    "kept",
     "pipeline",
     "loss_chunk",
     "value",

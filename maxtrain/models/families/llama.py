@@ -99,6 +99,7 @@ def experts(config: ModelConfig, **more: Any) -> MoeSpec:
             balance_scope=routing.balance_scope,
             z_loss=routing.z_loss,
             correction_rate=routing.correction_rate,
+            exchange_factor=routing.exchange_factor,
         ),
         **more,
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.share import shares
+from maxtrain.ops.names import ATTENTION
 
 # Rows are multiples of the lanes of the vector unit.
 LANES = 128
@@ -100,6 +101,7 @@ def _on_one_device(
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=ATTENTION,
         interpret=interpret,
     )
 

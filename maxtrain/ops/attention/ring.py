@@ -25,6 +25,7 @@ from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.share import shares
 from maxtrain.ops.attention.xla import xla_attention
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import ATTENTION, named
 
 AXIS = "context"
 # Of a block, in tokens, at most: its scores are B x N x 512 x 512 float32.
@@ -247,6 +248,8 @@ def _forward(
     state = _meet_all(state, queries, last, form)
     out = state.out / state.total
     lse = state.top + jnp.log(state.total)
+    out = named(out, ATTENTION)
+    lse = named(lse, ATTENTION)
     return _rows(out, size), (q, k, v, sinks, columns, segments, out, lse)
 
 

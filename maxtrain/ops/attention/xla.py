@@ -23,6 +23,7 @@ from maxtrain.ops.attention.eager import MASKED
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.one_query import is_for, one_query_attention
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.names import ATTENTION, named
 
 # Smaller blocks waste the matrix units.
 MIN_BLOCK = 128
@@ -141,7 +142,9 @@ def _attend_forward(
         out = contract("bkms,bksh->bkmh", weights.astype(dtype), v_BKSH[:, :, keys]) / total
         outputs.append(_ungroup(out, t))
         lses.append(top + jnp.log(total))
-    return jnp.concatenate(outputs, axis=1), (q, k, v, sinks, mask, lses)
+    out = named(jnp.concatenate(outputs, axis=1), ATTENTION)
+    lses = [named(lse, ATTENTION) for lse in lses]
+    return out, (q, k, v, sinks, mask, lses)
 
 
 def _attend_backward(form: _Form, saved: tuple, g: Array) -> tuple:

@@ -1,0 +1,185 @@
+"""Which configs fit onto which devices, what these send each other, and how long a step takes at
+least: `maxtrain fit` for each row, with nothing executed.
+
+    python -m benchmarks.fit [--only WORD] [--write]
+
+prints the tables of benchmarks/results/fit.md; --write puts them there, keeping rows that --only
+leaves out. Compiling takes seconds to minutes a row.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxtrain.parallel.memory import GIB
+
+RESULTS = Path(__file__).parent / "results" / "fit.md"
+_ROOT = Path(__file__).parents[1]
+HEAD = """# What fits where
+
+`python -m benchmarks.fit --write`: the real training step of each config, compiled for devices that are not here
+(jax {jax}, libtpu {libtpu}; `maxtrain fit`, [devices](../../docs/devices.md#devices-that-are-not-here)). Nothing was executed.
+Memory and collectives are those of the compiled program; **times are estimates** from data sheets, which no device
+reaches: the longest of products, memory and network, and in brackets their sum.
+"""
+_MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by | a step, s |"
+_COLLECTIVES = "| run | devices | collective | over | count | a device sends, GiB | at least, s |"
+
+
+class Case(NamedTuple):
+    """A row: a config with overrides, and devices."""
+
+    name: str
+    topology: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name of the run with what it overrides."""
+        return " ".join([self.name, *self.words])
+
+
+_FLASH = ("model.attention=flash",)
+_PARTED = ("mesh.context=4",)
+CASES = (
+    Case("sft_qwen2_5_0_5b", "h200:1"),
+    Case("sft_lora_qwen2_5_1_5b", "h200:1"),
+    Case("grpo_qwen2_5_1_5b", "h200:1"),
+    Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
+    Case("llama3_8b", "v5p:4x4x4", _FLASH),
+    Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
+    Case("llama3_8b", "h100:8x8"),
+    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
+    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
+    Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
+    Case("llama3_8b", "h100:8x8", _PARTED),
+    Case("llama3_70b", "v5p:8x8x8", _FLASH),
+    Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
+)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The record of `maxtrain fit`.
+
+    Raises:
+        RuntimeError: the command failed for another reason than that the step does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "maxtrain.fit", f"config={case.name}", *case.words]
+        command += [f"topology={case.topology}", f"output_dir={folder}", "run_name=run"]
+        result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        written = Path(folder, "run", "fit.json")
+        if not written.exists():
+            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
+        return json.loads(written.read_text())
+
+
+def memory_row(case: Case, found: dict[str, Any]) -> str:
+    """Of the first table."""
+    axes = [f"{axis}={count}" for axis, count in found["mesh"].items() if count > 1]
+    step = f"{found['rows']:,} x {found['seq_length']:,}"
+    if found["accumulation"] > 1:
+        step += f" in {found['accumulation']}"
+    total = found["total_bytes"] or found["refused_bytes"]
+    needed = "too much"
+    share = ""
+    if total:
+        needed = f"{total / GIB:,.2f}"
+        share = f"{total / found['limit_bytes']:.0%}"
+    if not found["fits"]:
+        share = f"**{share}, does not fit**"
+    cells = [case.label, case.topology, " ".join(axes) or "1", step, needed, share]
+    estimate = found.get("estimate")
+    if estimate is None:
+        return _row(*cells, "", "")
+    seconds = estimate["step_seconds"]
+    time = f"{seconds:,.2f} ({estimate['step_seconds_without_overlap']:,.2f})"
+    return _row(*cells, estimate["limit"], time)
+
+
+def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
+    """Of the second table: collectives of more than a thousandth of what is sent."""
+    lines = found["collectives"]
+    most = sum(line["num_bytes"] for line in lines)
+    rows = []
+    for line in lines:
+        if line["num_bytes"] < most / 1000:
+            continue
+        sent = f"{line['num_bytes'] / GIB:,.3f}"
+        over = " ".join(line["axes"])
+        count = f"{line['count']:,}"
+        where = [case.label, case.topology, line["kind"], over]
+        rows.append(_row(*where, count, sent, f"{line['seconds']:.3f}"))
+    return rows
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _key(row: str) -> tuple[str, ...]:
+    """The run and its devices."""
+    return tuple(cell.strip() for cell in row.split("|")[1:3])
+
+
+def kept_rows(text: str, head: str) -> dict[tuple[str, ...], list[str]]:
+    """The rows of a table that is written, by run and devices."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    if head not in text:
+        return found
+    for row in text.split(head, 1)[1].splitlines()[2:]:
+        if not row.startswith("|"):
+            break
+        found.setdefault(_key(row), []).append(row)
+    return found
+
+
+def document(
+    memory: dict[tuple[str, ...], list[str]], sent: dict[tuple[str, ...], list[str]]
+) -> str:
+    """The whole text, with rows in the order of the cases."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    parts = [HEAD.format(**versions)]
+    about = "Collectives of a step, those of more than a thousandth of the bytes:"
+    for title, head, rows in (("", _MEMORY, memory), (about, _COLLECTIVES, sent)):
+        count = head.count("|") - 1
+        body = []
+        for case in CASES:
+            body += rows.get((case.label, case.topology), [])
+        lines = [head, "|" + "---|" * count, *body]
+        if title:
+            lines = [title, "", *lines]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit")
+    parser.add_argument("--only", default="", help="rows of which RUN on DEVICES has this")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/fit.md")
+    asked = parser.parse_args(argv)
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    memory = kept_rows(text, _MEMORY)
+    sent = kept_rows(text, _COLLECTIVES)
+    print(_MEMORY)
+    for case in CASES:
+        if asked.only not in f"{case.label} on {case.topology}":
+            continue
+        found = measure(case)
+        key = (case.label, case.topology)
+        memory[key] = [memory_row(case, found)]
+        sent[key] = collective_rows(case, found)
+        print("\n".join([*memory[key], *sent[key]]), flush=True)
+        if asked.write:
+            RESULTS.write_text(document(memory, sent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

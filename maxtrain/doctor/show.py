@@ -1,0 +1,110 @@
+"""What `maxtrain doctor` prints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from maxtrain.parallel.hardware import link_bytes, peak_from_table
+
+# Devices that are shown; of more, the slowest.
+_MOST = 64
+
+
+def show(
+    reports: Sequence[Mapping[str, Any]],
+    problems: Sequence[str],
+    notes: Sequence[str],
+    console: Console,
+) -> None:
+    """Prints tables of hosts, devices and sums, then what is worth a look, and what is broken."""
+    console.print(_table_of_hosts(reports))
+    console.print(_table_of_devices(reports))
+    if reports[0]["sums"]:
+        console.print(_table_of_sums(reports))
+    versions = reports[0]["versions"]
+    words = ", ".join(f"{name} {version}" for name, version in versions.items())
+    console.print(Text(words, "dim"), soft_wrap=True)
+    for note in notes:
+        console.print(Text(note), soft_wrap=True)
+    for problem in problems:
+        console.print(Text(f"broken: {problem}", "red"), soft_wrap=True)
+    if not problems:
+        console.print(Text("Nothing is broken.", "green"))
+
+
+def _new_table(left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _table_of_hosts(reports: Sequence[Mapping[str, Any]]) -> Table:
+    table = _new_table(
+        ("process", "host"), ("clock s", "free GB", "written MB/s", "data read MB/s")
+    )
+    for index, report in enumerate(reports):
+        disk = report["disk"]
+        read = [found.get("bytes_per_second") for found in report["data"]]
+        slowest = min((rate for rate in read if rate is not None), default=None)
+        table.add_row(
+            str(index),
+            Text(report["host"]),
+            f"{report['clock']:+.3f}",
+            _scaled(disk.get("free_bytes"), 1e9),
+            _scaled(disk.get("bytes_per_second"), 1e6),
+            _scaled(slowest, 1e6),
+        )
+    return table
+
+
+def _table_of_devices(reports: Sequence[Mapping[str, Any]]) -> Table:
+    table = _new_table(
+        ("process", "device", "kind"),
+        ("bf16 TFLOP/s", "of peak", "f32 TFLOP/s", "memory GB"),
+    )
+    rows = []
+    for index, report in enumerate(reports):
+        for device in report["devices"]:
+            rows.append((index, device))
+    if len(rows) > _MOST:
+        table.title = f"the slowest {_MOST} of {len(rows):,} devices"
+        rows = sorted(rows, key=lambda row: row[1]["bfloat16"])[:_MOST]
+    for index, device in rows:
+        share = "-"
+        peak = peak_from_table(device["kind"])
+        if peak:
+            share = f"{device['bfloat16'] / peak:.0%}"
+        table.add_row(
+            str(index),
+            str(device["id"]),
+            Text(device["kind"]),
+            f"{device['bfloat16'] / 1e12:.3g}",
+            share,
+            f"{device['float32'] / 1e12:.3g}",
+            _scaled(device["memory_bytes"], 1e9),
+        )
+    return table
+
+
+def _table_of_sums(reports: Sequence[Mapping[str, Any]]) -> Table:
+    table = _new_table(("sums over",), ("devices", "GB/s of each", "of its links"))
+    links = link_bytes(reports[0]["devices"][0]["kind"])
+    for position, found in enumerate(reports[0]["sums"]):
+        rate = max(report["sums"][position]["bytes_per_second"] for report in reports)
+        share = "-"
+        if links and found["joined"]:
+            share = f"{rate / links:.0%}"
+        table.add_row(f"mesh.{found['axis']}", str(found["size"]), f"{rate / 1e9:.3g}", share)
+    return table
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    if value is None:
+        return "-"
+    return f"{value / unit:,.1f}"

@@ -1,0 +1,195 @@
+"""What is broken, and what is worth a look, from what all processes have said. Pure functions."""
+
+import collections
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from maxtrain.doctor.devices import DTYPES
+from maxtrain.parallel.agreement import differences
+from maxtrain.parallel.hardware import link_bytes, peak_from_table
+
+# A device is an outlier if it has less than these shares of what is usual for its kind.
+_LEAST_SPEED = 0.8
+_LEAST_MEMORY = 0.9
+# Less of what the maker says is too little, whatever others have.
+_LEAST_OF_PEAK = 0.4
+# Of the speed of all links of a device in one direction. An axis of a mesh may use the links of one
+# dimension of a TPU's torus, a sixth of them where it does not close.
+_LEAST_OF_LINKS = {"gpu": 0.4, "tpu": 0.1}
+_MOST_CLOCK_SECONDS = 1.0
+_LEAST_FREE_BYTES = 1 << 30
+# A host is worth a look if it writes at less than this share of what is usual.
+_LEAST_WRITING = 0.2
+
+_Report = Mapping[str, Any]
+
+
+def problems(reports: Sequence[_Report]) -> list[str]:
+    """What is broken, a sentence each, with the process, host and device that it is about.
+
+    Args:
+        reports: of each process, in their order: `host`, `versions`, `clock` (seconds ahead of
+            process 0), `disk` and `data` as `host.py` says, `devices` as `devices.measure` says,
+            and `sums`, `Sums` as mappings.
+    """
+    return [
+        *_unlike_versions(reports),
+        *_unlike_devices(reports),
+        *_wrong_results(reports),
+        *_slow_devices(reports),
+        *_small_devices(reports),
+        *_clocks(reports),
+        *_disks(reports),
+        *_sums(reports),
+    ]
+
+
+def notes(reports: Sequence[_Report]) -> list[str]:
+    """What is worth a look, and may be as it should."""
+    found = []
+    rates = [report["disk"].get("bytes_per_second") for report in reports]
+    known = [rate for rate in rates if rate]
+    for index, rate in enumerate(rates):
+        if rate and rate < _LEAST_WRITING * statistics.median(known):
+            usual = statistics.median(known) / 1e6
+            found.append(
+                f"{_who(reports, index)} writes {rate / 1e6:,.0f} MB/s, and {usual:,.0f} are usual."
+            )
+    kinds = sorted({device["kind"] for _, device in _devices(reports)})
+    for kind in kinds:
+        if peak_from_table(kind) is None and not _is_cpu(reports, kind):
+            found.append(f"No peak is known for {kind!r}: its speed is compared with others only.")
+    if any(device["platform"] == "cpu" for _, device in _devices(reports)):
+        found.append("CPU devices share their cores: their speeds are not judged.")
+    return found
+
+
+def _who(reports: Sequence[_Report], index: int) -> str:
+    return f"process {index} on {reports[index]['host']}"
+
+
+def _devices(reports: Sequence[_Report]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Every device, with the process that it is of."""
+    for index, report in enumerate(reports):
+        for device in report["devices"]:
+            yield index, device
+
+
+def _is_cpu(reports: Sequence[_Report], kind: str) -> bool:
+    found = {device["platform"] for _, device in _devices(reports) if device["kind"] == kind}
+    return found == {"cpu"}
+
+
+def _unlike_versions(reports: Sequence[_Report]) -> Iterator[str]:
+    said = {i: (report["host"], report["versions"]) for i, report in enumerate(reports)}
+    for line in differences(said):
+        yield f"{line}. Install the same versions everywhere."
+
+
+def _unlike_devices(reports: Sequence[_Report]) -> Iterator[str]:
+    said = {}
+    for index, report in enumerate(reports):
+        kinds = collections.Counter(device["kind"] for device in report["devices"])
+        words = " and ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        said[index] = (report["host"], {"devices": words})
+    for line in differences(said):
+        yield f"{line}. Leave that host out, or look at what it has lost."
+
+
+def _wrong_results(reports: Sequence[_Report]) -> Iterator[str]:
+    mend = "Take it out of service"
+    digests = collections.defaultdict(collections.Counter)
+    for _, device in _devices(reports):
+        digests[device["kind"]][tuple(device["digest"])] += 1
+    for index, device in _devices(reports):
+        who = f"{_who(reports, index)}: device {device['id']}"
+        for what in device["wrong"]:
+            yield f"{who} has computed wrongly: {what}. {mend}."
+        (usual, count), *_ = digests[device["kind"]].most_common(1)
+        if tuple(device["digest"]) != usual and count > 1:
+            yield f"{who} has other products than {count} devices of its kind. {mend}."
+
+
+def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
+    """Of accelerators: CPU devices share the cores of their host."""
+    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
+        if _is_cpu(reports, kind):
+            continue
+        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+        for dtype in DTYPES:
+            usual = statistics.median(device[dtype] for _, device in alike)
+            for index, device in alike:
+                if device[dtype] < _LEAST_SPEED * usual:
+                    speeds = f"{device[dtype] / 1e12:.1f} TFLOP/s, and {usual / 1e12:.1f} are usual"
+                    who = f"{_who(reports, index)}: device {device['id']} ({kind})"
+                    yield f"{who} multiplies {dtype} at {speeds}. Look at its clock and heat."
+        peak = peak_from_table(kind)
+        usual = statistics.median(device["bfloat16"] for _, device in alike)
+        if peak and usual < _LEAST_OF_PEAK * peak:
+            speeds = f"{usual / 1e12:.1f} TFLOP/s of {peak / 1e12:.1f}"
+            yield f"All {kind} multiply bfloat16 at {speeds}. Look at drivers, limits and heat."
+
+
+def _small_devices(reports: Sequence[_Report]) -> Iterator[str]:
+    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
+        if _is_cpu(reports, kind):
+            continue
+        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+        usual = statistics.median(device["memory_bytes"] for _, device in alike)
+        for index, device in alike:
+            if device["memory_bytes"] < _LEAST_MEMORY * usual:
+                there = f"{device['memory_bytes'] / 1e9:.1f} GB, and {usual / 1e9:.1f} are usual"
+                who = f"{_who(reports, index)}: device {device['id']}"
+                yield f"{who} has memory of {there}. End what else uses it."
+
+
+def _clocks(reports: Sequence[_Report]) -> Iterator[str]:
+    usual = statistics.median(report["clock"] for report in reports)
+    for index, report in enumerate(reports):
+        ahead = report["clock"] - usual
+        if abs(ahead) > _MOST_CLOCK_SECONDS:
+            word = "ahead of"
+            if ahead < 0:
+                word = "behind"
+            who = _who(reports, index)
+            yield f"{who}: its clock is {abs(ahead):.1f} s {word} the others. Start its NTP."
+
+
+def _disks(reports: Sequence[_Report]) -> Iterator[str]:
+    for index, report in enumerate(reports):
+        who = _who(reports, index)
+        disk = report["disk"]
+        if "error" in disk:
+            yield f"{who} can't write to output_dir: {disk['error']}. Mend access to it."
+        elif disk["free_bytes"] < _LEAST_FREE_BYTES:
+            free = f"{disk['free_bytes'] / 1e9:.2f} GB free"
+            yield f"{who} has {free} in {disk['folder']}, less than 1 GiB. Free space there."
+        for found in report["data"]:
+            if "error" in found:
+                yield f"{who} can't read {found['key']}: {found['error']}"
+
+
+def _sums(reports: Sequence[_Report]) -> Iterator[str]:
+    for index, report in enumerate(reports):
+        for found in report["sums"]:
+            for number in found["wrong"]:
+                what = f"a wrong sum over mesh.{found['axis']}"
+                yield f"{_who(reports, index)}: device {number} has {what}. Take it out of service."
+    platforms = {device["platform"] for _, device in _devices(reports)}
+    kinds = {device["kind"] for _, device in _devices(reports)}
+    if len(kinds) != 1 or platforms == {"cpu"}:
+        return
+    (kind,) = kinds
+    (platform,) = platforms
+    links = link_bytes(kind)
+    least = _LEAST_OF_LINKS.get(platform)
+    if links is None or least is None:
+        return
+    for position, found in enumerate(reports[0]["sums"]):
+        # The slowest of all processes says least about the others.
+        rate = max(report["sums"][position]["bytes_per_second"] for report in reports)
+        if found["joined"] and rate < least * links:
+            speeds = f"{rate / 1e9:.1f} GB/s of {links / 1e9:.0f}"
+            what = f"Sums over mesh.{found['axis']} move {speeds} between {found['size']} devices"
+            yield f"{what}. Look at the links (nvidia-smi topo -m, nvidia-smi nvlink -s)."

@@ -1,0 +1,188 @@
+"""`maxtrain launch TARGET config=NAME key=value ...`: a job of one or many processes."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_pipeline.errors import UsageError, run_command
+from data_pipeline.shards import write_atomic
+from maxtrain.launch import kubernetes, names, slurm
+from maxtrain.launch.local import run_local, submit
+from maxtrain.launch.options import parse
+from maxtrain.launch.plan import Devices, Plan, make_plan
+from maxtrain.launch.tpu import TPUS, Slice, make_slice
+from maxtrain.models.families.directory import MODELS
+
+_HERE = (sys.executable, "-m", "maxtrain.cli")
+_IN_IMAGE = ("maxtrain",)
+# Seconds that processes have to end after they have saved.
+_MARGIN = 10.0
+_LONG_GRACE = 600.0
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Launches a job, or writes what launches it; the exit code."""
+    code = 0
+
+    def job() -> None:
+        nonlocal code
+        options = parse(argv, prog)
+        if options.target == "local":
+            code = _run_here(options)
+        elif options.target == "slurm":
+            _deliver(_slurm_script(options), ["sbatch"], options)
+        else:
+            text, command = _manifest(options)
+            _deliver(text, command, options)
+
+    failed = run_command(job)
+    return failed or code
+
+
+def _plan(options: argparse.Namespace, given: Devices, program: Sequence[str]) -> Plan:
+    return make_plan(options.job, options.settings, options.job_options, given, MODELS, program)
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    words = f"{options.processes} processes on this machine"
+    given = Devices(words, options.processes, None, ("auto", "cpu", "gpu", "tpu"))
+    plan = _plan(options, given, _HERE)
+    grace = options.grace
+    if grace is None:
+        grace = (plan.config.checkpoint.grace_seconds or _LONG_GRACE) + _MARGIN
+    return run_local(plan, options.processes, names.variables(options.env), grace)
+
+
+def _slurm_script(options: argparse.Namespace) -> str:
+    per_node = options.processes_per_node
+    nodes = f"{options.nodes} nodes without GPUs"
+    per_process = 0
+    platforms = ("auto", "cpu")
+    if options.gpus_per_node:
+        nodes = f"{options.nodes} nodes with {options.gpus_per_node} GPUs each"
+        per_process, rest = divmod(options.gpus_per_node, per_node)
+        platforms = ("auto", "gpu")
+        if rest:
+            rule = f"--processes-per-node {per_node} must divide --gpus-per-node"
+            mend = "Set it to 1, or to the number of GPUs"
+            raise UsageError(
+                f"{rule} {options.gpus_per_node}: processes share GPUs evenly. {mend}."
+            )
+    given = Devices(nodes, options.nodes * per_node, per_process, platforms)
+    program = _HERE
+    if options.image:
+        program = _IN_IMAGE
+    plan = _plan(options, given, program)
+    job = slurm.SlurmJob(
+        name=options.name or names.default_label(plan.config.run_name, 63),
+        folder=os.getcwd(),
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        processes_per_node=per_node,
+        spare_nodes=options.spare_nodes,
+        max_restarts=options.max_restarts,
+        cpus_per_task=options.cpus_per_task,
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        image=options.image,
+        directives=options.directive,
+        setup=options.setup,
+        srun=options.srun,
+        environment=names.variables(options.env),
+    )
+    return slurm.render(plan, job)
+
+
+def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The manifest, and the command that submits it."""
+    if options.target == "gke-tpu":
+        tpu = _slice(options)
+        slices = options.slices
+        hosts = tpu.hosts
+        words = f"{slices} slices of {options.accelerator}:{tpu.topology}"
+        given = Devices(words, hosts * slices, tpu.devices_per_host, ("auto", "tpu"), slices)
+        resources = {"google.com/tpu": tpu.chips_per_host}
+    else:
+        tpu = None
+        slices = 1
+        hosts = options.nodes
+        gpus = options.gpus_per_node
+        resources = {}
+        given = Devices(f"{hosts} nodes without GPUs", hosts, 0, ("auto", "cpu"))
+        if gpus:
+            words = f"{hosts} nodes with {gpus} GPUs each"
+            given = Devices(words, hosts, gpus, ("auto", "gpu"))
+            resources = {"nvidia.com/gpu": gpus}
+    plan = _plan(options, given, _IN_IMAGE)
+    longest = kubernetes.LONGEST_NAME
+    name = options.name or names.default_label(plan.config.run_name, longest)
+    job = kubernetes.KubernetesJob(
+        name=names.label("--name", name, longest),
+        image=names.plain("--image", options.image),
+        hosts=hosts,
+        slices=slices,
+        resources=resources,
+        tpu=tpu,
+        namespace=options.namespace and names.label("--namespace", options.namespace),
+        queue=options.queue and names.label("--queue", options.queue),
+        max_restarts=options.max_restarts,
+        seconds=options.time and names.seconds(options.time),
+        volumes=[_volume(text) for text in options.volume],
+        environment=names.variables(options.env),
+        pod=_pod(options.pod),
+    )
+    return kubernetes.render(plan, job), ["kubectl", "create", "-f", "-"]
+
+
+def _slice(options: argparse.Namespace) -> Slice:
+    """One slice of TPUs. UsageError: there is no such one, or there can't be several of it."""
+    kind = options.accelerator.removeprefix("tpu").removeprefix("-")
+    if kind not in TPUS:
+        choices = ", ".join(TPUS)
+        raise UsageError(f"--accelerator {options.accelerator} is not known. Use one of {choices}.")
+    tpu = make_slice(kind, options.topology, options.chips_per_node)
+    if options.slices > 1 and tpu.hosts == 1:
+        rule = "has one host, and several slices need several hosts each"
+        mend = "Take a larger topology, or --slices 1"
+        raise UsageError(f"--slices {options.slices}: {kind}:{tpu.topology} {rule}. {mend}.")
+    return tpu
+
+
+def _volume(text: str) -> tuple[str, str]:
+    claim, colon, folder = text.partition(":")
+    if not colon or not folder.startswith("/"):
+        example = "--volume checkpoints:/data"
+        raise UsageError(f"--volume {text!r} must be CLAIM:/FOLDER. Write for example {example}.")
+    return names.label("--volume", claim), folder
+
+
+def _pod(file: str | None) -> dict[str, Any]:
+    """What --pod FILE says of each pod."""
+    if not file:
+        return {}
+    try:
+        found = yaml.safe_load(Path(file).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise UsageError(f"--pod {file} is no YAML: {what}. Mend it.") from error
+    if not isinstance(found, dict):
+        example = "tolerations: [{operator: Exists}]"
+        raise UsageError(f"--pod {file} must have keys of a pod's spec, such as {example}.")
+    return found
+
+
+def _deliver(text: str, command: list[str], options: argparse.Namespace) -> None:
+    """Writes, submits or prints what was made."""
+    if options.output:
+        write_atomic(Path(options.output), text.encode())
+        print(f"written: {options.output}", file=sys.stderr)
+    if options.submit:
+        submit(command, text)
+    elif not options.output:
+        print(text, end="")

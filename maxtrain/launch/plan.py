@@ -1,0 +1,172 @@
+"""What is to be launched, checked before anything is written: a bad key is refused here, and not
+hours later in a queue."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from data_pipeline.errors import ConfigError, UsageError
+from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config.load import Models, load_with_notes
+from maxtrain.config.sections.mesh import slow_axes_of
+from maxtrain.config.shipped import find_file, shipped_configs
+
+# The verbs that can be launched.
+VERBS = ("train", "doctor")
+_PLACE = ("coordinator", "num_processes", "process_id")
+
+
+class Devices(NamedTuple):
+    """What a job is given."""
+
+    # In words, for messages, such as "2 nodes with 8 GPUs each".
+    words: str
+    processes: int
+    # Devices of each process; 0: CPUs, as many as mesh.simulated_devices says, or else one; None:
+    # that is known only there.
+    per_process: int | None
+    # What mesh.platform may be.
+    platforms: tuple[str, ...]
+    # Groups of devices between which there is only the network of hosts; 1: that does not matter.
+    slices: int = 1
+
+    def count(self, config: RunConfig) -> int | None:
+        """All devices of the job; None: not known here."""
+        simulated = config.mesh.simulated_devices
+        if simulated:
+            return self.processes * simulated
+        if self.per_process is None:
+            return None
+        return self.processes * (self.per_process or 1)
+
+
+class Plan(NamedTuple):
+    """What each process of a job runs."""
+
+    config: RunConfig
+    verb: str
+    # Arguments of the verb, as they were typed.
+    arguments: list[str]
+    # Words that run `maxtrain`.
+    program: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        """The whole command."""
+        return [*self.program, self.verb, *self.arguments]
+
+    @property
+    def config_file(self) -> Path | None:
+        """The config file, if it is none of those that come with the package."""
+        for word in self.arguments:
+            name, _, reference = word.partition("=")
+            if name == "config" and reference not in _packaged():
+                return find_file(reference)
+        return None
+
+    def with_config_at(self, place: str) -> "Plan":
+        """The same with the config file at another place."""
+        arguments = []
+        for word in self.arguments:
+            if word.startswith("config="):
+                word = f"config={place}"
+            arguments.append(word)
+        return self._replace(arguments=arguments)
+
+
+def _packaged() -> list[str]:
+    """Names of the configs that come with the package."""
+    here = Path("configs").absolute()
+    return [name for name, path in shipped_configs().items() if path.absolute().parent != here]
+
+
+def make_plan(
+    verb: str,
+    settings: Sequence[str],
+    options: Sequence[str],
+    given: Devices,
+    models: Models,
+    program: Sequence[str],
+) -> Plan:
+    """A checked plan; what the config has to say is printed to stderr.
+
+    Args:
+        verb: what each process runs.
+        settings: `config=NAME` and overrides.
+        options: of the verb, after its settings.
+        given: what the job is given.
+        models: what is known of models elsewhere.
+        program: words that run `maxtrain`.
+
+    Raises:
+        UsageError: a run has no options.
+        ConfigError: every problem of the config, or the mesh does not fit the devices.
+    """
+    if verb == "train" and options:
+        raise UsageError(f"{options[0]}: a run has no options. Write its settings as key=value.")
+    config = RunConfig()
+    if settings or verb == "train":
+        loaded = load_with_notes(settings, models)
+        config = loaded.config
+        for note in loaded.notes:
+            print(f"maxtrain launch: {note}", file=sys.stderr)
+    _require_fit(config, given)
+    count = given.count(config)
+    if count and verb == "train":
+        _require_slices(fit_to_devices(config, count), given)
+    # A config may be named without `config=`; nothing else is without a key here.
+    named = [word if "=" in word else f"config={word}" for word in settings]
+    return Plan(config, verb, [*named, *options], tuple(program))
+
+
+def _require_fit(config: RunConfig, given: Devices) -> None:
+    """ConfigError: a key of `mesh` does not go with what the job is given."""
+    mesh = dataclasses.asdict(config.mesh)
+    problems = []
+    for name in _PLACE:
+        if mesh[name] is not None:
+            problems.append(
+                f"mesh.{name}={mesh[name]} is found out by each process of a job that is launched. "
+                f"Set mesh.{name}=null."
+            )
+    if config.mesh.platform not in given.platforms:
+        choices = " or ".join(given.platforms)
+        problems.append(
+            f"mesh.platform={config.mesh.platform} is not what {given.words} are. "
+            f"Set mesh.platform to {choices}."
+        )
+    if config.mesh.simulated_devices and "cpu" not in given.platforms:
+        problems.append(
+            f"mesh.simulated_devices={config.mesh.simulated_devices} are CPUs, and {given.words} "
+            "are not. Set mesh.simulated_devices=null."
+        )
+    least = config.mesh.min_processes
+    if least is not None and least > given.processes:
+        problems.append(
+            f"mesh.min_processes={least} is more than the {given.processes} processes of "
+            f"{given.words}. Set mesh.min_processes to at most {given.processes}."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _require_slices(config: RunConfig, given: Devices) -> None:
+    """ConfigError: heads or rows would be split over the network between slices.
+
+    Args:
+        config: with all axes of its mesh filled in.
+        given: what the job is given.
+    """
+    mesh = config.mesh
+    parts = mesh.data * mesh.stage * mesh.fsdp * math.prod(slow_axes_of(mesh).values())
+    if parts % given.slices:
+        axes = f"mesh.data={mesh.data} x mesh.stage={mesh.stage} x mesh.fsdp={mesh.fsdp}"
+        rule = f"must be a multiple of the {given.slices} slices of {given.words}"
+        why = "only the network of the hosts is between slices, too slow for mesh.tensor or context"
+        raise ConfigError(
+            f"{axes} = {parts} {rule}: {why}. "
+            f"Set mesh.data to {given.slices}, or mesh.tensor and mesh.context lower."
+        )

@@ -1,0 +1,340 @@
+"""What a device's tokens get from experts: all of them there, or some there and others elsewhere.
+
+Runs on each device of a mesh by itself, inside `jax.shard_map`, or on the only one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from data_pipeline.errors import ConfigError
+from maxtrain.models.expert_bank import added_by_pairs, added_by_sets
+from maxtrain.models.mlp import gated
+from maxtrain.models.specs import MoeSpec
+from maxtrain.ops.dot import Recipe
+from maxtrain.ops.einsum import contract
+from maxtrain.ops.exchange import Exchange, Weights, exchanged, room_of, to_experts
+from maxtrain.ops.experts import (
+    add_bias,
+    block_size,
+    combine,
+    dispatch,
+    expert_dot,
+    expert_of_rows,
+    grouped_dot,
+    order_by_pair,
+    order_by_place,
+    quantized_expert_dot,
+    quantized_grouped_dot,
+)
+from maxtrain.ops.names import GATE_UP, named
+from maxtrain.ops.quantized import Quantized
+from maxtrain.ops.stored import elementwise
+
+
+class Taken(NamedTuple):
+    """Where choices go, and with which weights; E where to none."""
+
+    experts: Int[Array, "B T C"]
+    weights: Float[Array, "B T C"]
+    # Of each choice among those of its row that its expert takes, where experts have a capacity.
+    places: Int[Array, "B T C"]
+    # Of the adapters of each token's row; 0 where rows have none of their own. With the dims of
+    # the others, so that a mesh splits it as them.
+    sets: Int[Array, "B T 1"]
+
+
+class Layout(NamedTuple):
+    """What is split over which axes of the mesh; None: it is not.
+
+    Attributes:
+        units: hidden units of experts.
+        experts: whole experts.
+        has_own_tokens: whether tokens are split over the axis of experts, too. If not, all of its
+            devices have the same ones.
+        axes: all axes of the mesh.
+    """
+
+    units: str | None = None
+    experts: str | None = None
+    has_own_tokens: bool = False
+    axes: tuple[str, ...] = ()
+
+
+class Work(NamedTuple):
+    """What is to be done with tokens.
+
+    Attributes:
+        moe: the block.
+        recipe: of its products.
+        capacity: of an expert, of each row; None: all that it is given.
+    """
+
+    moe: MoeSpec
+    recipe: Recipe
+    capacity: int | None
+
+
+def share(
+    work: Work, layout: Layout, x: Float[Array, "B T D"], taken: Taken, weights: Weights
+) -> Float[Array, "B T D"]:
+    """What a device's tokens get from experts, float32.
+
+    Args:
+        work: what is to be done.
+        layout: what the device has of it.
+        x: its tokens.
+        taken: their experts, by their numbers in the whole model.
+        weights: what it has of the experts, by names such as `up.kernel` and `down.bias`; see
+            `ExpertLinear.parts`.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    summed = []
+    if layout.units is not None:
+        summed.append(layout.units)
+    if layout.units is not None and "down.bias" in weights:
+        # Of the devices that have a part each, the first one adds it.
+        bias = weights["down.bias"]
+        is_first = jax.lax.axis_index(layout.units) == 0
+        weights = weights | {"down.bias": jnp.where(is_first, bias, jnp.zeros_like(bias))}
+    if layout.experts is None:
+        out = _here(work, tokens, taken, weights)
+    elif layout.has_own_tokens:
+        out = _everywhere(work, layout, layout.experts, tokens, taken, weights)
+    else:
+        out = _here(work, tokens, _numbered_here(taken, layout.experts, weights), weights)
+        summed.append(layout.experts)
+    if summed:
+        out = jax.lax.psum(out, tuple(summed))
+    return out.reshape(x.shape)
+
+
+def _num_experts(weights: Weights) -> int:
+    """Of those that the device has."""
+    return next(iter(weights.values())).shape[0]
+
+
+def _numbered_here(taken: Taken, axis: str, weights: Weights) -> Taken:
+    """Experts by their numbers on this device; choices of other devices' experts go to none."""
+    count = _num_experts(weights)
+    numbers = taken.experts - jax.lax.axis_index(axis) * count
+    is_here = (numbers >= 0) & (numbers < count)
+    return taken._replace(experts=jnp.where(is_here, numbers, count))
+
+
+def _here(
+    work: Work, x: Float[Array, "N D"], taken: Taken, weights: Weights
+) -> Float[Array, "N D"]:
+    """What tokens get from the experts of this device, by their numbers here."""
+    E = _num_experts(weights)
+    num_choices = taken.experts.shape[-1]
+    gates = taken.weights.reshape(-1, num_choices)
+    experts = taken.experts.reshape(-1, num_choices)
+    if work.moe.routing.kernel == "eager":
+        return _by_all(work, x, experts, gates, taken.sets.reshape(-1), weights)
+    if work.capacity is not None:
+        order = order_by_place(taken.experts, taken.places, E, work.capacity)
+        rows = dispatch(x, order)
+        sets = jnp.repeat(taken.sets[:, 0, 0], work.capacity)
+        made = _with_capacity(work, rows.reshape(E, -1, rows.shape[-1]), sets, weights)
+        return combine(made.reshape(rows.shape), gates, order)
+    return _by_chosen(work, x, experts, gates, taken.sets.reshape(-1), weights)
+
+
+def _num_sets(weights: Weights) -> int:
+    """Of adapters beside each other, with the empty one."""
+    banks = [value for name, value in weights.items() if name.endswith(".bank_a")]
+    if not banks:
+        return 1
+    return banks[0].shape[1]
+
+
+def _everywhere(
+    work: Work,
+    layout: Layout,
+    axis: str,
+    x: Float[Array, "N D"],
+    taken: Taken,
+    weights: Weights,
+) -> Float[Array, "N D"]:
+    """What tokens get from all experts, which are split over an axis as the tokens are.
+
+    ConfigError: rows have adapters of their own, whose numbers do not travel with tokens.
+    """
+    if _num_sets(weights) > 1:
+        raise ConfigError(
+            "mesh.expert: rows that have adapters of their own need all experts on their device. "
+            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher."
+        )
+    each = _num_experts(weights)
+    num_devices = jax.lax.axis_size(axis)
+    num_choices = taken.experts.shape[-1]
+    gates = taken.weights.reshape(-1, num_choices)
+    if work.moe.routing.kernel == "eager":
+        return _by_all_everywhere(work, axis, x, taken, weights)
+    if work.capacity is not None:
+        E = work.moe.num_experts
+        order = order_by_place(taken.experts, taken.places, E, work.capacity)
+        rows = dispatch(x, order)
+        received = to_experts(rows, axis).reshape(num_devices, each, -1, x.shape[-1])
+        of_experts = received.swapaxes(0, 1).reshape(each, -1, x.shape[-1])
+        sets = jnp.zeros(of_experts.shape[1], jnp.int32)
+        made = _with_capacity(work, of_experts, sets, weights)
+        made = made.reshape(each, num_devices, -1, x.shape[-1]).swapaxes(0, 1)
+        return combine(to_experts(made.reshape(rows.shape), axis), gates, order)
+
+    def of_rows(rows: Array, experts: Array, weights: Weights) -> Array:
+        alone = jnp.ones((rows.shape[0], 1), jnp.float32)
+        sets = jnp.zeros(rows.shape[0], jnp.int32)
+        out = _by_chosen(work, rows, experts[:, None], alone, sets, weights)
+        # What it was before it was summed, alone.
+        return out.astype(work.recipe.result)
+
+    most = x.shape[0] * min(num_choices, each)
+    factor = work.moe.routing.exchange_factor
+    room = room_of(x.shape[0] * num_choices, num_devices, factor, most)
+    exchange = Exchange(axis, num_devices, each, room, most, layout.axes, of_rows)
+    return exchanged(exchange, x, taken.experts.reshape(-1, num_choices), gates, weights)
+
+
+def _by_all_everywhere(
+    work: Work, axis: str, x: Float[Array, "N D"], taken: Taken, weights: Weights
+) -> Float[Array, "N D"]:
+    """The oracle where experts are split: each device has the tokens of all for its own experts."""
+
+    def of_all(array: Array) -> Array:
+        return jax.lax.all_gather(array, axis, tiled=True)
+
+    gathered = _numbered_here(Taken(*map(of_all, taken)), axis, weights)
+    out = _here(work, of_all(x), gathered, weights)
+    return jax.lax.psum_scatter(out, axis, tiled=True)
+
+
+def _by_all(
+    work: Work,
+    x: Float[Array, "N D"],
+    experts: Int[Array, "N C"],
+    gates: Float[Array, "N C"],
+    sets: Int[Array, " N"],
+    weights: Weights,
+) -> Float[Array, "N D"]:
+    """The oracle: every expert for every token, most of them with weight 0."""
+    E = _num_experts(weights)
+    recipe = work.recipe
+    is_chosen = jax.nn.one_hot(experts, E, dtype=jnp.float32)
+    of_experts = (is_chosen * gates[..., None]).sum(1)
+    added = functools.partial(added_by_sets, numbers=sets, recipe=recipe)
+
+    def biased(y: Array, bias: Array) -> Array:
+        return y.astype(jnp.float32) + bias.astype(jnp.float32)[:, None]
+
+    inputs = jnp.broadcast_to(x, (E, *x.shape))
+    products = _Products(expert_dot, quantized_expert_dot, added, biased)
+    out = _hidden_and_out(work, inputs, weights, products)
+    return contract("ne,end->nd", of_experts, out.astype(jnp.float32))
+
+
+def _with_capacity(
+    work: Work, x: Float[Array, "E R D"], sets: Int[Array, " R"], weights: Weights
+) -> Float[Array, "E R D"]:
+    """What comes of rows, of which each expert has as many."""
+    E, R, _ = x.shape
+    recipe = work.recipe
+    added = functools.partial(added_by_sets, numbers=sets, recipe=recipe)
+
+    def biased(y: Array, bias: Array) -> Array:
+        flat = add_bias(y.reshape(E * R, -1), bias, jnp.arange(E).repeat(R))
+        return flat.reshape(y.shape)
+
+    products = _Products(expert_dot, quantized_expert_dot, added, biased)
+    return _hidden_and_out(work, x, weights, products)
+
+
+def _by_chosen(
+    work: Work,
+    x: Float[Array, "N D"],
+    experts: Int[Array, "N C"],
+    gates: Float[Array, "N C"],
+    sets: Int[Array, " N"],
+    weights: Weights,
+) -> Float[Array, "N D"]:
+    """A token's own experts alone."""
+    E = _num_experts(weights)
+    recipe = work.recipe
+    block = block_size(experts.size, E)
+    order, pairs = order_by_pair(experts, sets, E, _num_sets(weights), block)
+    kernel = work.moe.routing.kernel
+    assert kernel != "eager"
+    added = functools.partial(
+        added_by_pairs, pairs=pairs, block=block, kernel=kernel, recipe=recipe
+    )
+
+    def grouped(inputs: Array, matrices: Array, recipe: Recipe) -> Array:
+        return grouped_dot(inputs, matrices, order, block, kernel, recipe)
+
+    def quantized(inputs: Array, stored: Quantized, recipe: Recipe) -> Array:
+        return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
+
+    def biased(y: Array, bias: Array) -> Array:
+        return add_bias(y, bias, expert_of_rows(order, block))
+
+    products = _Products(grouped, quantized, added, biased)
+    out = _hidden_and_out(work, dispatch(x, order), weights, products)
+    return combine(out, gates, order)
+
+
+class _Products(NamedTuple):
+    """How rows, in the order that their experts want, meet the weights.
+
+    Attributes:
+        with_matrices, with_quantized: with weights as they are, and as they are stored.
+        of_bank: what rows get of their own adapters, from x and all A and B; float32.
+        biased: what was made, and the biases of experts, added up; float32.
+    """
+
+    with_matrices: Callable[[Array, Array, Recipe], Array]
+    with_quantized: Callable[[Array, Quantized, Recipe], Array]
+    of_bank: Callable[[Array, Array, Array], Array]
+    biased: Callable[[Array, Array], Array]
+
+
+def _product(x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products) -> Array:
+    """x times the weights of a name, and its bias."""
+    out = _without_bias(x, weights, name, recipe, products)
+    bias = weights.get(f"{name}.bias")
+    if bias is None:
+        return out
+    return products.biased(out, bias).astype(recipe.result)
+
+
+def _without_bias(
+    x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products
+) -> Array:
+    """Where weights are quantised, what the adapter adds is a product of its own."""
+    kernel = weights.get(f"{name}.kernel")
+    if kernel is not None:
+        out = products.with_matrices(x, kernel, recipe)
+        bank = weights.get(f"{name}.bank_a")
+        if bank is None:
+            return out
+        added = products.of_bank(x, bank, weights[f"{name}.bank_b"])
+        return (out.astype(jnp.float32) + added).astype(recipe.result)
+    stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
+    out = products.with_quantized(x, stored, recipe)
+    exact = Recipe.of(recipe.inputs)
+    low = products.with_matrices(x, weights[f"{name}.a"], exact)
+    added = products.with_matrices(low, weights[f"{name}.b"], exact)
+    return (out.astype(jnp.float32) + added).astype(recipe.result)
+
+
+def _hidden_and_out(work: Work, x: Array, weights: Weights, products: _Products) -> Array:
+    """Hidden units of x, and what comes of them."""
+    activated = functools.partial(gated, work.moe.activation)
+    gate = named(_product(x, weights, "gate", work.recipe, products), GATE_UP)
+    up = named(_product(x, weights, "up", work.recipe, products), GATE_UP)
+    hidden = elementwise(activated, gate, up)
+    return _product(hidden, weights, "down", work.recipe, products)

@@ -1,0 +1,2 @@
+"""What a compiled program says of itself: products, memory traffic, collectives, and how long they
+take at least."""

@@ -1,0 +1,130 @@
+"""Which of many hosts and devices is named, from reports that are made up."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from maxtrain.doctor.show import show
+from maxtrain.doctor.verdict import notes, problems
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def device(number: int, **changes) -> dict:
+    found = {
+        "id": number,
+        "kind": H100,
+        "platform": "gpu",
+        "memory_bytes": 64_000_000_000,
+        "bfloat16": 7e14,
+        "float32": 5e13,
+        "wrong": [],
+        "digest": [1, 2],
+    }
+    return found | changes
+
+
+def report(index: int, **changes) -> dict:
+    """A sound host with two devices."""
+    sums = {
+        "axis": "fsdp",
+        "size": 2,
+        "bytes_per_second": 3.6e11,
+        "joined": True,
+        "wrong": [],
+    }
+    found = {
+        "host": f"h{index}",
+        "clock": 0.001 * index,
+        "versions": {"jax": "1"},
+        "disk": {"folder": "/runs", "free_bytes": 10**12, "bytes_per_second": 1e9},
+        "data": [{"key": "data.sources.a.path", "path": "/d", "bytes_per_second": 1e9}],
+        "devices": [device(2 * index), device(2 * index + 1)],
+        "sums": [sums],
+    }
+    return found | changes
+
+
+def hosts() -> list[dict]:
+    return [report(index) for index in range(4)]
+
+
+def test_nothing_is_said_of_sound_hosts():
+    assert problems(hosts()) == [] and notes(hosts()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("devices", 1, "bfloat16"), 5e14, "device 5 (NVIDIA H100 80GB HBM3) multiplies bfloat16"),
+        (("devices", 1, "float32"), 3e13, "device 5 (NVIDIA H100 80GB HBM3) multiplies float32"),
+        (("devices", 0, "memory_bytes"), 10**10, "device 4 has memory of 10.0 GB, and 64.0 are"),
+        (("devices", 0, "wrong"), ["float32 products"], "device 4 has computed wrongly: float32"),
+        (("devices", 0, "digest"), [1, 3], "device 4 has other products than 7 devices"),
+        (("devices",), [device(4)], "devices is 1 x NVIDIA H100 80GB HBM3, but 2 x"),
+        (("versions", "jax"), "2", "jax is 2, but 1 elsewhere. Install"),
+        (("clock",), -3.0, "its clock is 3.0 s behind the others. Start its NTP"),
+        (("disk",), {"folder": "/", "error": "/: Read-only"}, "can't write to output_dir: /: Read"),
+        (("disk", "free_bytes"), 10**8, "has 0.10 GB free in /runs"),
+        (("data", 0, "error"), "/d: is not there.", "can't read data.sources.a.path: /d: is not"),
+        (("sums", 0, "wrong"), [5], "device 5 has a wrong sum over mesh.fsdp. Take it out"),
+    ],
+)
+def test_the_host_and_the_device_are_named(place, value, said):
+    reports = hosts()
+    *above, last = place
+    found = reports[2]
+    for key in above:
+        found = found[key]
+    found[last] = value
+    (problem,) = problems(reports)
+    assert problem.startswith("process 2 on h2") and said in problem
+
+
+def test_what_is_slow_everywhere_is_held_against_the_data_sheet():
+    reports = hosts()
+    for found in reports:
+        for each in found["devices"]:
+            each["bfloat16"] = 3e14
+        found["sums"][0]["bytes_per_second"] = 1e11
+    slow, sums = problems(reports)
+    assert slow == (
+        f"All {H100} multiply bfloat16 at 300.0 TFLOP/s of 989.5. Look at drivers, limits and heat."
+    )
+    assert "Sums over mesh.fsdp move 100.0 GB/s of 450 between 2 devices. Look at" in sums
+    # Between hosts there is a network that no table knows.
+    for found in reports:
+        found["sums"][0]["joined"] = False
+    assert problems(reports) == [slow]
+
+
+def test_cpus_are_compared_by_their_results_alone():
+    reports = hosts()
+    for index, found in enumerate(reports):
+        for each in found["devices"]:
+            each |= {"kind": "cpu", "platform": "cpu", "bfloat16": 1e9 * (index + 1)}
+    assert problems(reports) == []
+    assert notes(reports) == ["CPU devices share their cores: their speeds are not judged."]
+    reports[1]["devices"][0]["digest"] = [0, 0]
+    (problem,) = problems(reports)
+    assert "process 1 on h1: device 2 has other products" in problem
+
+
+def test_a_host_that_writes_slowly_is_worth_a_look():
+    reports = hosts()
+    reports[3]["disk"]["bytes_per_second"] = 1e8
+    assert notes(reports) == ["process 3 on h3 writes 100 MB/s, and 1,000 are usual."]
+    assert problems(reports) == []
+
+
+def test_tables_have_every_host_and_the_slowest_devices():
+    reports = [report(index) for index in range(40)]
+    reports[7]["devices"][1]["bfloat16"] = 1e12
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(reports, problems(reports), notes(reports), console)
+    text = console.export_text()
+    assert "the slowest 64 of 80 devices" in text
+    assert "broken: process 7 on h7: device 15" in text
+    assert "Nothing is broken" not in text and " h39 " in text
+    assert "of its links" in text and "80%" in text

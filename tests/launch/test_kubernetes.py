@@ -1,0 +1,190 @@
+"""JobSets: held to the schema of the official definition, and to what a schema can't say."""
+
+import json
+import shlex
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from data_pipeline.errors import FINAL, WORTH_RESTARTING
+from maxtrain.config import load_config
+from maxtrain.launch import command
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "jobset" / "crd.json").read_text())
+STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
+K8S = ["k8s", "--nodes", "4", "--gpus-per-node", "8", "--image", "registry/a/maxtrain:gpu", *STORED]
+TPU = ["gke-tpu", "--accelerator", "v5p", "--topology", "4x4x4", "--image", "tpu:1", *STORED]
+RUN = ["config=quickstart", "data.batch_size=512", "eval.batch_size=512", "run_name=A_run"]
+
+
+def manifests(capsys, *words: str) -> list[dict]:
+    """What a command prints, checked against the schema."""
+    assert command.main([*words], "maxtrain launch") == 0, capsys.readouterr().err
+    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    jsonschema.validate(found[-1], SCHEMA)
+    job = job_of(found[-1])
+    # What the API refuses, and the schema does not say.
+    (rule,) = job["podFailurePolicy"]["rules"]
+    values = rule["onExitCodes"]["values"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert values == sorted(set(values)) and 0 not in values
+    assert job["completions"] == job["parallelism"] and job["podReplacementPolicy"] == "Failed"
+    names = [mount["name"] for mount in container_of(found[-1])["volumeMounts"]]
+    assert names == [volume["name"] for volume in job["template"]["spec"]["volumes"]]
+    longest = f"{found[-1]['metadata']['name']}-workers-9999-99999-abcde"
+    assert len(longest) <= 63
+    return found
+
+
+def job_of(job_set: dict) -> dict:
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def container_of(job_set: dict) -> dict:
+    container, *_ = job_of(job_set)["template"]["spec"]["containers"]
+    return container
+
+
+def test_the_schema_refuses_what_the_definition_does_not_have(capsys):
+    *_, job_set = manifests(capsys, *K8S, *RUN)
+    job_of(job_set)["restartPolicy"] = "Never"
+    with pytest.raises(jsonschema.ValidationError, match="restartPolicy"):
+        jsonschema.validate(job_set, SCHEMA)
+    del job_of(job_set)["restartPolicy"]
+    del job_set["spec"]["failurePolicy"]["rules"][0]["name"]
+    with pytest.raises(jsonschema.ValidationError, match="'name' is a required"):
+        jsonschema.validate(job_set, SCHEMA)
+
+
+def test_pods_of_gpus_find_each_other_and_end_as_exit_codes_say(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*K8S, "--namespace", "team", "--queue", "q", "--time", "1-00", "--env", "A=$(B)"]
+    (job_set,) = manifests(capsys, *words, *RUN, "observe.prompts=['$(HOME) it''s']")
+    assert job_set["metadata"] == {
+        "name": "a-run",
+        "namespace": "team",
+        "labels": {"kueue.x-k8s.io/queue-name": "q"},
+    }
+    spec = job_set["spec"]
+    policy = spec["failurePolicy"]
+    assert policy["maxRestarts"] == 100 and policy["restartStrategy"] == "BlockingRecreate"
+    (final,) = policy["rules"]
+    assert final["action"] == "FailJobSet"
+    assert final["onJobFailureReasons"] == ["PodFailurePolicy", "DeadlineExceeded"]
+    job = job_of(job_set)
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["containerName"] == "maxtrain"
+    assert set(rule["onExitCodes"]["values"]) == set(FINAL)
+    assert not set(FINAL) & set(WORTH_RESTARTING)
+    assert job["completions"] == 4 and job["backoffLimit"] == 0
+    assert job["activeDeadlineSeconds"] == 86_400
+    # A pod has its grace, and some seconds to leave.
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 330
+    container = container_of(job_set)
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    environment = {entry["name"]: entry for entry in container["env"]}
+    address = environment["JAX_COORDINATOR_ADDRESS"]["value"]
+    # As spec.network and spec.coordinator say, whose replicated job has this name.
+    assert address == "a-run-workers-0-0.a-run:8476"
+    assert spec["coordinator"]["replicatedJob"] == spec["replicatedJobs"][0]["name"] == "workers"
+    assert environment["JAX_NUM_PROCESSES"]["value"] == "4"
+    index = environment["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert environment["A"]["value"] == "$$(B)"
+    assert container["command"] == ["maxtrain"]
+    assert container["args"][:2] == ["train", "output_dir=/data/runs"]
+    assert container["args"][-1] == "observe.prompts=['$$(HOME) it''s']"
+
+
+def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (job_set,) = manifests(capsys, *TPU, "--slices", "2", *RUN)
+    annotations = job_set["metadata"]["annotations"]
+    assert annotations == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 2 and job_of(job_set)["completions"] == 16
+    assert job_of(job_set)["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+    }
+    container = container_of(job_set)
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    # GKE tells hosts of each other.
+    assert container["env"] == []
+    (alone,) = manifests(capsys, *TPU, "--topology", "2x2x1", *RUN)
+    assert "annotations" not in alone["metadata"]
+    assert container_of(alone)["env"] == [{"name": "JAX_NUM_PROCESSES", "value": "1"}]
+
+
+def test_a_config_file_goes_along(capsys, tmp_path):
+    """And it is read there as it is here."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("# it's\ndata:\n  batch_size: 32\nrun_name: 'two  words'\n")
+    config_map, job_set = manifests(capsys, *K8S, str(file), "data.sources.a.path=/d")
+    assert config_map["kind"] == "ConfigMap"
+    assert config_map["metadata"] == job_set["metadata"] == {"name": "two-words"}
+    assert config_map["data"] == {"mine.yaml": file.read_text()}
+    assert "config=/etc/maxtrain/mine.yaml" in container_of(job_set)["args"]
+    (tmp_path / "there.yaml").write_text(config_map["data"]["mine.yaml"])
+    args = container_of(job_set)["args"][1:]
+    there = [word.replace("/etc/maxtrain/mine", str(tmp_path / "there")) for word in args]
+    assert load_config(there).data.batch_size == 32
+
+
+def test_what_a_pod_file_says_is_merged(capsys, tmp_path):
+    file = tmp_path / "pod.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+                "volumes": [{"name": "scratch", "emptyDir": {}}],
+                "containers": [
+                    {
+                        "resources": {"limits": {"memory": "1Ti"}},
+                        "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+                    }
+                ],
+            }
+        )
+    )
+    *_, job_set = manifests(capsys, *K8S, "--pod", str(file), *RUN)
+    pod = job_of(job_set)["template"]["spec"]
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    container = container_of(job_set)
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "memory": "1Ti"}
+    assert container["volumeMounts"][-1]["mountPath"] == "/scratch"
+    assert container["name"] == "maxtrain"
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [(K8S, "kubectl create -f -"), (["slurm", "--nodes", "64"], "sbatch")],
+    ids=["kubectl", "sbatch"],
+)
+def test_it_is_submitted(words, program, capsys, tmp_path, monkeypatch):
+    """What is handed over is what would be printed; a scheduler that refuses it is an error."""
+    name, *arguments = program.split()
+    (tmp_path / name).write_text(
+        f'#!/bin/sh\n[ "$*" = {shlex.quote(" ".join(arguments))} ] || exit 3\n'
+        f"cat >{tmp_path}/got\n[ ! -e {tmp_path}/refuse ]\n"
+    )
+    (tmp_path / name).chmod(0o755)
+    assert command.main([*words, *RUN], "maxtrain launch") == 0
+    printed = capsys.readouterr().out
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    file = tmp_path / "written"
+    options = ["--submit", "--output", str(file)]
+    assert command.main([*words, *options, *RUN], "maxtrain launch") == 0
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "got").read_text() == file.read_text() == printed
+    (tmp_path / "refuse").touch()
+    assert command.main([*words, "--submit", *RUN], "maxtrain launch") == 74
+    assert f"`{program}` ended with 1; nothing was started" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert command.main([*words, "--submit", *RUN], "maxtrain launch") == 64
+    assert "write the file by --output FILE" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""What is refused before anything is written: bad keys, meshes that do not fit, words that can't be
+written into a script."""
+
+import pytest
+
+from data_pipeline.errors import UsageError
+from maxtrain.launch import command, names
+from maxtrain.launch.tpu import make_slice
+
+SLURM = ["slurm", "--nodes", "2", "--gpus-per-node", "8"]
+K8S = ["k8s", "--nodes", "2", "--gpus-per-node", "8", "--image", "maxtrain:gpu"]
+TPU = ["gke-tpu", "--accelerator", "v5p", "--topology", "4x4x4", "--image", "maxtrain:tpu"]
+RUN = ["config=quickstart", "data.batch_size=32", "eval.batch_size=32"]
+STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([*SLURM, *RUN, "model.layers=3"], 78, "Did you mean"),
+        ([*SLURM, *RUN, "mesh.data=3"], 78, "= 3 must divide the number of devices, 16"),
+        ([*SLURM, "config=quickstart", "data.batch_size=24"], 78, "data.batch_size to 16 or 32"),
+        ([*SLURM, *RUN, "mesh.num_processes=2"], 78, "Set mesh.num_processes=null"),
+        ([*SLURM, *RUN, "mesh.simulated_devices=8"], 78, "Set mesh.simulated_devices=null"),
+        ([*SLURM, *RUN, "mesh.platform=tpu"], 78, "Set mesh.platform to auto or gpu"),
+        ([*SLURM, *RUN, "mesh.min_processes=3"], 78, "Set mesh.min_processes to at most 2"),
+        ([*SLURM, "--processes-per-node", "3", *RUN], 64, "Set it to 1, or to the number of GPUs"),
+        ([*SLURM, "--partition", "a b", *RUN], 64, "--partition 'a b' may have letters"),
+        ([*SLURM, "--directive", "--x\n#SBATCH --y", *RUN], 64, "Give --directive once for each"),
+        ([*SLURM, "--time", "0:05:00", *RUN], 64, "Set --time higher"),
+        ([*SLURM, "--time", "soon", *RUN], 64, "for example --time 12:00:00"),
+        ([*SLURM, "--env", "1A=2", *RUN], 64, "Write for example --env A=1"),
+        ([*SLURM, "--nodes", "0", *RUN], 64, "Set --nodes to 1 or more"),
+        ([*SLURM, "checkpoint.grace_seconds=1e6", *RUN], 64, "Set checkpoint.grace_seconds=3600"),
+        ([*SLURM], 64, "Add config=NAME"),
+        ([*SLURM, *RUN, "--", "--json"], 64, "Write its settings as key=value"),
+        (["slum", *RUN], 64, "invalid choice: 'slum'"),
+        ([*K8S, *RUN], 64, "Set --volume CLAIM:/data and output_dir=/data/runs"),
+        ([*K8S, *STORED, *RUN, "--name", "My_Job"], 64, "Set --name to my-job, for example"),
+        ([*K8S, *RUN, "--volume", "runs"], 64, "Write for example --volume checkpoints:/data"),
+        ([*TPU, *STORED, *RUN, "--topology", "4x4"], 64, "for example --topology 4x4x4"),
+        ([*TPU, *STORED, *RUN, "--topology", "2x2x1", "--slices", "2"], 64, "larger topology"),
+        ([*TPU, *STORED, *RUN, "--accelerator", "v3"], 64, "Use one of v4, v5e, v5p, v6e, 7x"),
+        (["local", "--processes", "2", *RUN, "mesh.simulated_devices=3"], 78, "batch_size"),
+    ],
+)
+def test_what_can_not_run_is_refused_with_its_mend(words, code, said, capsys):
+    assert command.main(words, "maxtrain launch") == code
+    out, err = capsys.readouterr()
+    assert said in err and out == ""
+
+
+def test_heads_are_not_split_over_the_network_between_slices(capsys):
+    """On two slices of 8 devices each, tensor=16 would take both."""
+    words = [*TPU, *STORED, *RUN, "--slices", "2", "--topology", "2x2x2", "mesh.tensor=16"]
+    shape = ["model.num_heads=16", "model.num_kv_heads=16", "model.mlp_dim=1024"]
+    assert command.main([*words, *shape, "model.embed_dim=256"], "maxtrain launch") == 78
+    said = capsys.readouterr().err
+    assert "mesh.data=1 x mesh.stage=1 x mesh.fsdp=1 = 1 must be a multiple of the 2 slices" in said
+    assert "Set mesh.data to 2" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("12:00:00", 43_200),
+        ("2-00", 172_800),
+        ("1-2:30", 95_400),
+        ("1-2:30:15", 95_415),
+    ],
+)
+def test_times_are_those_of_slurm(text, expected):
+    assert names.seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology", "hosts", "chips", "devices"),
+    [
+        ("v5p", "2x2x1", 1, 4, 4),
+        ("v5p", "4x4x4", 16, 4, 4),
+        ("v5e", "2x4", 1, 8, 8),
+        ("v5e", "4x8", 8, 4, 4),
+        ("v6e", "1x1", 1, 1, 1),
+        ("7x", "4x4x4", 16, 4, 8),
+    ],
+)
+def test_topologies_are_dealt_out_to_hosts(kind, topology, hosts, chips, devices):
+    found = make_slice(kind, topology)
+    assert (found.hosts, found.chips_per_host, found.devices_per_host) == (hosts, chips, devices)
+
+
+def test_a_small_topology_may_be_of_several_hosts():
+    assert make_slice("v6e", "2x4", 4).hosts == 2
+    with pytest.raises(UsageError, match="set --chips-per-node"):
+        make_slice("v6e", "2x2", 3)

@@ -1,0 +1,43 @@
+"""Names of devices that are not here."""
+
+import pytest
+
+from data_pipeline.errors import UsageError
+from maxtrain.parallel.topologies import GPUS, GpuHosts, described_devices, gpu_memory, parse_gpus
+
+
+def test_hosts_and_gpus_are_read():
+    assert parse_gpus("h100", "8") == GpuHosts("h100", 1, 8)
+    assert parse_gpus("h200", "2x8") == GpuHosts("h200", 2, 8)
+    assert parse_gpus("b200", "32x4") == GpuHosts("b200", 32, 4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mend"),
+    [
+        ("h100:", r"number of GPUs, or hosts x GPUs of each\. Write h100:8 or h100:2x8"),
+        ("h100:2x2x2", r"hosts x GPUs of each"),
+        ("h100:0", r"at least one GPU\. Write h100:1"),
+        ("h200:0x8", r"at least one GPU"),
+        ("h100:64", r"at most 8 GPUs\. Write h100:8x8"),
+        ("b200:2x12", r"at most 8 GPUs\. Write b200:2x8"),
+        ("a100:8", r"there is no such\. Write v5e:16x16"),
+        ("h100", r"number of GPUs"),
+        ("v5p", r"there is no such"),
+        ("v5p:4x", r"there is no such"),
+        ("", r"there is no such"),
+    ],
+)
+def test_another_name_is_refused_with_what_to_write(topology, mend):
+    with pytest.raises(UsageError, match=mend):
+        described_devices(topology)
+
+
+def test_programs_may_use_three_quarters_of_a_described_gpu():
+    found = [
+        gpu_memory(kind)
+        for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200 141GB HBM3e", "NVIDIA B200")
+    ]
+    assert found == [63707234304, 113548197888, 143635808256]
+    assert gpu_memory("NVIDIA A100-SXM4-80GB") is None
+    assert len(GPUS) == 3

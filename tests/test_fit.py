@@ -1,0 +1,316 @@
+"""`maxtrain fit`: the real step, compiled for TPUs and GPUs that are not here."""
+
+import dataclasses
+import json
+import platform
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import jax
+import pytest
+
+from data_pipeline.errors import ConfigError
+from maxtrain import fit_search
+from maxtrain.cli import main
+from maxtrain.config import load_config
+from maxtrain.fit_report import advice
+from maxtrain.fit_search import Mesh, meshes, search
+from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
+from maxtrain.models.cost import TokenFlops
+from maxtrain.parallel.compiled.roofline import Line, Roofline
+
+pytestmark = pytest.mark.usefixtures("this_process")
+# Their compilers are for this platform alone; there, a missing package fails the test.
+on_linux_x86 = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="libtpu and XLA's compiler for GPUs are for Linux on x86",
+)
+SMALL = [
+    "config=llama3_8b",
+    "model.vocab_size=512",
+    "model.num_layers=3",
+    "model.embed_dim=128",
+    "model.mlp_dim=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=64",
+    "model.max_length=256",
+    "data.seq_length=256",
+    "data.batch_size=8",
+]
+# Of three layers, the embedding and the output; and of the norms, which every device has whole.
+WEIGHTS = 3 * (4 * 128 * 4 * 64 + 3 * 128 * 256) + 2 * 512 * 128
+NORMS = (2 * 3 + 1) * 128
+# As JAX says it.
+MISSING = "cuDNN not found."
+
+
+@pytest.fixture
+def fitted(tmp_path, capfd):
+    """Runs the command, which must succeed; what it writes and what it prints. Compiled with all
+    optimizations; programs for devices elsewhere can't be read from a cache."""
+
+    def run(*words: str) -> tuple[dict, str]:
+        arguments = ["fit", *SMALL, *words, f"output_dir={tmp_path}", "run_name=fitted"]
+        code = main(arguments)
+        shown = capfd.readouterr()
+        assert code == 0, shown.err
+        return json.loads((tmp_path / "fitted" / "fit.json").read_text()), shown.out
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield run
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+def by_kind(record):
+    """Count and bytes of collectives, by kind and axes."""
+    return {
+        (line["kind"], *line["axes"]): (line["count"], line["num_bytes"])
+        for line in record["collectives"]
+    }
+
+
+@pytest.mark.long
+@on_linux_x86
+def test_a_step_on_gpus(fitted):
+    record, shown = fitted("topology=h100:8", "optimizer.accumulation=1", "mesh.fsdp=8")
+    found = by_kind(record)
+    assert set(found) == {(kind, "fsdp") for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+    assert found["all-gather", "fsdp"][1] == pytest.approx(3784704, rel=0.05)
+    assert found["reduce-scatter", "fsdp"][1] == pytest.approx(2637824, rel=0.05)
+    assert record["compiler_warnings"] == []
+    assert record["loops_of_unknown_length"] == 0
+    assert record["total_bytes"] == pytest.approx(9816732, rel=0.05)
+    assert record["total_bytes"] == sum(record["memory_bytes"].values())
+    # Float32 arrays of 827,264 weights, split over 8 devices but for the norms; two of moments.
+    assert record["memory_bytes"]["parameters"] == 4 * (WEIGHTS // 8 + NORMS)
+    assert record["memory_bytes"]["optimizer"] == pytest.approx(
+        8 * (WEIGHTS // 8 + NORMS), rel=0.01
+    )
+    assert record["limit_bytes"] == 63707234304
+    # With model.remat=full, layers are computed twice.
+    flops = record["program_flops_per_device"] * 8 / (8 * 256)
+    of_model = record["model_flops_per_token"]
+    assert 1.1 * of_model["full"] < flops < 4 / 3 * of_model["full"]
+    assert flops == pytest.approx(8355840, rel=0.01)
+    estimate = record["estimate"]
+    assert estimate["limit"] == "memory"
+    assert estimate["step_seconds"] == estimate["seconds"]["memory"]
+    assert estimate["seconds"]["products"] == pytest.approx(flops * 256 / 989.5e12)
+    assert "8 x NVIDIA H100 80GB HBM3, mesh fsdp=8" in shown
+    assert "an estimate from data sheets, not measured" in shown
+    assert "needed, of 59.33 GiB: fits" in shown
+
+
+@pytest.mark.long
+@on_linux_x86
+def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", Mock(side_effect=RuntimeError(MISSING)))
+    words = ["topology=h100:1", "model.attention=cudnn", "data.attend_across_documents=true"]
+    assert main(["fit", *SMALL, *words]) == 78
+    said = capsys.readouterr().err
+    assert "cuDNN is not installed here. Set model.attention=xla." in said
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.long
+@on_linux_x86
+def test_a_search_on_tpus(fitted):
+    words = ["--search", "--tries", "2", "--memory", "100MiB"]
+    record, shown = fitted("topology=v5p:2x2x1", *words)
+    split, dealt = record["tried"]
+    assert (split["mesh"]["fsdp"], split["remat"], split["accumulation"]) == (4, "none", 1)
+    assert (dealt["mesh"]["fsdp"], dealt["mesh"]["tensor"]) == (2, 2)
+    assert record["best"] == split
+    found = by_kind(split)
+    assert found["all-gather", "fsdp"][1] == pytest.approx(2359296, rel=0.05)
+    assert found["reduce-scatter", "fsdp"][1] == pytest.approx(2260992, rel=0.05)
+    assert by_kind(dealt)["all-reduce", "tensor"][1] == pytest.approx(7352324, rel=0.05)
+    for tried, needed in ((split, 41751424), (dealt, 41940736)):
+        assert tried["compiler_warnings"] == []
+        assert tried["loops_of_unknown_length"] == 0
+        assert tried["total_bytes"] == pytest.approx(needed, rel=0.05)
+        # What causal attention needs, and less than the whole square.
+        flops = tried["program_flops_per_device"] * 4 / (8 * 256)
+        assert tried["model_flops_per_token"]["causal"] < flops
+        assert flops < tried["model_flops_per_token"]["full"]
+    assert "what fits, fastest first" in shown
+    assert "Raise --tries from 2" in shown
+    assert "mesh.fsdp=4 mesh.context=1 mesh.tensor=1 data.batch_size=8" in shown
+
+
+@pytest.mark.long
+@on_linux_x86
+@pytest.mark.parametrize(
+    ("topology", "attention"),
+    [
+        ("v5p:2x2x1", "ring"),
+        ("v5p:2x2x1", "xla"),
+        pytest.param("h100:4", "ring", marks=pytest.mark.slow),
+        pytest.param("h100:4", "xla", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
+    words = ["mesh.fsdp=1", "mesh.context=4", f"model.attention={attention}"]
+    record, _ = fitted(f"topology={topology}", *words)
+    found = by_kind(record)
+    assert record["compiler_warnings"] == []
+    assert record["loops_of_unknown_length"] == 0
+    # Of keys, or values, of a device's 8 x 64 tokens in bfloat16, in each of 3 layers.
+    part = 8 * 64 * 4 * 64 * 2
+    if attention == "xla":
+        # Queries, keys, values and results are dealt out three times, with the recomputation;
+        # gradients of two of them in float32. A device keeps a quarter.
+        assert ("collective-permute", "context") not in found
+        sent = 3 * (10 + 2 * 2) * 3 / 4 * part
+        assert found["all-to-all", "context"][1] == pytest.approx(sent, rel=0.02)
+    else:
+        assert ("all-to-all", "context") not in found
+        # Keys and values go three times round in three passes, and their gradients four times,
+        # in float32. Beside them, positions and documents.
+        sent = 3 * (3 * 3 * 2 + 2 * 4 * 2) * part
+        if topology.startswith("h100"):
+            # This compiler sends float32 as it is.
+            sent = 3 * (2 * 3 * 3 * 2 + 2 * 4 * 2) * part
+        assert found["collective-permute", "context"][1] == pytest.approx(sent, rel=0.02)
+    stored = {("v5p:2x2x1", "ring"): 59594080, ("v5p:2x2x1", "xla"): 45101376}
+    if (topology, attention) in stored:
+        needed = stored[topology, attention]
+        assert record["total_bytes"] == pytest.approx(needed, rel=0.05)
+
+
+CONFIG = load_config([*SMALL, "mesh.fsdp=4", "mesh.data=1", "optimizer.accumulation=2"])
+LINE = Line("all-gather", ("fsdp",), 3, 1e6, 0.2)
+
+
+def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **others):
+    """One that fits into 2000 bytes a device."""
+    found = Fit(
+        config=config,
+        device="TPU v5",
+        num_devices=4,
+        batch=Shape(config.data.batch_size, 256),
+        limit=2000,
+        memory={"parameters": total},
+        refused=None,
+        sampling=None,
+        model=TokenFlops(6e6, 5e6),
+        peak=1e12,
+        flops=4e9,
+        memory_traffic=1e9,
+        lines=list(lines),
+        times=Roofline(*seconds),
+        warnings=[],
+        unknown_loops=0,
+        compile_seconds=1.0,
+    )
+    return found._replace(**others)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
+    require_fit(a_fit())
+    too_large = r"a step of 8 rows x 256 tokens on 4 x TPU v5 needs 3\.00 GiB of the 2\.00 GiB"
+    with pytest.raises(ConfigError, match=rf"data\.batch_size=8: {too_large} that programs may"):
+        require_fit(a_fit(total=3 << 30, limit=2 << 30))
+    with pytest.raises(ConfigError, match=r"Set a higher mesh\.tensor or mesh\.context, or more"):
+        require_fit(a_fit(total=3000))
+    whole = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, batch_size=16))
+    recomputed = dataclasses.replace(whole, model=dataclasses.replace(whole.model, remat="none"))
+    with pytest.raises(ConfigError, match=r"Set optimizer\.accumulation=4 and model\.remat=full"):
+        require_fit(a_fit(recomputed, total=3000))
+    with pytest.raises(ConfigError, match=r"needs more than the compiler allows of"):
+        require_fit(a_fit(memory={}))
+    with pytest.raises(ConfigError, match=r"needs 28\.00 GiB of the"):
+        require_fit(a_fit(memory={}, refused=28 << 30))
+    with pytest.raises(ConfigError, match=r"needs 0\.00 MiB"):
+        require_fit(a_fit(sampling=2500))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (a_fit(), "all-gather over mesh.fsdp is 67% of it. A lower optimizer.accumulation, if it"),
+        (a_fit(lines=[LINE._replace(axes=("tensor",))]), "A lower mesh.tensor sends fewer"),
+        (a_fit(lines=[LINE._replace(axes=("context",))]), "A lower mesh.context sends fewer keys"),
+        (a_fit(seconds=(0.1, 0.4, 0.3)), "4 rows at a time use each weight for few tokens"),
+        (a_fit(seconds=(0.5, 0.4, 0.3)), "1.56 times what the model needs. model.remat=dots or"),
+        (a_fit(seconds=(0.5, 0.4, 0.3), flops=2.6e9), "More devices make it faster"),
+    ],
+)
+def test_what_would_help_is_said(found, said):
+    assert said in advice(found)
+
+
+def test_meshes_split_rows_first_and_have_all_devices():
+    found = meshes(CONFIG, 4)
+    assert found[:3] == [
+        Mesh(1, 1, 4, 1, 1, 1),
+        Mesh(1, 1, 2, 1, 1, 2),
+        Mesh(1, 1, 2, 2, 1, 1),
+    ]
+    assert {mesh.data * mesh.fsdp * mesh.context * mesh.tensor for mesh in found} == {4}
+
+
+def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
+    """With memory and time by a rule in the place of the compiler."""
+    tried = []
+
+    def fit_step(config, devices, limit):
+        accumulation = config.optimizer.accumulation
+        activations = {"none": 4000, "dots": 1600, "full": 400}[config.model.remat]
+        total = 100 + activations // accumulation
+        seconds = {"none": 3.0, "dots": 3.5, "full": 4.0}[config.model.remat] + accumulation
+        tried.append((config.mesh.tensor, config.model.remat, accumulation))
+        return a_fit(config, total, (seconds, 0.0, config.mesh.tensor), limit=limit)
+
+    parts = SimpleNamespace(parts=SimpleNamespace(abstract=()))
+    monkeypatch.setattr(fit_search, "fit_step", fit_step)
+    monkeypatch.setattr(fit_search, "StepPrograms", lambda config, devices: parts)
+    monkeypatch.setattr(fit_search, "meshes", lambda config, count: [Mesh(1, 1, 1, 1, 1, 1)])
+    found = search(CONFIG, [None], 1200, [8], most=99)
+    # One accumulates more for each that recomputes less; 4000 / 2 is known to be too large.
+    assert tried == [
+        (1, "none", 1),
+        (1, "dots", 1),
+        (1, "full", 1),
+        (1, "dots", 2),
+        (1, "none", 4),
+    ]
+    assert [one.config.model.remat for one in found.fits] == ["full", "dots", "none"]
+    assert found.is_whole and found.num_tried == 5
+    assert not search(CONFIG, [None], 1200, [8], most=2).is_whole
+    monkeypatch.setattr(fit_search, "bytes_on_device", lambda state: 5000)
+    assert search(CONFIG, [None], 1200, [8], most=99).num_tried == 0
+
+
+def test_the_largest_batch_of_a_run_counts():
+    assert batch_shape(load_config(["config=llama3_8b"])) == Shape(128, 8192)
+    assert batch_shape(load_config(["config=grpo_qwen2_5_1_5b"])) == Shape(32 * 8, 1024)
+    words = ["data.stages=[{until: 5, seq_length: 128, batch_size: 64}, {seq_length: 32}]"]
+    assert batch_shape(load_config([*SMALL, *words])) == Shape(64, 128)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 64, "topology=NAME is missing: the devices to compile for. Write v5e:16x16"),
+        (["topology=h100:12"], 64, "at most 8 GPUs. Write h100:2x8"),
+        (["topology=v5e:2x2", "--batches", "8"], 64, "--batches is for --search"),
+        (["topology=v5e:2x2", "--search", "--batches", "8,x"], 64, "must be numbers of rows"),
+        (["topology=v5e:2x2", "--search", "--tries", "0"], 64, "--tries 0 must be at least 1"),
+    ],
+)
+def test_what_can_not_be_asked_is_said_with_its_code_and_mend(capsys, words, code, message):
+    assert main(["fit", *SMALL, *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_need_their_compiler(capsys, monkeypatch):
+    monkeypatch.setattr("sys.modules", {**sys.modules, "jax_plugins.xla_cuda13": None})
+    assert main(["fit", *SMALL, "topology=h100:8"]) == 64
+    said = capsys.readouterr().err
+    assert "--topology h100:1x8: needs jax_plugins.xla_cuda13" in said
+    assert "[compile-gpu]" in said
