@@ -118,6 +118,8 @@ class FaultyS3:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(fault.pid, signal.SIGKILL)
         if fault.drop:
+            if not fault.done:
+                _read(environ)
             raise _hung_up(environ)
         if fault.status:
             _read(environ)
