@@ -26,6 +26,7 @@ from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import REFERENCE, Objective
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests, hash_text
+from maxtrain.storage.reading import readable_model
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
@@ -207,7 +208,7 @@ def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
 
 def _find_model(role: str, place: str, name: str) -> FrozenModel:
     """As `find_model`, whatever the model gives."""
-    directory = Path(place).expanduser().absolute()
+    directory = readable_model(place).absolute()
     if (directory / "config.json").exists():
         precision = _stored_precision(directory)
         return FrozenModel(role, name, directory, read_config(directory), precision)

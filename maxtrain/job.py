@@ -9,7 +9,6 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,6 +54,7 @@ from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
+from maxtrain.storage.reading import readable_model
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import frozen_paths, join, split, split_buffers
@@ -556,7 +556,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
             fields[f"files of the {frozen.role}"] = sampled_hash(frozen.directory)
     if job.data.teacher is not None:
         fields["stored teacher"] = job.data.teacher.digest()
-    weights = Path(job.config.checkpoint.init_from or "").expanduser()
+    weights = readable_model(job.config.checkpoint.init_from or "")
     if saved is None and (weights / "config.json").exists():
         fields["files of checkpoint.init_from"] = sampled_hash(weights)
     fields["checkpoint"] = "none"
