@@ -14,7 +14,6 @@ from data_pipeline.loader import HostBatch
 from maxtrain.observe.stragglers import HostTime, OwnTime
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 
-
 # Letters of the name of a host, so that all that is said fits.
 _LONGEST_NAME = 60
 

@@ -1,7 +1,7 @@
 """The config of a run: schema, files, command line, checks. Imports no jax, so that help and config
 errors come at once."""
 
-from maxtrain.config.across.shapes import fit_to_devices, fit_to_fewer
+from maxtrain.config.across.shapes import fewer_settings, fit_to_devices, fit_to_fewer
 from maxtrain.config.load import (
     default_config,
     from_command_line,
@@ -16,6 +16,7 @@ from maxtrain.config.schema import RunConfig
 __all__ = [
     "RunConfig",
     "default_config",
+    "fewer_settings",
     "fit_to_devices",
     "fit_to_fewer",
     "from_command_line",
