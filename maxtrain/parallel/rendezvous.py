@@ -108,7 +108,7 @@ class _Meeting:
         self._suffices = suffices
         # Those that lead rather than this one; and where it would, if it may.
         self._before = places[:index]
-        self._own = None
+        self._own: str | None = None
         if index < len(places):
             self._own = places[index]
         self._lobby: Lobby | None = None
