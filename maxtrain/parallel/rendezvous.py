@@ -102,7 +102,7 @@ class _Meeting:
         deadline: float,
         suffices: Callable[[int], bool] | None,
     ):
-        index = me["index"]
+        index: int = me["index"]
         self._me = me
         self._deadline = deadline
         self._suffices = suffices
