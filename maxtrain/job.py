@@ -396,6 +396,10 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
+        slices = config.mesh.dcn_data * config.mesh.dcn_fsdp
+        # Nobody knows here which processes make a slice; if each is one, all are whole.
+        if slices not in (1, had):
+            return False
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
         return fit_to_fewer(asked_for, had, count, usual) is not None
 

@@ -35,7 +35,7 @@ from data_pipeline.errors import (
     run_command,
 )
 from maxtrain import ATTEMPT, SLOT
-from maxtrain.config import fit_to_fewer, load_config, with_accumulation
+from maxtrain.config import fewer_settings, fit_to_fewer, load_config, with_accumulation
 from maxtrain.config.run_path import process_number, run_path
 from maxtrain.config.schema import RunConfig
 from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
@@ -213,14 +213,13 @@ class Supervisor:
             fewer = fit_to_fewer(config, had, count, devices)
             if not fewer:
                 continue
-            name = "optimizer.accumulation="
-            setting = f"{name}{fewer.optimizer.accumulation}"
-            self._command = [word for word in self._command if not word.startswith(name)]
-            self._command.append(setting)
+            changed = fewer_settings(self._config, fewer)
+            kept = [word for word in self._command if word.partition("=")[0] not in changed]
+            settings = [f"{name}={value}" for name, value in changed.items()]
+            self._command = [*kept, *settings]
             self._slots = rest[:count]
-            self._tell(
-                f"process {slot} is lost; goes on with {count} of {had} processes, {setting}"
-            )
+            said = f"goes on with {count} of {had} processes, {' '.join(settings)}"
+            self._tell(f"process {slot} is lost; {said}")
             return True
         return False
 

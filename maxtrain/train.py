@@ -288,7 +288,8 @@ def train(run: Run) -> None:
             run.make_step(batch, origin, is_logged)
             run.progress.update(run.step)
             run.stop.save_first(lambda: run.clock.doing()[0])
-            stop, save = run.stop.agreed(save=run.checkpoints.due())
+            with run.clock.waiting():
+                stop, save = run.stop.agreed(save=run.checkpoints.due())
             after = AfterStep(
                 step=run.step,
                 is_last=is_last,

@@ -3,6 +3,7 @@ errors come at once."""
 
 from maxtrain.config.across.shapes import (
     accumulations,
+    fewer_settings,
     fit_to_devices,
     fit_to_fewer,
     with_accumulation,
@@ -22,6 +23,7 @@ __all__ = [
     "RunConfig",
     "accumulations",
     "default_config",
+    "fewer_settings",
     "fit_to_devices",
     "fit_to_fewer",
     "from_command_line",

@@ -50,7 +50,7 @@ _APART = re.compile(
     r"(run_name|output_dir|local_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
-    r"|mesh\.(coordinator|num_processes|process_id|min_processes"
+    r"|mesh\.(coordinator|num_processes|process_id|min_processes|planned_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
 )

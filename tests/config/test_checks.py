@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import accumulations, fit_to_devices, fit_to_fewer, load_config
+from maxtrain.config import (
+    accumulations,
+    fewer_settings,
+    fit_to_devices,
+    fit_to_fewer,
+    load_config,
+)
 from tests.config.checking import load, problems
 
 
@@ -221,3 +227,45 @@ def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(
         rows = config.data.batch_size / config.optimizer.accumulation / (had * devices)
         assert config.data.batch_size / fewer.optimizer.accumulation / (count * devices) <= rows
         assert dataclasses.replace(fewer, optimizer=config.optimizer) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "had", "count", "devices", "settings"),
+    [
+        # A process is a slice.
+        (("mesh.dcn_data=4",), 4, 3, 8, "optimizer.accumulation=2 mesh.dcn_data=3"),
+        (("mesh.dcn_data=4", "mesh.fsdp=2"), 4, 1, 2, "optimizer.accumulation=4 mesh.dcn_data=1"),
+        (("mesh.dcn_fsdp=4",), 4, 2, 1, "optimizer.accumulation=2 mesh.dcn_fsdp=2"),
+        # Replicas go rather than shards, as long as that is possible.
+        (
+            ("mesh.dcn_data=2", "mesh.dcn_fsdp=2"),
+            4,
+            2,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_data=1",
+        ),
+        (
+            ("mesh.dcn_data=2", "mesh.dcn_fsdp=2"),
+            4,
+            3,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_data=1 mesh.dcn_fsdp=3",
+        ),
+        # Two processes are a slice, of which there is no half.
+        (("mesh.dcn_data=4",), 8, 4, 1, "optimizer.accumulation=2 mesh.dcn_data=2"),
+        (("mesh.dcn_data=4",), 8, 5, 1, None),
+    ],
+)
+def test_fewer_processes_are_fewer_whole_slices(overrides, had, count, devices, settings):
+    config = load_config(["config=quickstart", "data.batch_size=96", *overrides])
+    fewer = fit_to_fewer(config, had, count, devices)
+    if settings is None:
+        assert fewer is None
+        return
+    assert fewer is not None
+    written = fewer_settings(config, fewer)
+    assert " ".join(f"{key}={value}" for key, value in written.items()) == settings
+    # As a command line has them, they are the same.
+    kept = [word for word in overrides if word.partition("=")[0] not in written]
+    words = ["config=quickstart", "data.batch_size=96", *kept, *settings.split()]
+    assert load_config(words) == fewer

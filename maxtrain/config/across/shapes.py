@@ -13,7 +13,13 @@ from maxtrain.config.across.presets import with_preset
 from maxtrain.config.across.tensor import tensor_problems
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import RunConfig
-from maxtrain.config.sections.mesh import axes_of, row_axes_of, row_shards, slow_axes_of
+from maxtrain.config.sections.mesh import (
+    MeshConfig,
+    axes_of,
+    row_axes_of,
+    row_shards,
+    slow_axes_of,
+)
 from maxtrain.config.words import divisors, multiples, nearest
 
 
@@ -204,8 +210,13 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
     it can't do with so few.
 
     Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
-    stays as it is. Where it has not been decided yet (auto), it will be on the fewer devices.
+    stays as it is. Where it has not been decided yet (auto), it will be on the fewer devices. Of
+    slices only whole ones are left.
     """
+    mesh = _with_fewer_slices(config.mesh, had, count)
+    if mesh is None:
+        return None
+    config = dataclasses.replace(config, mesh=mesh)
     if config.optimizer.accumulation == "auto":
         tried = [config]
     else:
@@ -217,3 +228,29 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
             fit_to_devices(fewer, count * devices)
             return fewer
     return None
+
+
+def _with_fewer_slices(mesh: MeshConfig, had: int, count: int) -> MeshConfig | None:
+    """The mesh with as many slices as `count` of `had` processes have; None: one is not whole.
+
+    There are fewer replicas (mesh.dcn_data) rather than fewer shards (mesh.dcn_fsdp).
+    """
+    slices = mesh.dcn_data * mesh.dcn_fsdp
+    if slices == 1:
+        return mesh
+    left, rest = divmod(count * slices, had)
+    if rest:
+        return None
+    if left % mesh.dcn_fsdp == 0:
+        return dataclasses.replace(mesh, dcn_data=left // mesh.dcn_fsdp)
+    return dataclasses.replace(mesh, dcn_data=1, dcn_fsdp=left)
+
+
+def fewer_settings(config: RunConfig, fewer: RunConfig) -> dict[str, str]:
+    """What `fit_to_fewer` has changed, as settings of a command line."""
+    settings = {"optimizer.accumulation": str(fewer.optimizer.accumulation)}
+    for name in ("dcn_data", "dcn_fsdp"):
+        size = getattr(fewer.mesh, name)
+        if size != getattr(config.mesh, name):
+            settings[f"mesh.{name}"] = str(size)
+    return settings
