@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain import fit_search
 from maxtrain.cli import main
 from maxtrain.config import load_config
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.fit_report import advice
 from maxtrain.fit_search import Mesh, meshes, search
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
@@ -101,6 +102,9 @@ def test_a_step_on_gpus(fitted):
     assert estimate["step_seconds"] == estimate["seconds"]["memory"]
     assert estimate["seconds"]["products"] == pytest.approx(flops * 256 / 989.5e12)
     assert "8 x NVIDIA H100 80GB HBM3, mesh fsdp=8" in shown
+    # By the devices of the topology, not by the CPU that this runs on.
+    assert "attention: xla, since devices are NVIDIA H100 80GB HBM3, and model.att" in shown
+    assert "data.packing=stream puts several into one" in record["attention_reason"]
     assert "an estimate from data sheets, not measured" in shown
     assert "needed, of 59.33 GiB: fits" in shown
 
@@ -147,7 +151,7 @@ def test_a_search_on_tpus(fitted):
 @pytest.mark.parametrize(
     ("topology", "attention"),
     [
-        ("v5p:2x2x1", "ring"),
+        ("v5p:2x2x1", "auto"),
         ("v5p:2x2x1", "xla"),
         pytest.param("h100:4", "ring", marks=pytest.mark.slow),
         pytest.param("h100:4", "xla", marks=pytest.mark.slow),
@@ -157,6 +161,8 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
     words = ["mesh.fsdp=1", "mesh.context=4", f"model.attention={attention}"]
     record, _ = fitted(f"topology={topology}", *words)
     found = by_kind(record)
+    chosen = {"auto": "ring"}.get(attention, attention)
+    assert record["attention"] == chosen
     assert record["compiler_warnings"] == []
     assert record["loops_of_unknown_length"] == 0
     # Of keys, or values, of a device's 8 x 64 tokens in bfloat16, in each of 3 layers.
@@ -190,6 +196,7 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
     """One that fits into 2000 bytes a device."""
     found = Fit(
         config=config,
+        attention=Choice("xla", "as model.attention says"),
         device="TPU v5",
         num_devices=4,
         batch=Shape(config.data.batch_size, 256),
