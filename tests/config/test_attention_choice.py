@@ -7,7 +7,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, load_config
-from maxtrain.config.across.attention_choice import Hardware, choose, device_problems
+from maxtrain.config.across.attention_choice import Hardware, choose
 from maxtrain.config.problems import problems_of
 from maxtrain.parallel.hardware import hardware_of
 from maxtrain.run_state import RunState

@@ -108,7 +108,9 @@ def test_the_kernel_of_attention_is_told_for_the_devices_that_the_job_gets(capsy
     assert "attention: xla, since devices are GPUs, and model.attention=cudnn does not" in said
     assert command.main([*SLURM, *RUN, "model.attention=flash"], "maxtrain launch") == 78
     out, said = capsys.readouterr()
-    assert "model.attention=flash is for TPUs only, and the devices here are of platform gpu" in said
+    assert (
+        "model.attention=flash is for TPUs only, and the devices here are of platform gpu" in said
+    )
     assert "Set model.attention=xla" in said and out == ""
     assert command.main([*SLURM, *RUN, "model.attention=xla"], "maxtrain launch") == 0
     assert "attention" not in capsys.readouterr().err

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import KERNELS, attention, with_cache
