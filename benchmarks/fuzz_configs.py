@@ -227,6 +227,8 @@ THEMES: Sequence[Sequence[str]] = (
         "schedule.warmup_steps=0",
     ),
     ("model.attention=eager", "regularization.attention_dropout=0.1"),
+    ("model.attention=auto", "regularization.attention_dropout=0.1"),
+    ("model.attention=auto", "mesh.context=2", "mesh.data=1", "mesh.fsdp=-1"),
     (
         "regularization.residual_dropout=0.1",
         "regularization.embedding_noise=5",

@@ -56,7 +56,7 @@ def report(found: Fit) -> RenderableType:
         f" on {found.num_devices:,} x {found.device}, mesh {mesh_words(found)}\n",
         f"{found.batch.rows:,} rows x {found.batch.length:,} tokens a step, "
         f"remat={config.model.remat}, accumulation={config.optimizer.micro_batches}, "
-        f"attention={config.model.attention}; compiled in {found.compile_seconds:.1f} s",
+        f"compiled in {found.compile_seconds:.1f} s\n{found.attention.line}",
     )
     parts: list[RenderableType] = [head, "", memory_table(found)]
     if found.times is None:

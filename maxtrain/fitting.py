@@ -12,6 +12,7 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import row_shards
 from maxtrain.job import Parts
@@ -54,7 +55,8 @@ class Fit(NamedTuple):
     """What is known of a step on each device.
 
     Attributes:
-        config: with the mesh filled in.
+        config: with the mesh filled in, and the kernel of attention named.
+        attention: why it is that one.
         device: its kind.
         limit: bytes that programs may use.
         memory: bytes by kind; they add up to what a step needs. Empty: the compiler refused it.
@@ -73,6 +75,7 @@ class Fit(NamedTuple):
     """
 
     config: RunConfig
+    attention: Choice
     device: str
     num_devices: int
     batch: Shape
@@ -133,7 +136,8 @@ class Fit(NamedTuple):
             "seq_length": self.batch.length,
             "accumulation": self.config.optimizer.micro_batches,
             "remat": self.config.model.remat,
-            "attention": self.config.model.attention,
+            "attention": self.attention.kernel,
+            "attention_reason": self.attention.reason,
             "limit_bytes": self.limit,
             "memory_bytes": self.memory,
             "total_bytes": self.total,
@@ -211,6 +215,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     frozen = product_weights(parts.abstract.frozen[POLICY], parts.config.model)
     found = Fit(
         config=parts.config,
+        attention=parts.attention,
         device=device.device_kind,
         num_devices=len(programs.devices),
         batch=shape,

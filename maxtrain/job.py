@@ -21,6 +21,7 @@ from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_
 from data_pipeline.plan import Shape
 from data_pipeline.teacher_files import TeacherFiles
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves, with_accumulation
+from maxtrain.config.across.attention_choice import Choice, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
@@ -43,13 +44,13 @@ from maxtrain.objectives.objective import (
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.observe.metrics import require_free_names
-from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
+from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.rl.prompts import require_prompts, require_room
@@ -90,8 +91,9 @@ class Parts:
     """The model, objective and optimizer of a run, and their mesh, without the data. Use it inside
     `jax.set_mesh(parts.mesh)`."""
 
-    # With the mesh filled in for the devices here.
+    # With the mesh filled in for the devices here, and the kernel of attention named.
     config: RunConfig
+    attention: Choice
     mesh: jax.sharding.Mesh
     num_steps: int
     # Of each model: "policy" is the one that trains.
@@ -410,7 +412,10 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if count < had:
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
-    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    had = None
+    if saved is not None:
+        had = saved.attention()
+    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names), had)
     for stored in _stored_teachers(data, sets):
         stored.require_vocabulary(fitted.model.vocab_size or 0)
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
@@ -461,22 +466,35 @@ def _with_warmup_of_plan(
 
 
 def make_parts(
-    config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int
+    config: RunConfig,
+    devices: Sequence[Any],
+    num_steps: int,
+    num_sources: int,
+    had: str | None = None,
 ) -> Parts:
     """What trains on these devices, as shapes: nothing is computed.
 
     The devices may be descriptions of some that are elsewhere. The config fits the devices and
-    knows its vocabulary. ConfigError: a dim that the mesh does not divide.
+    knows its vocabulary. `had`: as of `choose`.
+
+    ConfigError: a dim that the mesh does not divide, or a kernel that the devices do not have.
     """
-    require_platform(config.model.attention, devices[0].platform)
+    hardware = hardware_of(devices[0])
+    attention = choose(hardware, config, had)
+    model = dataclasses.replace(config.model, attention=attention.kernel)
+    config = dataclasses.replace(config, model=model)
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
     objective = objective_of(config, num_sources)
     frozen_model = find_for(objective, config)
+    if frozen_model is not None:
+        frozen_model = frozen_model.with_kernel(config, hardware)
     stored_reference = None
     if REFERENCE_SUM in objective.arrays:
         stored_reference = find_reference(config)
+    if stored_reference is not None:
+        stored_reference = stored_reference.with_kernel(config, hardware)
     for other in (frozen_model, stored_reference):
         if other is not None:
             other.require_same_tokens(config.model.vocab_size or 0)
@@ -503,6 +521,7 @@ def make_parts(
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(
         config,
+        attention,
         mesh,
         num_steps,
         graphdefs,
@@ -552,6 +571,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
+    fields["kernel of attention"] = job.attention.kernel
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
     frozen = job.other_model
     if frozen is not None:

@@ -273,10 +273,13 @@ def require_own_config(run: Path) -> None:
 def launched_config(
     run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The config of a launch on record, with overrides; None: that of the run's last one, from
-    RUN/config.yaml. UserError: it is not a valid config."""
+    """The config of a launch on record, with the kernel of attention that it had, and overrides;
+    None: that of the run's last one, from RUN/config.yaml. UserError: it is not a valid config."""
     if launch is None:
         return load_config([f"config={run / CONFIG}", *overrides])
+    kernel = launches.attention_of(launch)
+    if kernel is not None and not any(word.startswith("model.attention=") for word in overrides):
+        overrides = [f"model.attention={kernel}", *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, CONFIG)
         path.write_text(launch["config"], encoding="utf-8")

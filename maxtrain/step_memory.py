@@ -37,7 +37,7 @@ class StepPrograms:
         parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
         # Random weights are as fast as others; the reference of the objective is what it is.
         random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
-        trained = dataclasses.replace(fitted, checkpoint=random)
+        trained = dataclasses.replace(parts.config, checkpoint=random)
         self.parts: Parts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
         # Of the compilations up to now: arrays that XLA gathers whole for want of a better way.

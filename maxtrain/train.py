@@ -425,7 +425,7 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     """
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
-    record = launch_record(to_yaml(job.asked), job.mesh, data, step)
+    record = launch_record(to_yaml(job.asked), job.attention, job.mesh, data, step)
     held = job.device_bytes()
     record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
@@ -470,6 +470,7 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    progress.message(job.attention.line)
     slow = slow_axes_of(config.mesh)
     by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
     for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes()):
@@ -483,7 +484,7 @@ def describe(progress: Progress, job: Job) -> None:
         progress.message(
             f"{frozen.role}: {frozen.model.family}, {size:,.2f} M parameters, "
             f"{frozen.precision.compute} on {frozen.precision.params} weights; "
-            f"of {frozen.describe()}"
+            f"of {frozen.describe()}; attention: {frozen.model.attention}"
         )
     elif job.stored_reference is not None:
         stored = job.stored_reference

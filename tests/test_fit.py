@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain import fit_search
 from maxtrain.cli import main
 from maxtrain.config import load_config
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.fit_report import advice
 from maxtrain.fit_search import Mesh, meshes, search
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
@@ -101,6 +102,12 @@ def test_a_step_on_gpus(fitted):
     assert estimate["step_seconds"] == estimate["seconds"]["memory"]
     assert estimate["seconds"]["products"] == pytest.approx(flops * 256 / 989.5e12)
     assert "8 x NVIDIA H100 80GB HBM3, mesh fsdp=8" in shown
+    # By the devices of the topology, not by the CPU that this runs on.
+    said = " ".join(shown.split())
+    assert (
+        "attention: xla, since devices are NVIDIA H100 80GB HBM3, and model.attention=cudnn" in said
+    )
+    assert "data.packing=stream puts several into one" in record["attention_reason"]
     assert "an estimate from data sheets, not measured" in shown
     assert "needed, of 59.33 GiB: fits" in shown
 
@@ -135,7 +142,8 @@ def test_micro_batches_are_chosen_for_devices_that_are_not_here(fitted):
 @on_linux_x86
 def test_a_search_on_tpus(fitted):
     words = ["--search", "--tries", "2", "--memory", "100MiB"]
-    record, shown = fitted("topology=v5p:2x2x1", *words)
+    # Not flash: XLA counts the FLOPs of its own blocks.
+    record, shown = fitted("topology=v5p:2x2x1", "model.attention=xla", *words)
     split, dealt = record["tried"]
     assert (split["mesh"]["fsdp"], split["remat"], split["accumulation"]) == (4, "none", 1)
     assert (dealt["mesh"]["fsdp"], dealt["mesh"]["tensor"]) == (2, 2)
@@ -162,7 +170,7 @@ def test_a_search_on_tpus(fitted):
 @pytest.mark.parametrize(
     ("topology", "attention"),
     [
-        ("v5p:2x2x1", "ring"),
+        ("v5p:2x2x1", "auto"),
         ("v5p:2x2x1", "xla"),
         pytest.param("h100:4", "ring", marks=pytest.mark.slow),
         pytest.param("h100:4", "xla", marks=pytest.mark.slow),
@@ -172,6 +180,8 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
     words = ["mesh.fsdp=1", "mesh.context=4", f"model.attention={attention}"]
     record, _ = fitted(f"topology={topology}", *words)
     found = by_kind(record)
+    chosen = {"auto": "ring"}.get(attention, attention)
+    assert record["attention"] == chosen
     assert record["compiler_warnings"] == []
     assert record["loops_of_unknown_length"] == 0
     # Of keys, or values, of a device's 8 x 64 tokens in bfloat16, in each of 3 layers.
@@ -205,6 +215,7 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
     """One that fits into 2000 bytes a device."""
     found = Fit(
         config=config,
+        attention=Choice("xla", "as model.attention says"),
         device="TPU v5",
         num_devices=4,
         batch=Shape(config.data.batch_size, 256),

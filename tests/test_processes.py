@@ -454,7 +454,16 @@ MIXTRAL = ["model.family=mixtral", "model.moe.num_experts=4", "model.routing.exc
     ("name", "mesh", "same"),
     [
         ("ring", ["mesh.context=4", "model.attention=ring"], []),
-        ("heads", ["mesh.context=4", "model.num_heads=4", "model.num_kv_heads=4"], []),
+        (
+            "heads",
+            [
+                "mesh.context=4",
+                "model.attention=xla",
+                "model.num_heads=4",
+                "model.num_kv_heads=4",
+            ],
+            [],
+        ),
         ("ring-within", ["mesh.fsdp=2", "mesh.context=2", "model.attention=ring"], []),
         ("experts", ["mesh.expert=4", *MIXTRAL], []),
         # What a slow network connects is a matter of order alone.

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from data_pipeline.errors import ConfigError, UsageError
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer
+from maxtrain.config.across.attention_choice import Hardware, choose
+from maxtrain.config.kernels import AUTO
 from maxtrain.config.load import Models, load_with_notes
 from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.config.shipped import find_file, shipped_configs
@@ -41,6 +43,17 @@ class Devices(NamedTuple):
         if self.per_process is None:
             return None
         return self.processes * (self.per_process or 1)
+
+    def platform(self, config: RunConfig) -> str | None:
+        """What kind of devices these are; None: not known here."""
+        if config.mesh.simulated_devices:
+            return "cpu"
+        if config.mesh.platform != "auto":
+            return config.mesh.platform
+        known = [platform for platform in self.platforms if platform != "auto"]
+        if len(known) == 1:
+            return known[0]
+        return None
 
 
 class Plan(NamedTuple):
@@ -155,7 +168,9 @@ def make_plan(
         if planned > given.processes:
             per_process = count // given.processes
             here = fit_to_fewer(config, planned, given.processes, per_process) or config
-        _require_slices(fit_to_devices(here, count), given)
+        fitted = fit_to_devices(here, count)
+        _require_slices(fitted, given)
+        _tell_attention(fitted, given)
     # A config may be named without `config=`; nothing else is without a key here.
     named = [word if "=" in word else f"config={word}" for word in settings]
     return Plan(config, verb, [*named, *options], tuple(program))
@@ -197,6 +212,25 @@ def _require_fit(config: RunConfig, given: Devices) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _tell_attention(config: RunConfig, given: Devices) -> None:
+    """Prints which kernel auto will choose.
+
+    Args:
+        config: with all axes of its mesh filled in.
+        given: what the job is given.
+
+    Raises:
+        ConfigError: its devices do not have the kernel that is named.
+    """
+    platform = given.platform(config)
+    if platform is None:
+        return
+    choice = choose(Hardware(platform, f"{platform.upper()}s"), config)
+    if config.model.attention == AUTO:
+        note = "a run that goes on keeps the kernel that it has"
+        print(f"maxtrain launch: {choice.line} ({note})", file=sys.stderr)
 
 
 def _require_slices(config: RunConfig, given: Devices) -> None:

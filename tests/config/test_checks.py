@@ -117,6 +117,7 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
 
 MIXTRAL = ("model.family=mixtral", "model.moe.num_experts=12")
 RING = ("model.attention=ring",)
+HEADS = ("model.attention=xla",)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,14 @@ RING = ("model.attention=ring",)
         ("moe", (*MIXTRAL, "mesh.expert=2"), 16, {"fsdp": 8, "expert": 2}),
         ("moe", (*MIXTRAL, "mesh.fsdp=8"), 16, {"fsdp": 8, "expert": 2}),
         ("long_context", RING, 16, {"fsdp": 2, "context": 8}),
-        ("long_context", (), 16, {"fsdp": 4, "context": 4}),
+        ("long_context", (), 16, {"fsdp": 2, "context": 8}),
+        ("long_context", HEADS, 16, {"fsdp": 4, "context": 4}),
+        (
+            "long_context",
+            ("regularization.residual_dropout=0.1",),
+            16,
+            {"fsdp": 4, "context": 4},
+        ),
         ("long_context", (*RING, "data.seq_length=24"), 8, {"fsdp": 2, "context": 4}),
     ],
 )
@@ -162,6 +170,7 @@ def test_a_preset_is_held_to_the_same_checks():
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
     assert load("determinism=full", f"model.attention={kernel}").model.attention == kernel
+    assert load("determinism=full").model.attention == "auto"
     assert load("model.attention=cudnn", "data.packing=pad").determinism == "seeded"
 
 

@@ -113,3 +113,22 @@ def test_fewer_slices_than_planned_are_checked_as_they_will_be(capsys):
     words.append("mesh.planned_processes=64")
     assert command.main(words, "maxtrain launch") == 0
     assert "mesh.planned_processes=64" in capsys.readouterr().out
+
+
+def test_the_kernel_of_attention_is_told_for_the_devices_that_the_job_gets(capsys):
+    words = [*TPU, "--topology", "2x2x2", *STORED, *RUN]
+    assert command.main(words, "maxtrain launch") == 0
+    said = capsys.readouterr().err
+    assert "attention: flash, since devices are TPUs, and rows are multiples of 128" in said
+    assert "a run that goes on keeps the kernel that it has" in said
+    assert command.main([*SLURM, *RUN], "maxtrain launch") == 0
+    said = capsys.readouterr().err
+    assert "attention: xla, since devices are GPUs, and model.attention=cudnn does not" in said
+    assert command.main([*SLURM, *RUN, "model.attention=flash"], "maxtrain launch") == 78
+    out, said = capsys.readouterr()
+    assert (
+        "model.attention=flash is for TPUs only, and the devices here are of platform gpu" in said
+    )
+    assert "Set model.attention=xla" in said and out == ""
+    assert command.main([*SLURM, *RUN, "model.attention=xla"], "maxtrain launch") == 0
+    assert "attention" not in capsys.readouterr().err
