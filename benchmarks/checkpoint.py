@@ -30,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from data_pipeline.errors import StorageError
-from maxtrain.checkpoint import manager, plain
+from maxtrain.checkpoint import plain, reading, writing
 from maxtrain.checkpoint.integrity import Files
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
@@ -104,8 +104,8 @@ def read_whole(path: Path, num_bytes: int) -> None:
 def without_checks() -> Iterator[None]:
     """Nothing is hashed or compared."""
     patches = [
-        (manager, "hash_files", sizes_only),
-        (manager, "digests", no_digests),
+        (writing, "hash_files", sizes_only),
+        (writing, "digests", no_digests),
         (plain, "crc32", no_crc32),
         (plain, "describe_damage", no_damage),
     ]
@@ -118,7 +118,7 @@ def without_checks() -> Iterator[None]:
 @contextlib.contextmanager
 def by_orbax() -> Iterator[None]:
     """Files are hashed first, and then read by Orbax."""
-    with mock.patch.object(manager, "read_plain", nothing_plain):
+    with mock.patch.object(reading, "read_plain", nothing_plain):
         yield
 
 

@@ -38,8 +38,9 @@ from data_pipeline.errors import (
 )
 from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
+from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.listing import latest_state, second_of
-from maxtrain.checkpoint.manager import Checkpoints, put_aside
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.config.run_path import run_path, run_url
 from maxtrain.config.sections.mesh import slow_axes_of
@@ -182,7 +183,7 @@ def launch(
         except (ConfigError, StorageError, TryAgainError, OSError) as error:
             refused = error
         raise_together(refused)
-        for line in checkpoints.put_aside_incomplete():
+        for line in put_aside_incomplete(checkpoints.directory):
             progress.message(line, style="bold red")
         run = Run(
             job,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxtrain import checkpoints, failpoints, validation
-from maxtrain.checkpoint import manager
+from maxtrain.checkpoint import copying, manager
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -173,7 +173,7 @@ def test_training_goes_on_when_old_steps_can_not_be_removed(folder, monkeypatch,
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "remove_step", refuse)
+        patch.setattr(copying, "remove_step", refuse)
         assert train(folder, "unremoved", "checkpoint.keep=1") == 0
     assert "WARNING: removing old checkpoints from" in capfd.readouterr().err
     assert steps(folder, "unremoved") == [3, 6, 9] and weights(folder, "unremoved") == weights(

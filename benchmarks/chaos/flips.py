@@ -24,9 +24,10 @@ from benchmarks.chaos.victim import Left, Scene, apart, end, ended_with, put_awa
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DamagedError, DataError, StorageError, UserError
 from data_pipeline.loader import open_training
+from maxtrain.checkpoint.damage import put_aside
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import latest_record, read_record
-from maxtrain.checkpoint.manager import Checkpoints, put_aside
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 

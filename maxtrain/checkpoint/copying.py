@@ -12,7 +12,7 @@ from typing import Any
 from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint.at_url import fetch
+from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
 
 
@@ -44,7 +44,7 @@ def copy_step(
             commit = read_commit(source)
         except ValueError as error:
             raise DamagedError(source, f"commit.json: {error}") from error
-        fetch(source, commit["files"], commit["files"])
+        at_url.fetch(source, commit["files"], commit["files"])
         for name, entry in commit["files"].items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             damage = _copy_file(source / name, partial / name, entry)
@@ -111,6 +111,14 @@ def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -
     os.rename(path, partial)
     before_files()
     shutil.rmtree(partial)
+
+
+def remove_here_and_at_url(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
+    """As `remove_step`; at a URL first, if this is a copy of what is there."""
+    url = at_url.url_of(path)
+    if url is not None:
+        at_url.remove(url)
+    remove_step(path, before_files)
 
 
 def half_removed(folder: Path) -> list[Path]:

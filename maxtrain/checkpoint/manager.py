@@ -20,58 +20,34 @@ order.
 """
 
 import concurrent.futures
-import contextlib
-import functools
 import itertools
 import json
-import logging
-import os
-import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Bool, PyTree, UInt32
+from jaxtyping import PyTree
 
-import maxtrain
-from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
+from data_pipeline.errors import StorageError
 from data_pipeline.remote import RemotePath
 from maxtrain import failpoints
 from maxtrain.checkpoint import at_url, frozen
-from maxtrain.checkpoint.copying import remove_step
-from maxtrain.checkpoint.finite import must_be_finite
-from maxtrain.checkpoint.integrity import (
-    FORMAT,
-    defect,
-    encode_commit,
-    find_damage,
-    hash_files,
-    read_commit,
-    survey,
-    sync,
-)
-from maxtrain.checkpoint.integrity import put_aside as rename_aside
-from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
-from maxtrain.checkpoint.plain import Arrived, is_part_of_array, read_plain
+from maxtrain.checkpoint.constant import Constant
+from maxtrain.checkpoint.copying import remove_here_and_at_url
+from maxtrain.checkpoint.integrity import FORMAT, defect, read_commit, survey
+from maxtrain.checkpoint.keeping import Judged, Needed, require_space, superfluous
+from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
+from maxtrain.checkpoint.orbax_files import new_checkpointer, quieten
+from maxtrain.checkpoint.reading import Part, read_parts, require_same
 from maxtrain.checkpoint.second import SecondDirectory
+from maxtrain.checkpoint.writing import Found, Step, StepWriter, described, flatten
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.ops.digest import Digester, by_name, digests, leaf_names
-from maxtrain.ops.finite import begin_finite, non_finite_names
-from maxtrain.parallel.agreement import await_first, gather, raise_together, report
+from maxtrain.parallel.agreement import await_first, gather, raise_together
 from maxtrain.run_state import best_steps
-
-_VERSIONS = {
-    "maxtrain": maxtrain.__version__,
-    "jax": jax.__version__,
-    "orbax": ocp.__version__,
-    "numpy": np.__version__,
-}
 
 
 class Checkpoints:
@@ -100,24 +76,8 @@ class Checkpoints:
         self._config = config
         self._on_commit = on_commit
         self._home = home
-        self._before_commit = before_commit
-        # All processes, by name: they then wait for each other at the coordinator. Left to itself,
-        # Orbax has all devices take part, and fails where processes have different numbers of them.
-        together = None
-        if jax.process_count() > 1:
-            together = set(range(jax.process_count()))
-        # Each process makes its own directories, where they share none.
-        first = 0 if home is None else None
-        options = ocp.options.MultiprocessingOptions(primary_host=first, active_processes=together)
-        # Compressing noise, which weights mostly are, took four times as long as writing it.
-        # Many processes write few files each, to be merged; one writes a file a shard, which can be
-        # read in one pass. Nothing can be merged that is on disks of several hosts.
-        handler = ocp.PyTreeCheckpointHandler(
-            use_compression=False,
-            use_ocdbt=jax.process_count() > 1 and home is None,
-            multiprocessing_options=options,
-        )
-        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
+        self._writer = StepWriter(self.directory, home, before_commit)
+        self._orbax = new_checkpointer(shares_directory=home is None)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
         self._abandoned = False
@@ -133,14 +93,8 @@ class Checkpoints:
         self._confirmed = -1
         # The steps of the best evaluations, by the newest record.
         self._best: set[int] = set()
-        # What steps call the arrays that no step changes, once these were restored or saved; and
-        # whether every byte of what is on the disk of them was read, or written, by this process.
-        self._constant: str | None = None
-        self._constant_is_sound = False
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_not_of_orbax)
-        if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
-            sys.unraisablehook = _without_late_writes(sys.unraisablehook)
+        self._constant = Constant(self.directory)
+        quieten()
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
@@ -189,27 +143,24 @@ class Checkpoints:
         """
         self.wait()
         self._last = time.monotonic()
-        if not self._prepare(step):
+        if not self._writer.prepare(step):
             return False
         refers = self._save_constant(constant)
         text = json.dumps(record | {"format": FORMAT}, indent=1, sort_keys=True, allow_nan=False)
-        names, leaves, _ = _flatten(state)
-        arrays = _described(names, leaves)
-        with self._saving(step):
+        names, leaves, _ = flatten(state)
+        arrays = described(names, leaves)
+        with self._writer.saving(step):
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place
             # meanwhile, which is as good: jax does not reuse the buffer of a donated array that
             # somebody still reads.
             what = ocp.args.PyTreeSave(dict(zip(names, leaves)))
-            self._orbax.save(self._staging(step) / "arrays", args=what)
+            self._orbax.save(self._writer.staging(step) / "arrays", args=what)
         # Computed while files are written. A process whose save failed has raised by now: here it
         # would wait for its peers, who wait for it in Orbax.
-        found = _Found(digests(state), begin_finite(state))
-        # On CPUs it must end before another program that talks to other processes; see `gather`.
-        if jax.process_count() > 1 and jax.default_backend() == "cpu":
-            jax.block_until_ready(found)
+        found = Found.begin(state)
         self._newest = step
-        number = next(self._numbers)
-        self._pending = self._thread.submit(self._commit, step, text, arrays, refers, found, number)
+        saved = Step(step, text, arrays, refers, found, next(self._numbers))
+        self._pending = self._thread.submit(self._commit, saved)
         if not self._config.asynchronous:
             self.wait()
         return True
@@ -226,67 +177,34 @@ class Checkpoints:
         """
         if not jax.tree.leaves(constant):
             return None
-        names, leaves, _ = _flatten(constant)
-        arrays = _described(names, leaves)
-        for name, digest in by_name(names, digests(leaves)).items():
-            arrays[name]["digest"] = digest
-        wanted = frozen.identity(arrays)
-        if self._constant not in (None, wanted):
-            raise _changed_constant(wanted, self._constant, "this run was restored or saved with")
-        if self._lacks_constant(wanted):
-            folder = self.directory / frozen.FOLDER / wanted
+        name = self._constant.name_of(constant)
+        if self._constant.lacks(name):
+            folder = self.directory / frozen.FOLDER / name
             home = None
             if self._home is not None:
-                home = self._home / frozen.FOLDER / wanted
+                home = self._home / frozen.FOLDER / name
             config = CheckpointConfig(asynchronous=False)
             checkpoints = Checkpoints(folder, config, home=home)
             try:
                 checkpoints.save(0, constant, {})
             finally:
                 checkpoints.close()
-        self._constant = wanted
-        self._constant_is_sound = True
-        return wanted
+        self._constant.is_there(name, is_sound=True)
+        return name
 
-    def _lacks_constant(self, wanted: str) -> bool:
-        """Whether arrays that no step changes are still to be written, as process 0 sees it.
-
-        TryAgainError, in all processes: the steps there were saved with others.
-        """
-        lacks = False
-        error = None
-        if jax.process_index() == 0:
-            doing = f"looking at {self.directory / frozen.FOLDER}"
-            advice = "Permit that, then run the same command again."
-            try:
-                with as_storage_error(doing, advice):
-                    lacks = self._looks_for_constant(wanted)
-            except (StorageError, TryAgainError) as problem:
-                error = problem
-        raise_together(error)
-        primary, *_ = gather({"lacks": lacks})
-        return primary["lacks"]
-
-    def _looks_for_constant(self, wanted: str) -> bool:
-        """As `_lacks_constant`, on this process; removes what no step refers to."""
-        if self._constant_is_sound and not frozen.lack(self.directory, wanted):
-            return False
-        for step in self.steps():
-            before = read_commit(self._path(step)).get(frozen.KEY)
-            if before != wanted:
-                raise _changed_constant(wanted, before, f"step {step:,} was saved with")
-        for path in frozen.stores(self.directory):
-            if path.parent.name != wanted:
-                self._remove_path(path)
-                # Where something was put aside, it stays.
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()
-        if not frozen.lack(self.directory, wanted, read=True):
-            return False
-        damaged = frozen.place_of(self.directory, wanted)
-        if damaged.exists():
-            self._remove_path(damaged)
-        return True
+    def _commit(self, step: Step) -> None:
+        """In the background: when the arrays are written, makes the step a checkpoint, and retires
+        old ones."""
+        with self._writer.saving(step.number):
+            self._orbax.wait_until_finished()
+            self._writer.finish(step)
+        if jax.process_index() != 0:
+            return
+        if self._on_commit:
+            self._on_commit(step.number)
+        self._best = set(best_steps(json.loads(step.record)).values())
+        self._retire()
+        self.copy_newest()
 
     def restore(
         self,
@@ -315,43 +233,20 @@ class Checkpoints:
                 newer version.
         """
         path, commit, record = self._open(step)
-        names, leaves, treedef = _flatten(abstract_state)
-        parts = [_Part(path, commit)]
+        parts = [Part(path, commit)]
         constant = frozen.frozen_of(path, commit, self._directories())
         if constant is not None:
-            parts.append(_Part(*constant))
-            self._constant = commit[frozen.KEY]
+            parts.append(Part(*constant))
             is_own = constant.path.is_relative_to(self.directory)
-            self._constant_is_sound = is_own and check
-        there = {}
-        for part in parts:
-            there |= part.commit["arrays"]
-        differences = _differences(there, dict(zip(names, leaves)), partial)
-        if differences:
-            mend = (
-                f"Set the config back to that of {path / 'record.json'}, "
-                "or set run_name to a new name to start afresh."
-            )
-            raise ConfigError(
-                f"{path} holds another state than this config makes:\n{differences}\n{mend}"
-            )
+            self._constant.is_there(commit[frozen.KEY], is_sound=is_own and check)
+        names, leaves, treedef = flatten(abstract_state)
+        require_same(parts, names, leaves, partial)
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
         targets = {}
-        for name, leaf, sharding in zip(names, leaves, shardings):
+        for name, leaf in zip(names, leaves):
+            sharding = getattr(leaf, "sharding", None) or home
             targets[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        arrays = {}
-        for part in parts:
-            of_part = {name: x for name, x in targets.items() if name in part.commit["arrays"]}
-            if not of_part:
-                continue
-            try:
-                arrays |= self._read_part(part, of_part, check)
-            except DamagedError as damage:
-                if not frozen.is_store(part.path):
-                    raise
-                mend = frozen.advice(self.directory)
-                raise DamagedError(part.path, damage.what, mend) from damage
+        arrays = read_parts(parts, targets, check, self._orbax, self.directory)
         return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
 
     def frozen_names(self, step: int | None = None) -> set[str]:
@@ -371,32 +266,6 @@ class Checkpoints:
             return [self.directory]
         return [self.directory, self.second]
 
-    def _read_part(
-        self, part: "_Part", targets: dict[str, jax.ShapeDtypeStruct], check: bool
-    ) -> dict[str, jax.Array]:
-        """Arrays of one directory by their names; with `check` held against their digests."""
-        entries = part.commit["arrays"]
-        stored = {name: entries[name].get("stored", name) for name in targets}
-        wanted = {stored[name]: target for name, target in targets.items()}
-        digester = Digester(sum(target.size * target.dtype.itemsize for target in wanted.values()))
-        # Digests of arrays of many processes need them all, and one may fail to read the next
-        # array: not before all have.
-        early = None
-        if check and jax.process_count() == 1:
-            early = digester.add
-        advice = f"Remove or rename {part.path} to go on from the checkpoint before it."
-        if frozen.is_store(part.path):
-            advice = frozen.advice(self.directory)
-        with as_storage_error(f"reading the checkpoint {part.path}", advice):
-            read = self._read(part.path, part.commit, wanted, early)
-        arrays = {name: read[there] for name, there in stored.items()}
-        if check:
-            found = digester.finish(read)
-            for name, there in stored.items():
-                _require_digest(part.path, name, entries[name], found[there])
-            _require_finite(part.path, arrays)
-        return arrays
-
     def require_space(self, abstract_state: PyTree, constant: PyTree = None) -> str:
         """A warning if the disk has no space for all checkpoints that are kept at once.
 
@@ -410,12 +279,9 @@ class Checkpoints:
         Raises:
             StorageError: in all processes, if it has no space for one.
         """
-        size = _num_bytes(abstract_state)
         once = _num_bytes(constant)
         if any(not defect(path) for path in frozen.stores(self.directory)):
             once = 0
-        place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
-        free = shutil.disk_usage(place).free
         key = "output_dir"
         why = f"checkpoint.keep={self._config.keep}"
         kept = self._config.keep
@@ -425,40 +291,15 @@ class Checkpoints:
             why = "the newest, which stays on this host,"
             kept = 1
         more = max(1, kept + 1 - len(self.steps()))
-        what = (
-            f"{place} has {free / 1e9:,.2f} GB free; a checkpoint takes up to {size / 1e9:,.2f} GB"
-        )
-        if once:
-            what += f", and the frozen parameters once {once / 1e9:,.2f} GB"
+        warning = ""
         error = None
-        if free < size + once:
-            error = StorageError(f"{what}. Free space, or set {key} to another disk.")
+        try:
+            needed = Needed(_num_bytes(abstract_state), once, more, key, why)
+            warning = require_space(self.directory, needed)
+        except StorageError as problem:
+            error = problem
         raise_together(error)
-        if free >= size * more + once:
-            return ""
-        rule = f"{what}, and {why} needs {more} more at once"
-        return f"{rule}. Free space, or keep fewer."
-
-    def put_aside_incomplete(self) -> list[str]:
-        """On process 0, renames the steps that `steps` passes over, so that everybody sees it.
-
-        Returns:
-            A line about each.
-        """
-        if jax.process_index() != 0:
-            return []
-        lines = []
-        for step, why in survey(self.directory).items():
-            if not why:
-                continue
-            path = self._path(step)
-            # One that can't be renamed does not count either.
-            with contextlib.suppress(StorageError):
-                rename_aside(path)
-            lines.append(
-                f"{path} is no checkpoint: {why}. It is put aside; nothing goes on from it."
-            )
-        return lines
+        return warning
 
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: the run goes on from this one on another way.
@@ -485,6 +326,10 @@ class Checkpoints:
                 if later > step:
                     self._remove(later)
 
+    def _remove(self, step: int) -> None:
+        path = self._writer.path(step)
+        remove_here_and_at_url(path, lambda: failpoints.hit("during_removal", step))
+
     def copy_newest(self) -> None:
         """Has the second directory, if there is one, look for a step that it lacks.
 
@@ -507,7 +352,7 @@ class Checkpoints:
         if settled:
             return ""
         target = self._second.target
-        command = f"maxtrain checkpoint copy {self._path(self.latest() or 0)} {target}"
+        command = f"maxtrain checkpoint copy {self._writer.path(self.latest() or 0)} {target}"
         return f"{target} lacks the newest checkpoint. `{command}` copies it."
 
     def wait(self) -> None:
@@ -571,12 +416,6 @@ class Checkpoints:
                 if self._second:
                     self._second.close()
 
-    def _path(self, step: int) -> Path:
-        return self.directory / f"{step:08d}"
-
-    def _staging(self, step: int) -> Path:
-        return self.directory / f".{step:08d}.partial"
-
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """Path, commit record and caller's record of a complete step of a format that we know.
 
@@ -586,7 +425,7 @@ class Checkpoints:
         found = survey(self.directory)
         whole = complete(self.directory, self.second)
         if not whole:
-            lines = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in found.items())
+            lines = "".join(f"\n  {self._writer.path(bad)}: {why}." for bad, why in found.items())
             raise StorageError(
                 f"{self.directory} has no complete checkpoint.{lines} "
                 "Check the path, or train from the start."
@@ -597,7 +436,7 @@ class Checkpoints:
         if path is None:
             why = found.get(step, "there is no such step")
             known = ", ".join(map(str, whole))
-            problem = f"{self._path(step)} is not a complete checkpoint: {why}"
+            problem = f"{self._writer.path(step)} is not a complete checkpoint: {why}"
             raise StorageError(f"{problem}. Complete steps: {known}. Ask for one of these.")
         commit = read_commit(path)
         if commit["format"] > FORMAT:
@@ -608,230 +447,6 @@ class Checkpoints:
             )
         migrated, record = read_step(path)
         return path, migrated, record
-
-    def _prepare(self, step: int) -> bool:
-        """Whether this step is to be saved, as process 0 sees it, which makes room for it.
-
-        StorageError, in all processes: it can't make room.
-        """
-        there = False
-        error = None
-        if jax.process_index() == 0:
-            try:
-                with self._saving(step):
-                    there = step in self.steps()
-                    if not there:
-                        self._make_room(step)
-            except StorageError as problem:
-                error = problem
-        raise_together(error)
-        # A shared file system may tell others late.
-        primary, *_ = gather({"there": there})
-        if primary["there"]:
-            return False
-        if self._home is not None:
-            self._make_own_room(step)
-        return True
-
-    def _make_own_room(self, step: int) -> None:
-        """As `_make_room`, of the processes that share no directory with process 0."""
-        error = None
-        if jax.process_index() != 0:
-            try:
-                with self._saving(step):
-                    self._make_room(step)
-            except StorageError as problem:
-                error = problem
-        raise_together(error)
-
-    def _make_room(self, step: int) -> None:
-        # What is left of a process that was killed.
-        for leftover in self.directory.glob(".*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        if self._home is not None and jax.process_index() == 0:
-            at_url.remove(self._home / f"{step:08d}")
-        self._staging(step).mkdir(parents=True)
-
-    def _remove(self, step: int) -> None:
-        self._remove_path(self._path(step), lambda: failpoints.hit("during_removal", step))
-
-    def _remove_path(self, path: Path, before_files: Callable[[], object] = lambda: None) -> None:
-        """Removes a step, or what is beside them; at a URL first, whose copy this is."""
-        url = at_url.url_of(path)
-        if url is not None:
-            at_url.remove(url)
-        remove_step(path, before_files)
-
-    def _read(
-        self,
-        path: Path,
-        commit: dict[str, Any],
-        targets: dict[str, jax.ShapeDtypeStruct],
-        arrived: Arrived | None,
-    ) -> dict[str, jax.Array]:
-        """The arrays of a step; DamagedError in all processes if one finds damage to a file.
-
-        Plain files are checked while they are read; others, of which every process takes a share,
-        before Orbax reads them. `arrived` is told of arrays while others are read.
-        """
-        arrays = None
-        damage = ""
-        error = None
-        files = commit["files"]
-        fetch = functools.partial(at_url.fetch, path, files)
-        try:
-            arrays, damage = read_plain(path, files, targets, arrived, fetch)
-            if arrays is None and not damage:
-                fetch(files)
-                damage = find_damage(path, files, jax.process_index(), jax.process_count())
-        except DamagedError as found:
-            damage = found.what
-        except StorageError as problem:
-            error = problem
-        except OSError as problem:
-            error = StorageError(
-                f"reading {path} failed: {problem}. Mend access, then run the same command again."
-            )
-        raise_together(error)
-        if jax.process_count() > 1:
-            said = [theirs["what"] for theirs in gather({"what": damage[:900]}, 4096)]
-            damage = next((what for what in said if what), "")
-        if damage:
-            raise DamagedError(path, damage)
-        if arrays is None:
-            how = ocp.args.PyTreeRestore(
-                targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
-            )
-            arrays = self._orbax.restore(path / "arrays", args=how)
-        return arrays
-
-    def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
-        advice = (
-            "Earlier checkpoints are untouched. "
-            "Free space or permit writing there, then run the same command again."
-        )
-        doing = f"saving step {step} to {self.directory}"
-        return as_storage_error(doing, advice, self._staging(step))
-
-    def _commit(
-        self,
-        step: int,
-        record: str,
-        arrays: dict[str, dict[str, Any]],
-        constant: str | None,
-        found: "_Found",
-        number: int,
-    ) -> None:
-        """In the background: when the arrays are written, writes the rest, makes it a checkpoint,
-        and retires old ones.
-
-        Every process hashes the files that it wrote. `constant` is what `_save_constant` gave,
-        and `number` counts the saves.
-        """
-        with self._saving(step):
-            self._orbax.wait_until_finished()
-            failpoints.hit("during_save", step)
-            staging = self._staging(step)
-            finite = dict(zip(arrays, jax.device_get(found.finite).tolist(), strict=True))
-            self._refuse_non_finite(step, finite)
-            if jax.process_index() == 0:
-                (staging / "record.json").write_text(record, encoding="utf-8")
-            entries = sorted(staging.rglob("*"))
-            names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
-            mine = self._written_here(names)
-            hashes = hash_files(staging, mine)
-            if self._home is not None:
-                self._upload(step, mine)
-            said = report(f"checkpoint/{number}", json.dumps(hashes))
-            if jax.process_index() != 0:
-                if self._home is not None:
-                    shutil.rmtree(staging, ignore_errors=True)
-                return
-            files = {}
-            for theirs in said:
-                files.update(json.loads(theirs))
-            for name, digest in by_name(list(arrays), found.digests).items():
-                arrays[name] |= {"digest": digest, "finite": finite[name]}
-            commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
-            commit["files"] = dict(sorted(files.items()))
-            if constant is not None:
-                commit[frozen.KEY] = constant
-            sync(*entries)
-            self._make_it_count(step, commit)
-        if self._on_commit:
-            self._on_commit(step)
-        self._best = set(best_steps(json.loads(record)).values())
-        self._retire()
-        self.copy_newest()
-
-    def _written_here(self, names: list[str]) -> list[str]:
-        """Of the files of a step that this process sees, those that it answers for.
-
-        Where each process has a directory of its own, all write the small files, which are the
-        same.
-        """
-        index = jax.process_index()
-        if self._home is None:
-            return [name for name in names if _writer(name) == index]
-        if index == 0:
-            return names
-        return [name for name in names if is_part_of_array(name)]
-
-    def _upload(self, step: int, names: list[str]) -> None:
-        """Copies files of a step that does not count yet to its URL."""
-        assert self._home is not None
-        home = self._home / f"{step:08d}"
-        half = len(names) // 2
-        at_url.upload(self._staging(step), home, names[:half])
-        failpoints.hit("during_upload", step)
-        at_url.upload(self._staging(step), home, names[half:])
-
-    def _make_it_count_at_url(self, step: int, commit: dict[str, Any]) -> None:
-        """Brings there what must be there before, then the commit record of the step."""
-        assert self._home is not None
-        home = self._home / f"{step:08d}"
-        if self._before_commit:
-            self._before_commit()
-        failpoints.hit("before_upload_counts", step)
-        (home / at_url.COMMIT).write_bytes(encode_commit(commit))
-        failpoints.hit("after_upload", step)
-        at_url.write_url(self._staging(step), home)
-
-    def _make_it_count(self, step: int, commit: dict[str, Any]) -> None:
-        """Writes the commit record of a step, and gives the step its name by one rename."""
-        staging = self._staging(step)
-        path = self._path(step)
-        failpoints.hit("before_commit", step)
-        if self._home is not None:
-            self._make_it_count_at_url(step, commit)
-        (staging / "commit.json").write_bytes(encode_commit(commit))
-        sync(staging / "commit.json", staging)
-        # What has the name is no complete checkpoint: `save` looked.
-        if path.exists():
-            rename_aside(path)
-        os.rename(staging, path)
-        sync(self.directory)
-        failpoints.hit("after_commit", step, path)
-
-    def _refuse_non_finite(self, step: int, finite: dict[str, bool]) -> None:
-        """TryAgainError, in all processes, if arrays that must be finite are not.
-
-        What is being written never counts.
-        """
-        bad = [name for name, is_finite in finite.items() if must_be_finite(name) and not is_finite]
-        if not bad:
-            return
-        if jax.process_index() == 0:
-            shutil.rmtree(self._staging(step), ignore_errors=True)
-        listed = ", ".join(bad[:5])
-        if len(bad) > 5:
-            listed += f" and {len(bad) - 5:,} more"
-        raise TryAgainError(
-            f"step {step:,} is not saved: {listed} not finite, although every update was. "
-            "That is a fault of memory or of a device. "
-            "Run the same command again: it goes on from the last checkpoint. "
-            "If it comes again, test this machine's memory."
-        )
 
     def confirm(self, step: int) -> None:
         """To be called when a step after the checkpoint of this step has been made and found good.
@@ -850,197 +465,20 @@ class Checkpoints:
         One that can't be removed is told of, and stays.
         """
         try:
-            for step in self._superfluous():
+            copying = None
+            if self._second:
+                copying = self._second.copying
+            judged = Judged(self._confirmed, self._best, copying)
+            for step in superfluous(self.steps(), judged, self._config):
                 self._remove(step)
             # What is at a URL need not be here but for the newest, which a rollback may want.
             for step in self.steps()[:-1]:
-                at_url.drop_arrays(self._path(step))
+                at_url.drop_arrays(self._writer.path(step))
         except (OSError, RuntimeError, StorageError) as error:
             what = f"removing old checkpoints from {self.directory} failed ({error})"
             mend = "Training goes on; they take space until they are removed"
             print(f"WARNING: {what}. {mend}.", file=sys.stderr, flush=True)
 
-    def _superfluous(self) -> list[int]:
-        """The steps that the config does not keep."""
-        steps = self.steps()
-        kept = set(steps[-self._config.keep :])
-        confirmed = [step for step in steps if step <= self._confirmed]
-        kept.update(confirmed[-1:])
-        if self._config.keep_best:
-            kept |= self._best
-        if self._second and self._second.copying is not None:
-            kept.add(self._second.copying)
-        every = self._config.keep_every
-        return [step for step in steps if step not in kept and (every is None or step % every)]
-
-
-class _Part(NamedTuple):
-    """A directory with arrays of a step, and its commit record."""
-
-    path: Path
-    commit: dict[str, Any]
-
-
-class _Found(NamedTuple):
-    """What a device finds out of the arrays that are saved, in their order."""
-
-    digests: UInt32[Array, "leaves 2"]
-    finite: Bool[Array, " leaves"]
-
-
-def _require_digest(path: Path, name: str, saved: dict[str, Any], found: str) -> None:
-    """DamagedError: an array is not what was saved. Those of format 1 have no digest."""
-    expected = saved.get("digest")
-    if expected is not None and expected != found:
-        raise DamagedError(path, f"array {name}: digest {expected} was saved, {found} was read")
-
-
-def _require_finite(path: Path, arrays: dict[str, jax.Array]) -> None:
-    """DamagedError: a step holds weights that are not finite."""
-    checked = {name: array for name, array in arrays.items() if must_be_finite(name)}
-    if not checked:
-        return
-    bad = non_finite_names(checked)
-    if not bad:
-        return
-    what = f"array {bad[0]} holds NaN or infinity"
-    if len(bad) > 1:
-        what += f", and {len(bad) - 1:,} arrays more"
-    raise DamagedError(path, what)
-
-
-def put_aside(damage: DamagedError) -> None:
-    """Renames a step that `restore` found damaged.
-
-    For all processes together: when it returns, all may look for the step before it. StorageError:
-    it can't be renamed.
-    """
-    path = damage.path
-    if at_url.url_of(path) is not None:
-        _put_aside_at_url(path, damage)
-        return
-    error = None
-    if jax.process_index() == 0:
-        try:
-            aside = rename_aside(path).name
-            what = f"{path} is damaged: {damage.what}."
-            then = f"It is put aside as {aside}; the run goes on from the checkpoint before it."
-            if frozen.is_store(path):
-                then = f"It is put aside as {aside}; the run goes on if there is a copy of it."
-            print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
-        except StorageError as problem:
-            error = problem
-    raise_together(error)
-
-
-def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
-    """As `put_aside`, of a step that is at a URL.
-
-    If files are damaged on this host alone, they are fetched once more; else what is at the URL is
-    put aside. That is decided by process 0, and files that others have fetched are fetched again.
-    """
-    url = at_url.url_of(path)
-    assert url is not None
-    error = None
-    if jax.process_index() == 0:
-        files = read_commit(path)["files"]
-        here = {name: entry for name, entry in files.items() if (path / name).exists()}
-        try:
-            then = f"Its files on this host are not those at {url}, and are fetched again."
-            if not find_damage(path, here):
-                aside = at_url.put_aside(url)
-                then = f"At {url} it is put aside as {aside}; the run goes on without it."
-            what = f"{path} is damaged: {damage.what}."
-            print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
-        except StorageError as problem:
-            error = problem
-    at_url.drop_arrays(path)
-    raise_together(error)
-
-
-def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
-    """Names such as `params.layers.0.mlp.up.kernel`, leaves, and the tree's definition."""
-    leaves, treedef = jax.tree.flatten(tree)
-    names = leaf_names(tree)
-    assert len(set(names)) == len(names), "two leaves have the same name"
-    return names, leaves, treedef
-
-
-def _described(names: list[str], leaves: list[Any]) -> dict[str, dict[str, Any]]:
-    """The entry of each array in a commit record, as far as it is known before it is written."""
-    described = {}
-    for name, leaf in zip(names, leaves, strict=True):
-        described[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-    return described
-
-
-def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) -> str:
-    """A table of the arrays that differ, empty if there are none."""
-    there = {name: f"{array['dtype']}{array['shape']}" for name, array in saved.items()}
-    here = {name: f"{array.dtype}{list(array.shape)}" for name, array in wanted.items()}
-    compared = set(here)
-    if not partial:
-        compared |= set(there)
-    names = sorted(name for name in compared if here.get(name) != there.get(name))
-    if not names:
-        return ""
-    table = [("array", "checkpoint", "this run")]
-    for name in names[:40]:
-        table.append((name, there.get(name, "missing"), here.get(name, "missing")))
-    lines = aligned(table)
-    if len(names) > 40:
-        lines.append(f"    ... and {len(names) - 40} more")
-    return "\n".join(lines)
-
-
-def _writer(name: str) -> int:
-    """The process that wrote a file of a step directory, by the names that Orbax gives.
-
-    What Orbax merges is written by process 0.
-    """
-    found = re.match(r"arrays/ocdbt\.process_(\d+)/", name)
-    if not found:
-        return 0
-    return int(found[1])
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax logs, and what asyncio logs of Orbax's writes after one has failed.
-
-    These are tracebacks of what is raised here.
-    """
-    where = record.pathname
-    if record.name == "asyncio":
-        where = record.getMessage()
-    return "orbax" not in where
-
 
 def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _changed_constant(found: str, before: str | None, whose: str) -> TryAgainError:
-    """The error of arrays that no step changes and that have changed."""
-    return TryAgainError(
-        f"the frozen parameters (hash {found}) are not those that {whose} (hash {before}), "
-        "although nothing changes them. That is a fault of memory or of a device. Nothing of it is "
-        "saved. Run the same command again: it goes on from the last checkpoint. If it comes "
-        "again, test this machine's memory."
-    )
-
-
-def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], object]:
-    """A hook for exceptions that nobody can catch, without those of writes that end too late.
-
-    Writes that end after another one has failed report to Orbax's event loop, which is gone by
-    then: a page of tracebacks beside the one message that counts.
-    """
-
-    def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
-            return
-        before(unraisable)
-
-    hook.__name__ = _without_late_writes.__name__
-    return hook

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError, DamagedError
-from maxtrain.checkpoint import formats, integrity, manager
+from maxtrain.checkpoint import formats, integrity, manager, writing
 from maxtrain.checkpoint.formats import MIGRATIONS, migrate, rename_arrays
 from maxtrain.checkpoint.integrity import FORMAT, defect, encode_commit, read_commit
 from maxtrain.checkpoint.listing import latest_record, saved_digests
@@ -165,7 +165,7 @@ def test_a_step_of_a_made_up_older_format_is_read_under_its_new_names(checkpoint
             "position": 10 * record["cursor"],
         }
 
-    for module in (formats, integrity, manager):
+    for module in (formats, integrity, manager, writing):
         monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
     monkeypatch.setitem(MIGRATIONS, FORMAT, rename)
     path, wanted = (

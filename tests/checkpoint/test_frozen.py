@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
-from maxtrain.checkpoint import frozen, manager
+from maxtrain.checkpoint import frozen, keeping
+from maxtrain.checkpoint.damage import put_aside
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import complete, saved_digests, second_of
 from maxtrain.checkpoint.manager import Checkpoints
@@ -99,7 +100,7 @@ def test_a_flipped_bit_is_noticed_and_every_step_needs_what_is_put_aside(checkpo
     assert main(["verify", str(checkpoints.directory)]) == 74
     told = capsys.readouterr()
     assert "arrays/params.a" in told.out and "Copy frozen/ from a copy" in told.err
-    manager.put_aside(damage.value)
+    put_aside(damage.value)
     assert "goes on if there is a copy" in capsys.readouterr().err
     with pytest.raises(StorageError, match=r"needs the frozen parameters.*is missing\. Copy"):
         checkpoints.restore(whole(), partial=True)
@@ -192,7 +193,7 @@ def test_space_is_asked_for_once(tmp_path, monkeypatch):
     small = {"b": jnp.zeros(10, jnp.float32)}
     large = {"a": jnp.zeros(1000, jnp.float32)}
     free = [4039]
-    monkeypatch.setattr(manager.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(keeping.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free[0]))
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False, keep=1))
     with pytest.raises(StorageError, match="and the frozen parameters once"):
         checkpoints.require_space(small, large)

@@ -16,8 +16,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint import integrity, listing, manager, plain
+from maxtrain.checkpoint import integrity, listing, plain, reading
 from maxtrain.checkpoint.copying import remove_step
+from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.integrity import (
     encode_commit,
     find_damage,
@@ -26,7 +27,7 @@ from maxtrain.checkpoint.integrity import (
     survey,
 )
 from maxtrain.checkpoint.listing import latest_record, saved_steps
-from maxtrain.checkpoint.manager import Checkpoints, put_aside
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.plain import read_plain
 from maxtrain.config.schema import CheckpointConfig
 
@@ -104,7 +105,7 @@ def test_none_of_a_thousand_flipped_bits_is_silent(checkpoints):
 def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
     """Without the hashes of files: what the array store reads is what was saved, or an error."""
     for module, name in (
-        (manager, "find_damage"),
+        (reading, "find_damage"),
         (plain, "find_damage"),
         (plain, "describe_damage"),
     ):
@@ -133,7 +134,7 @@ def test_an_array_that_is_read_wrongly_is_named_on_any_mesh(checkpoints, monkeyp
     target = {"w": sharded}
     assert bits(checkpoints.restore(target, 2, partial=True)[0]) == bits({"w": state(2)["w"]})
     monkeypatch.setattr(
-        manager,
+        reading,
         "read_plain",
         lambda *args: ({"w": read_plain(*args)[0]["w"].at[3, 5].multiply(-1)}, ""),
     )
@@ -216,11 +217,11 @@ def test_damaged_steps_are_put_aside_and_never_deleted(checkpoints, capsys):
     assert f"WARNING: {path} is damaged: a file." in capsys.readouterr().err
     assert latest_record(checkpoints.directory)["step"] == 1
     (checkpoints.directory / "00000001" / "commit.json").unlink()
-    assert checkpoints.put_aside_incomplete() == [
+    assert put_aside_incomplete(checkpoints.directory) == [
         f"{checkpoints.directory / '00000001'} is no checkpoint: commit.json is missing, so it was never finished or not "
         "copied whole. It is put aside; nothing goes on from it."
     ]
-    assert checkpoints.put_aside_incomplete() == []
+    assert put_aside_incomplete(checkpoints.directory) == []
     with pytest.raises(
         StorageError, match=r"only damaged ones:\n(.|\n)*Copy a good one there, or start afresh"
     ) as caught:

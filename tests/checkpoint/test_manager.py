@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import ConfigError, StorageError
-from maxtrain.checkpoint import manager
+from maxtrain.checkpoint import copying, manager, writing
 from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints
 from maxtrain.config.schema import CheckpointConfig
@@ -405,7 +405,7 @@ def test_who_cannot_write_waits_for_nobody_and_a_lost_process_is_no_error_of_the
 ):
     checkpoints, begun = Checkpoints(tmp_path, SYNC), []
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "digests", begun.append)
+        patch.setattr(writing, "digests", begun.append)
         patch.setattr(
             checkpoints._orbax,
             "save",
@@ -423,7 +423,7 @@ def test_who_cannot_write_waits_for_nobody_and_a_lost_process_is_no_error_of_the
         monkeypatch.context() as patch,
         pytest.raises(jax.errors.JaxRuntimeError, match="connection closed by peer"),
     ):
-        patch.setattr(manager, "digests", Mock(side_effect=lost))
+        patch.setattr(writing, "digests", Mock(side_effect=lost))
         checkpoints.save(1, small(), {})
     checkpoints.close()
     assert checkpoints.steps() == []
@@ -540,7 +540,7 @@ def test_whether_a_step_is_there_already_is_for_process_0_to_say(tmp_path, monke
     checkpoints = Checkpoints(tmp_path, SYNC)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: 1)
-        patch.setattr(manager, "gather", lambda mine: [{"there": True}, mine])
+        patch.setattr(writing, "gather", lambda mine: [{"there": True}, mine])
         assert not checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not list(tmp_path.iterdir())
     assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(
         1, {"w": jnp.ones(2)}, {}
@@ -558,7 +558,7 @@ def test_a_save_that_waits_for_a_lost_process_is_left_as_it_is(tmp_path, monkeyp
         comes.wait(60)
         return [text]
 
-    monkeypatch.setattr(manager, "report", report)
+    monkeypatch.setattr(writing, "report", report)
     checkpoints.save(2, small(), {})
     begin = time.monotonic()
     checkpoints.abandon(0.05)
@@ -575,7 +575,8 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
         told.append(error)
         agreement.raise_together(error)
 
-    monkeypatch.setattr(manager, "raise_together", tell)
+    for module in (manager, writing):
+        monkeypatch.setattr(module, "raise_together", tell)
     checkpoints = Checkpoints(tmp_path, SYNC)
     for step in (1, 2):
         checkpoints.save(step, small(), {})
@@ -584,7 +585,7 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
         StorageError, match=r"saving step 3 to .* failed: .*Free space or permit writing there"
     ) as unsaved:
         checkpoints.save(3, small(), {})
-    monkeypatch.setattr(manager, "remove_step", lambda *args: os.listdir(tmp_path / "nothing"))
+    monkeypatch.setattr(copying, "remove_step", lambda *args: os.listdir(tmp_path / "nothing"))
     with pytest.raises(
         StorageError, match=r"removing steps after 1 of .* failed: .*Permit that, then run"
     ) as unremoved:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DamagedError
-from maxtrain.checkpoint import integrity, manager, plain
+from maxtrain.checkpoint import integrity, plain, reading
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops import digest
@@ -67,7 +67,7 @@ def test_any_mesh_reads_what_any_mesh_saved_as_orbax_does(tmp_path_factory, save
     )
     ours = checkpoints.restore(target)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "read_plain", lambda *args: (None, ""))
+        patch.setattr(reading, "read_plain", lambda *args: (None, ""))
         orbax = checkpoints.restore(target)[0]
     assert bits(ours) == bits(orbax) == bits(state)
     assert ours["w"].sharding == wanted == orbax["w"].sharding
