@@ -53,7 +53,9 @@ def fitted(tmp_path, capfd):
     optimizations; programs for devices elsewhere can't be read from a cache."""
 
     def run(*words: str) -> tuple[dict, str]:
-        arguments = ["fit", *SMALL, *words, f"output_dir={tmp_path}", "run_name=fitted"]
+        given = {word.split("=")[0] for word in words}
+        small = [word for word in SMALL if word.split("=")[0] not in given]
+        arguments = ["fit", *small, *words, f"output_dir={tmp_path}", "run_name=fitted"]
         code = main(arguments)
         shown = capfd.readouterr()
         assert code == 0, shown.err
@@ -205,6 +207,40 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
     if (topology, attention) in stored:
         needed = stored[topology, attention]
         assert record["total_bytes"] == pytest.approx(needed, rel=0.05)
+
+
+@pytest.mark.slow
+@on_linux_x86
+@pytest.mark.parametrize(
+    ("topology", "attention"),
+    [
+        ("v5p:4x4x4", "flash"),
+        ("v5p:4x4x4", "xla"),
+        ("v5e:8x8", "flash"),
+        ("v6e:8x8", "xla"),
+    ],
+)
+def test_weights_are_gathered_on_many_tpus(fitted, topology, attention):
+    """And not added up from arrays that are zero but for a part, which sends twice as much."""
+    words = ["mesh.fsdp=64", f"model.attention={attention}", "model.scan_layers=true"]
+    words += ["data.batch_size=64", "model.loss_chunk=64"]
+    record, _ = fitted(f"topology={topology}", *words)
+    assert record["compiler_warnings"] == []
+    assert record["loops_of_unknown_length"] == 0
+    found = by_kind(record)
+    of_layer = 4 * 128 * 4 * 64 + 3 * 128 * 256
+    head = 512 * 128
+    # In bfloat16, in the forward pass and in the backward pass; queries, keys and values there
+    # twice. The embedding is gathered in float32.
+    gathered = 3 * (2 * of_layer + 3 * 128 * 4 * 64) * 2 + head * (2 + 4)
+    assert found["all-gather", "fsdp"][1] == pytest.approx(gathered * 63 / 64, rel=0.02)
+    # Gradients in float32: those of embedding and head once, for all chunks of the loss.
+    summed = sum(
+        count
+        for (kind, *_), (_, count) in found.items()
+        if kind in ("all-reduce", "reduce-scatter")
+    )
+    assert summed <= 1.05 * 2 * 4 * (3 * of_layer + 2 * head)
 
 
 CONFIG = load_config([*SMALL, "mesh.fsdp=4", "mesh.data=1", "optimizer.accumulation=2"])
