@@ -145,7 +145,7 @@ HINTS: dict[str, Sequence[str]] = {
         "{a: {pattern: embed}, b: {pattern: emb}}",
         "{a: {pattern: nothing}}",
     ],
-    "optimizer.accumulation": ["1", "2", "4", "8", "3"],
+    "optimizer.accumulation": ["1", "2", "4", "8", "3", "auto"],
     "optimizer.learning_rate": ["1e-3", "1e-2", "3e-4", "1e-37", "1e6"],
     "schedule.warmup_steps": ["0", "1", "2", "100"],
     "schedule.min_lr_ratio": ["0.1", "0", "0.5", "1"],

@@ -131,7 +131,7 @@ class Fit(NamedTuple):
             "mesh": {axis: getattr(mesh, axis) for axis in AXES},
             "rows": self.batch.rows,
             "seq_length": self.batch.length,
-            "accumulation": self.config.optimizer.accumulation,
+            "accumulation": self.config.optimizer.micro_batches,
             "remat": self.config.model.remat,
             "attention": self.config.model.attention,
             "limit_bytes": self.limit,
@@ -345,12 +345,12 @@ def _mend(found: Fit) -> str:
     """What needs less memory."""
     config = found.config
     ways = []
-    unit = row_shards(config.mesh) * config.optimizer.accumulation
+    unit = row_shards(config.mesh) * config.optimizer.micro_batches
     if found.batch.rows % (2 * unit) == 0:
-        ways.append(f"optimizer.accumulation={2 * config.optimizer.accumulation}")
+        ways.append(f"optimizer.accumulation={2 * config.optimizer.micro_batches}")
     if config.model.remat != "full":
         ways.append("model.remat=full")
-    if config.optimizer.accumulation < 2 or not ways:
+    if config.optimizer.micro_batches < 2 or not ways:
         ways.append("a higher mesh.tensor or mesh.context, or more devices")
     ways = ways[:2]
     return f"Set {' and '.join(ways)}; `maxtrain fit --search` looks for what fits."

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
+from data_pipeline.plan import Shape
 from data_pipeline.teacher_files import TeacherFiles
-from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
+from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves, with_accumulation
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
@@ -79,6 +80,9 @@ from maxtrain.weights.start import (
     split_value,
     starting_variables,
 )
+
+# Under which a run keeps what was chosen for optimizer.accumulation=auto; see accumulation.py.
+ACCUMULATION = "optimizer.accumulation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +253,7 @@ class Parts:
             self.objective,
             self.optimizer,
             rate,
-            config.optimizer.accumulation,
+            config.optimizer.micro_batches,
             seed=config.seed,
             accumulate=config.precision.accumulate,
             loss_scale=self.loss_scale,
@@ -268,7 +272,7 @@ class Job(Parts):
     asked: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
-    # See config/older.py.
+    # See config/older.py; and what was chosen for ACCUMULATION.
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     # What to tell of the config, a line each.
     notes: tuple[str, ...] = ()
@@ -277,6 +281,24 @@ class Job(Parts):
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
         """How batches lie on the mesh, for each shape that they may have."""
         return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
+
+    def abstract_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of this shape as descriptions, also of what the data alone brings along."""
+        arrays = dict.fromkeys(self.data.numbers, "BT") | dict(self.objective.arrays)
+        return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
+
+    def largest_shapes(self, start: int) -> list[Shape]:
+        """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
+
+        Empty where the rows of a step are made of its documents, or of completions: their number is
+        known with the step.
+        """
+        if self.data.is_balanced or rollout_settings(self.config) is not None:
+            return []
+        spans = self.data.plan.spans
+        ends = [*(span.step for span in spans[1:]), self.num_steps]
+        shapes = {span.shape for span, end in zip(spans, ends, strict=True) if end > start}
+        return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
 
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
@@ -293,9 +315,7 @@ class Job(Parts):
             held[role] = bytes_on_device(self.abstract.frozen[role])
         if rollout_settings(self.config) is None:
             # Others are made of rollouts, whose rows are not known yet.
-            rows, length = self.data.shape_at(0)
-            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
-            held["batch"] = bytes_on_device(batch)
+            held["batch"] = bytes_on_device(self.abstract_batch(self.data.shape_at(0)))
         return held
 
     def batches(
@@ -331,6 +351,13 @@ class Job(Parts):
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
+def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
+    """Whether one of the shapes has more rows or longer ones, and not less of either."""
+    rows, length = shape
+    others = [other for other in shapes if other != shape]
+    return any(other.batch_size >= rows and other.seq_length >= length for other in others)
+
+
 def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:
     """Opens the data, then starts the devices.
 
@@ -363,7 +390,8 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         require_same_meaning(asked.model, saved)
         asked, of_kept = with_kept(asked, kept)
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
-        notes = [note for note in (of_kept, of_warmup) if note]
+        asked, of_accumulation = _with_kept_accumulation(asked, kept)
+        notes = [note for note in (of_kept, of_warmup, of_accumulation) if note]
     asked_for = asked
     run_dir = run_path(config)
 
@@ -397,6 +425,16 @@ def _stored_teachers(
     for read in (data, *sets.values()):
         if read.teacher is not None:
             yield read.teacher
+
+
+def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[RunConfig, str]:
+    """The config with what was chosen for optimizer.accumulation=auto before the checkpoint, and a
+    line about it."""
+    count = kept.get(ACCUMULATION)
+    if config.optimizer.accumulation != "auto" or count is None:
+        return config, ""
+    line = f"optimizer.accumulation={count}, as it was decided when the run began."
+    return with_accumulation(config, count), line
 
 
 def _with_warmup_of_plan(

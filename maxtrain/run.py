@@ -108,6 +108,7 @@ class Run:
         folder: RunFolder,
         trackers: Trackers,
         publish: Callable[[], object],
+        programs: Programs,
     ):
         self.job = job
         self.config = job.config
@@ -176,7 +177,7 @@ class Run:
         self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
-        self._programs: Programs | None = None
+        self._programs = programs
         traced = None
         if config.observe.profile:
             traced = traced_steps(config.observe.profile)
@@ -403,9 +404,17 @@ class Run:
             metrics = metrics | self.job.hashes(self.state, batch)
         self._unseen.append((origin, metrics))
 
+    def prepare(self) -> None:
+        """Compiles the steps of the largest batches that are left, so that one that does not fit is
+        refused before the first step.
+
+        ConfigError: in all processes: a step does not fit.
+        """
+        for shape in self.job.largest_shapes(self.step):
+            batch = self.job.abstract_batch(shape)
+            self._programs.prepare(self.state, batch, self.config.data.prefetch)
+
     def _program(self, batch: Batch) -> jax.stages.Compiled:
-        if self._programs is None:
-            self._programs = Programs(self.job.make_step(), self.progress, self.clock)
         program = self._programs.of(self.state, batch)
         if self.speed.peak is None:
             with self.clock.during("compile"):

@@ -116,6 +116,21 @@ def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.mark.slow
+@on_linux_x86
+def test_micro_batches_are_chosen_for_devices_that_are_not_here(fitted):
+    words = ("topology=v5e:2x2", "mesh.fsdp=1", "mesh.tensor=4", "model.remat=none")
+    one, _ = fitted(*words, "optimizer.accumulation=1")
+    assert one["accumulation"] == 1
+    limit = f"{one['total_bytes'] - 1}"
+    found, shown = fitted(*words, "optimizer.accumulation=auto", "--memory", limit)
+    assert found["fits"] and found["total_bytes"] < one["total_bytes"]
+    count = found["accumulation"]
+    assert count in (2, 4, 8)
+    line = f"optimizer.accumulation={count}: a step needs"
+    assert line in shown and f"; with {count // 2} it would be" in shown
+
+
 @pytest.mark.long
 @on_linux_x86
 def test_a_search_on_tpus(fitted):

@@ -407,6 +407,17 @@ def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices
     assert_same(trained(config, name), trained(config, f"{name}-alone"))
 
 
+@pytest.mark.slow
+def test_processes_choose_micro_batches_together(config):
+    with Job(config, "auto", 2, "optimizer.accumulation=auto", "steps=12") as job:
+        job.end()
+    with Job(config, "auto-alone", 1, "optimizer.accumulation=1", "steps=12") as job:
+        job.end()
+    assert_same(trained(config, "auto"), trained(config, "auto-alone"))
+    identity = (config.parent / "runs/auto/run.json").read_text()
+    assert json.loads(identity)["accumulation"] == 1
+
+
 MIXTRAL = ["model.family=mixtral", "model.moe.num_experts=4", "model.routing.exchange_factor=0.5"]
 
 

@@ -1,7 +1,12 @@
 """The config of a run: schema, files, command line, checks. Imports no jax, so that help and config
 errors come at once."""
 
-from maxtrain.config.across.shapes import fit_to_devices, fit_to_fewer
+from maxtrain.config.across.shapes import (
+    accumulations,
+    fit_to_devices,
+    fit_to_fewer,
+    with_accumulation,
+)
 from maxtrain.config.load import (
     default_config,
     from_command_line,
@@ -15,6 +20,7 @@ from maxtrain.config.schema import RunConfig
 
 __all__ = [
     "RunConfig",
+    "accumulations",
     "default_config",
     "fit_to_devices",
     "fit_to_fewer",
@@ -24,4 +30,5 @@ __all__ = [
     "plain_leaves",
     "resolve",
     "to_yaml",
+    "with_accumulation",
 ]

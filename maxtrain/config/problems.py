@@ -232,5 +232,6 @@ def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from loss_scale_problems(config.loss_scale, config.precision.compute)
     yield from axis_problems(config.mesh)
     yield from process_problems(config.mesh)
+    yield from shapes.auto_accumulation_problems(config)
     yield from shapes.division_problems(config)
     yield from shapes.balance_problems(config)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import fit_to_devices, fit_to_fewer, load_config
+from maxtrain.config import accumulations, fit_to_devices, fit_to_fewer, load_config
 from tests.config.checking import load, problems
 
 
@@ -157,6 +157,48 @@ def test_a_preset_is_held_to_the_same_checks():
 def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
     assert load("determinism=full", f"model.attention={kernel}").model.attention == kernel
     assert load("model.attention=cudnn", "data.packing=pad").determinism == "seeded"
+
+
+def test_fewer_processes_leave_open_what_has_not_been_decided():
+    config = load_config(["config=quickstart", "data.batch_size=48", "optimizer.accumulation=auto"])
+    assert fit_to_fewer(config, 4, 3, 1) is config
+    assert fit_to_fewer(config, 8, 7, 1) is None
+    assert config.optimizer.least_micro_batches == 1
+    with pytest.raises(AssertionError, match="has not been decided"):
+        _ = config.optimizer.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("overrides", "choices"),
+    [
+        ((), [1, 2, 3, 6]),
+        (("model.pipeline.micro_batches=4", "mesh.stage=2"), [1, 3]),
+        (("mesh.tensor=2",), [1, 2, 3, 4, 6, 12]),
+        (("data.stages=[{until: 9}, {batch_size: 32}]",), [1, 2]),
+    ],
+)
+def test_micro_batches_that_divide_the_batches_of_all_stages_and_the_mesh(overrides, choices):
+    words = ["config=quickstart", "data.batch_size=48", "optimizer.accumulation=auto", *overrides]
+    assert accumulations(load_config(words), 8) == choices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        (
+            ["data.packing=balanced"],
+            "data.packing=balanced makes the rows of a step of its documents",
+        ),
+        (
+            ["objective=grpo", "grpo.rewards=[exact]"],
+            "objective=grpo makes the rows of a step of what it samples",
+        ),
+    ],
+)
+def test_micro_batches_are_not_chosen_for_rows_that_are_not_known_yet(overrides, cause):
+    found = problems("optimizer.accumulation=auto", *overrides)
+    (problem,) = [text for text in found if "accumulation" in text]
+    assert cause in problem and "Set optimizer.accumulation to a number" in problem
 
 
 @pytest.mark.parametrize(
