@@ -3,6 +3,7 @@ lose bytes or are lost themselves."""
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import multiprocessing
@@ -43,6 +44,7 @@ class Fault:
         lose: it is answered as if it were done.
         flip: the answer has another bit in its middle.
         cut: the connection is closed in the middle of the answer.
+        headers: of the answer, in place of its own.
     """
 
     pattern: str
@@ -59,6 +61,7 @@ class Fault:
     lose: bool = False
     flip: bool = False
     cut: bool = False
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class FaultyS3:
@@ -131,6 +134,8 @@ class FaultyS3:
             _read(environ)
             start("200 OK", [("ETag", '"0"'), ("Content-Length", "0")])
             return [b""]
+        if fault.headers:
+            start = functools.partial(_start_with, start, fault.headers)
         content = self._inner(environ, start)
         if fault.flip:
             return [flipped(b"".join(content))]
@@ -246,6 +251,19 @@ def _backend() -> Any:
 
 def _bucket() -> Any:
     return _backend().buckets[BUCKET]
+
+
+def _start_with(
+    start: Callable,
+    changes: Mapping[str, str],
+    status: str,
+    headers: list[tuple[str, str]],
+    *_: Any,
+) -> Any:
+    """Begins an answer with other headers."""
+    changed = {name.lower() for name in changes}
+    kept = [(name, value) for name, value in headers if name.lower() not in changed]
+    return start(status, [*kept, *changes.items()])
 
 
 def flipped(content: bytes) -> bytes:

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import dataclasses
 import errno
+import filecmp
 import functools
 import hashlib
 import io
@@ -49,13 +50,11 @@ def is_url(path: object) -> bool:
 
 
 class Found(NamedTuple):
-    """A remote file: `stamp` changes when it does (its ETag, generation or time of change); `md5`
-    is that of its bytes in hexadecimal digits, if the store says what looks like one."""
+    """A remote file: `stamp` changes when it does (its ETag, generation or time of change)."""
 
     path: "RemotePath"
     size: int
     stamp: str
-    md5: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,28 +194,55 @@ class RemotePath:
 
     def download_exactly(self, file: Path) -> None:
         """As `download`, of a file that nothing else vouches for: held against the MD5 that the
-        store has of it. Not every store has one, and what looks like one may be another number (of
-        an object that is encrypted with a key of its own): bytes that come twice are what is there.
+        store has of it, if it has one.
 
         Raises:
-            StorageError: other bytes come each time.
+            StorageError: other bytes are read each time; there is no local file then.
         """
-        before = b""
         for _ in range(_TRIES):
             self.download(file)
-            md5 = self.found().md5
-            if not md5:
+            held = self.md5()
+            read = _md5_of(file)
+            if held in ("", read):
                 return
-            with file.open("rb") as opened:
-                digest = hashlib.file_digest(opened, _fast_md5).digest()
-            if digest.hex() == md5 or digest == before:
-                return
-            before = digest
         file.unlink()
-        raise StorageError(
-            f"{self}: other bytes come each time that it is read. "
+        raise self._misread(f"its MD5 there is {held}, that of what is read {read}")
+
+    def require_like(self, file: Path) -> None:
+        """Of a downloaded file that is not what was once written: what is there is damaged, and not
+        the reading of it. Where the store has no MD5, it is read again.
+
+        Raises:
+            StorageError: the file is not like what is there.
+            FileNotFoundError: nothing is there.
+        """
+        held = self.md5()
+        if held:
+            read = _md5_of(file)
+            if read != held:
+                raise self._misread(f"its MD5 there is {held}, that of what is read {read}")
+            return
+        again = file.with_name(f".{file.name}.again")
+        try:
+            self.download(again)
+            if not filecmp.cmp(file, again, shallow=False):
+                raise self._misread("they differ from one time to the next")
+        finally:
+            again.unlink(missing_ok=True)
+
+    def _misread(self, why: str) -> StorageError:
+        return StorageError(
+            f"{self}: other bytes are read than the store holds ({why}). "
             "Check network and service, then run the same command again."
         )
+
+    def md5(self) -> str:
+        """The MD5 of its bytes in hexadecimal digits, as the store has it; empty: it has none.
+        FileNotFoundError: it is not there."""
+        protocol, _, _ = self.url.partition("://")
+        if protocol in ("s3", "s3a"):
+            return _persist(self, "looking at", _md5_of_s3)
+        return _persist(self, "looking at", _md5_of_others)
 
     def _arrived(self, fs: Any, path: str, size: int) -> "Found":
         """What is there; OSError: it has another size than what was written."""
@@ -458,20 +484,35 @@ def _found(path: RemotePath, info: dict[str, Any]) -> Found:
     names = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated", "mtime", "created")
     stamp = repr([info.get("size"), *(str(info[name]) for name in names if info.get(name))])
     short = hashlib.sha256(stamp.encode()).hexdigest()[:16]
-    return Found(path, info.get("size") or 0, short, _md5(info))
+    return Found(path, info.get("size") or 0, short)
 
 
-def _fast_md5() -> Any:
-    return hashlib.md5(usedforsecurity=False)
+def _md5_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False))
+    return digest.hexdigest()
 
 
-def _md5(info: dict[str, Any]) -> str:
-    """The MD5 of a file as far as a store says one: S3 as the ETag of what was written at once, GCS
-    in base64; empty: it says none."""
-    etag = str(info.get("ETag", "")).strip('"')
-    if re.fullmatch("[0-9a-f]{32}", etag):
-        return etag
-    return base64.b64decode(str(info.get("md5Hash", ""))).hex()
+def _md5_of_s3(fs: Any, path: str) -> str:
+    """The MD5 of an object of S3, which is its ETag if it was written at once; empty: it is not.
+
+    The ETag is another number of objects that are encrypted with a key of KMS or of the customer,
+    and in directory buckets.
+    """
+    bucket, key, _ = fs.split_path(path)
+    head = fs.call_s3("head_object", Bucket=bucket, Key=key)
+    is_sealed = str(head.get("ServerSideEncryption", "")).startswith("aws:")
+    if is_sealed or head.get("SSECustomerAlgorithm") or bucket.endswith("--x-s3"):
+        return ""
+    etag = str(head.get("ETag", "")).strip('"')
+    if not re.fullmatch("[0-9a-f]{32}", etag):
+        return ""
+    return etag
+
+
+def _md5_of_others(fs: Any, path: str) -> str:
+    """As `_md5_of_s3`, of GCS, which has it in base64, and of stores that have none."""
+    return base64.b64decode(str(fs.info(path).get("md5Hash", ""))).hex()
 
 
 def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> Any:

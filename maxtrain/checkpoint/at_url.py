@@ -78,7 +78,8 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
         listing: what is below `home`, by name; None: it is looked up.
 
     Raises:
-        StorageError: the URL can't be read, or the directory can't be written.
+        StorageError: the URL can't be read, other bytes are read than it holds, or the directory
+            can't be written.
     """
     if listing is None:
         listing = home.tree()
@@ -109,18 +110,14 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
 
 def _bring(home: RemotePath, step: Path, sizes: Mapping[str, int]) -> str:
     """Makes a step directory of this host the one at a URL; why that one does not count, empty if
-    it does."""
-    why = ""
-    # Again, if they were damaged here, or on their way.
-    for _ in range(_TRIES):
-        try:
-            _bring_small_files(home, step, sizes)
-        except FileNotFoundError:
-            return "it is being removed"
-        why = defect(step)
-        if not why:
-            break
-        shutil.rmtree(step)
+    it does.
+
+    StorageError: what was read is not what is there.
+    """
+    try:
+        why = _bring_whole(home, step, sizes)
+    except FileNotFoundError:
+        return "it is being removed"
     if why:
         return why
     commit = read_commit(step)
@@ -133,6 +130,31 @@ def _bring(home: RemotePath, step: Path, sizes: Mapping[str, int]) -> str:
         if sizes[name] != entry["bytes"]:
             return f"{name} has {sizes[name]:,} bytes instead of {entry['bytes']:,}"
     return ""
+
+
+def _bring_whole(home: RemotePath, step: Path, names: Iterable[str]) -> str:
+    """Brings the small files of a step; why they are damaged at the URL, empty if they are not.
+
+    Raises:
+        FileNotFoundError: one is not at the URL any more.
+        StorageError: what was read is not what is there.
+    """
+    why = ""
+    # Again, if they were damaged here, or on their way.
+    for _ in range(_TRIES):
+        if why:
+            shutil.rmtree(step)
+        _bring_small_files(home, step, names)
+        why = defect(step)
+        if not why:
+            return ""
+    try:
+        for name in _SMALL:
+            if (step / name).exists():
+                (home / name).require_like(step / name)
+    finally:
+        shutil.rmtree(step)
+    return why
 
 
 def _bring_small_files(home: RemotePath, step: Path, names: Iterable[str]) -> None:
@@ -158,7 +180,8 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
 
     Raises:
         DamagedError: what is at the URL is not what was saved.
-        StorageError: it can't be read, or there is no room here.
+        StorageError: it can't be read, other bytes are read than it holds, or there is no room
+            here.
     """
     home = url_of(step)
     if home is None:
@@ -187,9 +210,16 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
         damage = find_damage(step, {name: files[name] for name in missing})
         if not damage:
             return
-    # What is left here is not damaged.
-    for name in missing:
-        (step / name).unlink()
+    try:
+        for name in missing:
+            if find_damage(step, {name: files[name]}):
+                (home / name).require_like(step / name)
+    except FileNotFoundError as error:
+        raise DamagedError(step, f"{error.filename} is missing") from error
+    finally:
+        # What is left here is not damaged.
+        for name in missing:
+            (step / name).unlink()
     raise DamagedError(step, f"at {home}: {damage}")
 
 

@@ -13,7 +13,7 @@ from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.integrity import find_damage, read_commit, survey
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
-from maxtrain.parallel.agreement import raise_together
+from maxtrain.parallel.agreement import gather, raise_together
 
 
 def put_aside(damage: DamagedError) -> None:
@@ -43,18 +43,17 @@ def put_aside(damage: DamagedError) -> None:
 def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
     """As `put_aside`, of a step that is at a URL.
 
-    If files are damaged on this host alone, they are fetched once more; else what is at the URL is
-    put aside. That is decided by process 0, and files that others have fetched are fetched again.
+    If files are damaged on the disk of a host, all are fetched once more; else what is at the URL
+    is put aside.
     """
     url = at_url.url_of(path)
     assert url is not None
+    hosts = [said["damaged"] for said in gather({"damaged": _is_damaged_here(path)})]
     error = None
     if jax.process_index() == 0:
-        files = read_commit(path)["files"]
-        here = {name: entry for name, entry in files.items() if (path / name).exists()}
+        then = f"Its files on the disk of a host are not those at {url}, and are fetched again."
         try:
-            then = f"Its files on this host are not those at {url}, and are fetched again."
-            if not find_damage(path, here):
+            if not any(hosts):
                 aside = at_url.put_aside(url)
                 then = f"At {url} it is put aside as {aside}; the run goes on without it."
             what = f"{path} is damaged: {damage.what}."
@@ -63,6 +62,16 @@ def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
             error = problem
     at_url.drop_arrays(path)
     raise_together(error)
+
+
+def _is_damaged_here(path: Path) -> bool:
+    """Whether files that this host has of a step are not what was saved, or can't be read."""
+    try:
+        files = read_commit(path)["files"]
+        here = {name: entry for name, entry in files.items() if (path / name).exists()}
+        return bool(find_damage(path, here))
+    except (OSError, ValueError):
+        return True
 
 
 def put_aside_incomplete(directory: Path) -> list[str]:

@@ -7,6 +7,13 @@ from data_pipeline import remote
 from data_pipeline.errors import StorageError
 from data_pipeline.remote import RemotePath
 
+# What a store says of objects whose ETag is no MD5: encrypted with other keys, or written in parts.
+NO_MD5 = (
+    {"x-amz-server-side-encryption": "aws:kms"},
+    {"x-amz-server-side-encryption-customer-algorithm": "AES256"},
+    {"ETag": f'"{"0" * 32}-2"'},
+)
+
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch):
@@ -130,9 +137,21 @@ def test_bytes_that_changed_on_their_way_are_read_again(s3, url, tmp_path, has_c
         assert s3.requests().count(f"GET {url.url.removeprefix('s3:/')}/x") > 1
 
 
-def test_what_only_looks_like_an_md5_stops_nobody(s3, url, tmp_path, monkeypatch):
-    """As of an object that is encrypted with a key of its own."""
-    monkeypatch.setattr(remote, "_md5", lambda info: "0" * 32)
+def test_a_file_that_is_always_read_wrong_is_refused(s3, url, tmp_path):
+    s3.fill(url.url.removeprefix("s3://faulty/"), {"/x": b"0123"})
+    s3.begin([Fault("GET .*/x", flip=True)])
+    message = (
+        r"/x: other bytes are read than the store holds \(its MD5 there is eb62f6.*same command"
+    )
+    with pytest.raises(StorageError, match=message):
+        (url / "x").download_exactly(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("headers", NO_MD5)
+def test_what_only_looks_like_an_md5_stops_nobody(s3, url, tmp_path, headers):
     (url / "x").write_bytes(b"0123")
+    s3.begin([Fault("HEAD .*/x", headers={"ETag": f'"{"0" * 32}"'} | headers)])
+    assert (url / "x").md5() == ""
     (url / "x").download_exactly(tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == b"0123"
