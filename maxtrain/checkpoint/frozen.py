@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint.at_url import fetch
+from maxtrain.checkpoint.at_url import drop_arrays, fetch, url_of
 from maxtrain.checkpoint.copying import copy_step
 from maxtrain.checkpoint.formats import migrate
-from maxtrain.checkpoint.integrity import defect, find_damage, read_commit
+from maxtrain.checkpoint.integrity import Files, defect, find_damage, read_commit
 
 FOLDER = "frozen"
 # In the commit record of a step.
@@ -83,11 +83,25 @@ def lack(directory: Path, wanted: str, read: bool = False) -> str:
         return f"{path} holds other arrays"
     damage = ""
     if read:
-        fetch(path, commit["files"], commit["files"])
-        damage = find_damage(path, commit["files"])
+        damage = _damage_of(path, commit["files"])
     if damage:
         return f"{path} is damaged: {damage}"
     return ""
+
+
+def _damage_of(path: Path, files: Files) -> str:
+    """What is wrong with the files of a place; of one at a URL, with what is there, which may be
+    whole if the copy on this host is not."""
+    try:
+        fetch(path, files, files)
+        damage = find_damage(path, files)
+        if damage and url_of(path) is not None:
+            drop_arrays(path)
+            fetch(path, files, files)
+            damage = find_damage(path, files)
+    except DamagedError as found:
+        return found.what
+    return damage
 
 
 def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> Frozen | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
+from data_pipeline.remote import RemotePath
 from maxtrain.checkpoint import frozen, keeping
 from maxtrain.checkpoint.damage import put_aside
 from maxtrain.checkpoint.integrity import read_commit
@@ -262,3 +263,24 @@ def test_show_lists_them(checkpoints, capsys):
     assert main(["list", str(checkpoints.directory)]) == 0
     assert "frozen parameters, of all steps" in capsys.readouterr().out
     assert json.loads((checkpoints.directory / "00000002/commit.json").read_text())[frozen.KEY]
+
+
+def test_of_frozen_arrays_at_a_url_those_there_count_and_damage_there_is_written_anew(tmp_path):
+    home = RemotePath(f"file://{tmp_path}/far")
+
+    def save(step):
+        """As the next process of the same host; the frozen arrays at the URL, and when they were
+        written."""
+        made = Checkpoints(tmp_path / "here", SYNC, home=home)
+        made.save(step, changing(step), {"at": step}, constant())
+        made.close()
+        (file,) = (store_of(tmp_path / "far") / "arrays/params.a").glob("0*")
+        return file.read_bytes(), file.stat().st_mtime_ns
+
+    first = save(1)
+    flip(tmp_path / "here")
+    assert save(2) == first
+    flip(tmp_path / "far")
+    shutil.rmtree(store_of(tmp_path / "here") / "arrays")
+    content, time = save(3)
+    assert content == first[0] and time != first[1]
