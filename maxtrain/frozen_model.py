@@ -62,8 +62,9 @@ class FrozenModel:
         model with the same weights."""
         return function_of(self.model, self.precision)
 
-    def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-        """The structure, and the parameters as shapes with shardings on this mesh.
+    def abstract(self, mesh: Mesh, rules: Rules = RULES) -> tuple[nnx.GraphDef, nnx.State]:
+        """The structure, and the parameters as shapes with shardings on this mesh, by the rules of
+        where they are stored.
 
         Raises:
             ConfigError: a dim that the mesh does not divide, or a kernel that its devices lack.
@@ -71,7 +72,7 @@ class FrozenModel:
         platform = next(iter(mesh.devices.flat)).platform
         try:
             require_platform(self.model.attention, platform)
-            return abstract_model(self.model, self.precision, mesh)
+            return abstract_model(self.model, self.precision, mesh, rules)
         except ConfigError as error:
             raise ConfigError(
                 f"{self.name} can't be used on these devices: {error} "
