@@ -26,6 +26,7 @@ from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import REFERENCE, Objective
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests, hash_text
+from maxtrain.parallel.sharding import RULES, Rules
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
