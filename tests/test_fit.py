@@ -107,6 +107,23 @@ def test_a_step_on_gpus(fitted):
 
 @pytest.mark.long
 @on_linux_x86
+def test_a_rule_changes_what_is_stored_and_sent(fitted):
+    """The width of the model, by 8 in place of 4."""
+    words = ["topology=h100:8", "optimizer.accumulation=1", "mesh.fsdp=4", "mesh.context=2"]
+    rule = "mesh.rules.embed=[fsdp, context]"
+    record, shown = fitted(*words, "model.attention=ring", rule)
+    assert record["rules"] == {"embed": ["fsdp", "context"]}
+    assert "mesh fsdp=4 context=2 with rules embed=[fsdp, context]" in shown
+    assert record["memory_bytes"]["parameters"] == 4 * (WEIGHTS // 8 + NORMS)
+    assert record["memory_bytes"]["optimizer"] == pytest.approx(
+        8 * (WEIGHTS // 8 + NORMS), rel=0.01
+    )
+    assert by_kind(record)["all-gather", "fsdp", "context"][0] > 0
+    assert record["compiler_warnings"] == []
+
+
+@pytest.mark.long
+@on_linux_x86
 def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", Mock(side_effect=RuntimeError(MISSING)))
     words = ["topology=h100:1", "model.attention=cudnn", "data.attend_across_documents=true"]

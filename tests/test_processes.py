@@ -1,8 +1,8 @@
 """The same run on one, two and four processes: the batches of all steps, where it ends, and what is
 left of it by kills.
 
-All jobs have four simulated devices in the same mesh, and train a tiny model on three epochs of a
-tiny corpus.
+All jobs have four simulated devices, most of them in the same mesh, and train a tiny model on three
+epochs of a tiny corpus.
 """
 
 import fcntl
@@ -68,7 +68,8 @@ def config(tmp_path_factory) -> Path:
         "log_interval": 1,
         "eval_interval": 0,
         "checkpoint_interval": 5,
-        "model": TINY_MODEL,
+        # Of bytes, made even, so that a tensor axis divides it.
+        "model": TINY_MODEL | {"vocab_size": 260},
         "data": {
             "sources": sources,
             "on_exhausted": "renormalize",
@@ -232,7 +233,9 @@ def test_three_epochs_end_where_the_plan_says(alone):
 
 
 def test_processes_read_the_same_batches_and_end_together(config, alone):
-    with Job(config, "on-4", 4, "checkpoint_interval=0") as job:
+    """Parameters are split over all of them: by rows, and within layers."""
+    axes = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
+    with Job(config, "on-4", 4, "checkpoint_interval=0", *axes) as job:
         job.end()
     assert_same(trained(config, "on-4"), alone)
 
@@ -396,7 +399,6 @@ def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices
         "mesh.tensor=-1",
         "model.num_heads=4",
         "model.num_kv_heads=4",
-        "model.vocab_size=260",
         "steps=12",
     ]
     name = f"{devices}-{mesh[-1]}"
