@@ -45,6 +45,7 @@ class Case(NamedTuple):
 
 
 _FLASH = ("model.attention=flash",)
+_XLA = ("model.attention=xla",)
 _PARTED = ("mesh.context=4",)
 CASES = (
     Case("sft_qwen2_5_0_5b", "h200:1"),
@@ -57,7 +58,7 @@ CASES = (
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
-    Case("llama3_8b", "h100:8x8", _PARTED),
+    Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
     Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
 )

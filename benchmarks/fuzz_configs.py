@@ -145,7 +145,7 @@ HINTS: dict[str, Sequence[str]] = {
         "{a: {pattern: embed}, b: {pattern: emb}}",
         "{a: {pattern: nothing}}",
     ],
-    "optimizer.accumulation": ["1", "2", "4", "8", "3"],
+    "optimizer.accumulation": ["1", "2", "4", "8", "3", "auto"],
     "optimizer.learning_rate": ["1e-3", "1e-2", "3e-4", "1e-37", "1e6"],
     "schedule.warmup_steps": ["0", "1", "2", "100"],
     "schedule.min_lr_ratio": ["0.1", "0", "0.5", "1"],
@@ -242,6 +242,8 @@ THEMES: Sequence[Sequence[str]] = (
         "schedule.warmup_steps=0",
     ),
     ("model.attention=eager", "regularization.attention_dropout=0.1"),
+    ("model.attention=auto", "regularization.attention_dropout=0.1"),
+    ("model.attention=auto", "mesh.context=2", "mesh.data=1", "mesh.fsdp=-1"),
     (
         "regularization.residual_dropout=0.1",
         "regularization.embedding_noise=5",

@@ -36,8 +36,8 @@ ELSEWHERE = RulesConfig(
     mlp=("fsdp", "data"),
     heads=("data", "fsdp"),
     kv_heads=("context",),
-    expert_embed=("tensor", "expert"),
-    exp=("fsdp",),
+    expert_embed=("expert",),
+    exp=("tensor",),
 )
 
 

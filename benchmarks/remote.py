@@ -1,25 +1,36 @@
 """How fast shards behind a URL are read, with an empty cache and with a full one, compared with the
-same shards on disk.
+same shards on disk; and how fast checkpoints behind one are saved and restored, compared with the
+plain upload and download of as many bytes.
 
-    python -m benchmarks.remote URL
+    python -m benchmarks.remote shards [URL]
+    python -m benchmarks.remote checkpoints [URL] [--mib 256] [--rounds 3]
 
-URL is a folder to write to, such as s3://bucket/bench or file:///tmp/bench. Prints a table of
-Markdown.
+URL is a folder to write to, such as s3://bucket/bench or file:///tmp/bench; without one, it is in a
+bucket of moto's server, in a process of its own on this machine. Prints a table of Markdown.
 """
 
+import argparse
+import functools
 import hashlib
+import os
+import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from benchmarks.checkpoint import Times, make_state
+from benchmarks.faulty_s3 import BUCKET, FaultyS3Process
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader import TrainingData, open_training
-from data_pipeline.remote import place
+from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import Manifest, ShardWriter, token_dtype
+from maxtrain.checkpoint import at_url
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config.schema import CheckpointConfig
 
 _BATCHES = 200
 _REPEATS = 5
@@ -59,8 +70,8 @@ def open_data(source: str, cache: str) -> TrainingData:
     return open_training(config, 0, 2000)
 
 
-def main(url: str) -> None:
-    """Measure and print."""
+def shards(url: str) -> None:
+    """Measure reading, and print."""
     with tempfile.TemporaryDirectory() as name:
         folder = make(Path(name))
         for file in folder.iterdir():
@@ -83,5 +94,62 @@ def main(url: str) -> None:
         print(f"| {name} | {statistics.median(rates):.1f} |")
 
 
+def checkpoints(url: str, mib: int, rounds: int) -> None:
+    """Measure saving and restoring, and print; each round does everything once, in turns."""
+    state = make_state(mib)
+    times = Times()
+    config = CheckpointConfig(asynchronous=False, keep=1)
+    home = RemotePath(url) / "run" / "checkpoints"
+    plain = RemotePath(url) / "plain"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        one = folder / "one"
+        one.write_bytes(b"".join(np.asarray(x).tobytes() for x in state.values()))
+        here = folder / "here"
+        saving = Checkpoints(here, config, home=home)
+        for number in range(rounds):
+            times.note("one file, uploaded", functools.partial(plain.upload, one))
+            times.note("save", functools.partial(saving.save, number, state, {}))
+            times.note("one file, downloaded", functools.partial(plain.download, folder / "back"))
+            empty = folder / f"empty-{number}"
+            restore = functools.partial(_restore, empty, config, home, state)
+            times.note("restore to an empty disk", restore)
+            shutil.rmtree(empty)
+        saving.close()
+    home.parent.remove()
+    plain.remove()
+    print("\n".join(times.table(mib)))
+
+
+def _restore(
+    directory: Path, config: CheckpointConfig, home: RemotePath, state: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The newest step at a URL, as a launch reads it; all of it is checked."""
+    at_url.pull(home, directory)
+    reading = Checkpoints(directory, config, home=home)
+    arrays, _ = reading.restore(state)
+    reading.close()
+    return arrays
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.remote", description=__doc__)
+    parser.add_argument("what", choices=["shards", "checkpoints"])
+    parser.add_argument("url", nargs="?", help="a folder to write to")
+    parser.add_argument("--mib", type=int, default=256, help="of the state (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of checkpoints (%(default)s)")
+    asked = parser.parse_args()
+    url = asked.url
+    if url is None:
+        server = FaultyS3Process()
+        os.environ.update(server.environment)
+        url = f"s3://{BUCKET}/bench"
+    if asked.what == "shards":
+        shards(url)
+    else:
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}\n")
+        checkpoints(url, asked.mib, asked.rounds)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

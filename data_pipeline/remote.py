@@ -7,6 +7,7 @@ caller gets a FileNotFoundError for what is not there to be read, and a StorageE
 denied, a bucket to write to is not there, or all tries have failed.
 """
 
+import base64
 import contextlib
 import dataclasses
 import errno
@@ -48,11 +49,13 @@ def is_url(path: object) -> bool:
 
 
 class Found(NamedTuple):
-    """A remote file: `stamp` changes when it does (its ETag, generation or time of change)."""
+    """A remote file: `stamp` changes when it does (its ETag, generation or time of change); `md5`
+    is that of its bytes in hexadecimal digits, if the store says what looks like one."""
 
     path: "RemotePath"
     size: int
     stamp: str
+    md5: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +97,12 @@ class RemotePath:
     def write_bytes(self, data: bytes) -> "Found":
         """Write an object as a whole, and check that all of it arrived."""
 
-        def write(fs: Any, path: str) -> None:
+        def write(fs: Any, path: str) -> Found:
             self._make_folder(fs, path)
             fs.pipe_file(path, data)
+            return self._arrived(fs, path, len(data))
 
-        self._write(write)
-        return self._check_written(len(data))
+        return self._write(write)
 
     def create(self, data: bytes) -> bool:
         """Write an object that must not be there yet: of several who do so, one succeeds.
@@ -131,12 +134,12 @@ class RemotePath:
     def upload(self, file: Path) -> "Found":
         """Copy a local file here as a whole, and check that all of it arrived."""
 
-        def write(fs: Any, path: str) -> None:
+        def write(fs: Any, path: str) -> Found:
             self._make_folder(fs, path)
             fs.put_file(str(file), path)
+            return self._arrived(fs, path, file.stat().st_size)
 
-        self._write(write)
-        return self._check_written(file.stat().st_size)
+        return self._write(write)
 
     def move(self, target: "RemotePath") -> None:
         """Give a file another name in the same bucket. Object stores copy it and delete the
@@ -144,6 +147,9 @@ class RemotePath:
 
         def write(fs: Any, path: str) -> None:
             there = fs._strip_protocol(target.url)
+            # The answer to an earlier try may have been lost.
+            if not fs.exists(path) and fs.exists(there):
+                return
             self._make_folder(fs, there)
             fs.mv(path, there)
 
@@ -176,23 +182,50 @@ class RemotePath:
     def download(self, file: Path) -> None:
         """Copy this to a local file, which appears once it is complete."""
         part = file.with_name(f".{file.name}.tmp")
-        _persist(self, "reading", lambda fs, path: fs.get_file(path, str(part)))
-        expected = self.found().size
-        arrived = part.stat().st_size
-        if arrived != expected:
-            raise StorageError(
-                f"{self}: {arrived} of {expected} bytes arrived. Run the same command again."
-            )
+
+        def read(fs: Any, path: str) -> None:
+            fs.get_file(path, str(part))
+            expected = _found(self, fs.info(path)).size
+            arrived = part.stat().st_size
+            if arrived != expected:
+                raise OSError(f"{arrived} of {expected} bytes arrived")
+
+        _persist(self, "reading", read)
         part.replace(file)
 
-    def _check_written(self, size: int) -> "Found":
-        """What is there; StorageError: it has another size than what was written."""
-        found = self.found()
+    def download_exactly(self, file: Path) -> None:
+        """As `download`, of a file that nothing else vouches for: held against the MD5 that the
+        store has of it. Not every store has one, and what looks like one may be another number (of
+        an object that is encrypted with a key of its own): bytes that come twice are what is there.
+
+        Raises:
+            StorageError: other bytes come each time.
+        """
+        before = b""
+        for _ in range(_TRIES):
+            self.download(file)
+            md5 = self.found().md5
+            if not md5:
+                return
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, _fast_md5).digest()
+            if digest.hex() == md5 or digest == before:
+                return
+            before = digest
+        file.unlink()
+        raise StorageError(
+            f"{self}: other bytes come each time that it is read. "
+            "Check network and service, then run the same command again."
+        )
+
+    def _arrived(self, fs: Any, path: str, size: int) -> "Found":
+        """What is there; OSError: it has another size than what was written."""
+        try:
+            found = _found(self, fs.info(path))
+        except FileNotFoundError as error:
+            raise OSError(f"{size} bytes were written, but nothing is there") from error
         if found.size != size:
-            raise StorageError(
-                f"{self}: {size} bytes were written, but {found.size} are there. "
-                "Run the same command again."
-            )
+            raise OSError(f"{size} bytes were written, but {found.size} are there")
         return found
 
     def found(self) -> Found:
@@ -212,9 +245,7 @@ class RemotePath:
         """The files of this folder, and of those below it down to `depth` (None: all); none if
         there is no such folder."""
         try:
-            listing = _persist(
-                self, "listing", lambda fs, path: fs.find(path, maxdepth=depth, detail=True)
-            )
+            listing = _persist(self, "listing", lambda fs, path: self._files_below(fs, path, depth))
         except FileNotFoundError:
             return []
         return [_found(_at(self, name), info) for name, info in sorted(listing.items())]
@@ -224,7 +255,7 @@ class RemotePath:
 
         def find(fs: Any, path: str) -> dict[str, Found]:
             start = len(path.rstrip("/")) + 1
-            listing = fs.find(path, detail=True)
+            listing = self._files_below(fs, path, None)
             return {
                 name[start:]: _found(_at(self, name), info)
                 for name, info in sorted(listing.items())
@@ -234,6 +265,25 @@ class RemotePath:
             return _persist(self, "listing", find)
         except FileNotFoundError:
             return {}
+
+    def _files_below(self, fs: Any, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
+        """What the file system says of the files of a folder, and of those below it, by name.
+
+        fsspec's own search takes a folder that can't be listed just now for an empty one.
+        """
+        protocol, _, _ = self.url.partition("://")
+        if depth is None and protocol in _OBJECT_STORES:
+            return fs.find(path, detail=True)
+        found = {}
+        for info in fs.ls(path, detail=True):
+            name = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[name] = info
+            elif depth is None:
+                found |= self._files_below(fs, name, None)
+            elif depth > 1 and name != path.rstrip("/"):
+                found |= self._files_below(fs, name, depth - 1)
+        return found
 
     def glob(self, pattern: str) -> list["RemotePath"]:
         """What matches below this folder, sorted."""
@@ -252,8 +302,23 @@ class RemotePath:
 
     def remove(self) -> None:
         """Delete a file, or a folder with all that is in it. Nothing happens if it is not there."""
+
+        def delete(fs: Any, path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm(path, recursive=True)
+            # What S3 refuses to delete among many, s3fs does not tell.
+            for left in self._left(fs, path):
+                fs.rm_file(left)
+
         with contextlib.suppress(FileNotFoundError):
-            _persist(self, "deleting", lambda fs, path: fs.rm(path, recursive=True))
+            _persist(self, "deleting", delete)
+
+    def _left(self, fs: Any, path: str) -> list[str]:
+        """The files of a folder, or this file, if they are there."""
+        try:
+            return list(self._files_below(fs, path, None))
+        except FileNotFoundError:
+            return []
 
     def open(self, stamp: str = "") -> io.BufferedReader:
         """The file, opened for reading, with random access.
@@ -329,8 +394,23 @@ def place(path: "str | Path | RemotePath") -> "Path | RemotePath":
 def find(pattern: str) -> list[Found]:
     """The files that match a URL with *, ?, [] or **, sorted."""
     path = RemotePath(pattern)
+    glob_translate = load_package("fsspec.utils", "remote", pattern).glob_translate
+
+    def search(fs: Any, inner: str) -> dict[str, dict[str, Any]]:
+        magic = re.search(r"[*?\[]", inner)
+        if magic is None:
+            return {inner: fs.info(inner)}
+        root, slash, _ = inner[: magic.start()].rpartition("/")
+        rest = inner[len(root) + len(slash) :]
+        depth = rest.count("/") + 1
+        if "**" in rest:
+            depth = None
+        matches = re.compile(glob_translate(inner)).match
+        listing = path._files_below(fs, root or slash, depth)
+        return {name: info for name, info in listing.items() if matches(name)}
+
     try:
-        listing = _persist(path, "listing", lambda fs, inner: fs.glob(inner, detail=True))
+        listing = _persist(path, "listing", search)
     except FileNotFoundError:
         return []
     return [
@@ -377,7 +457,21 @@ def _at(base: RemotePath, name: str) -> RemotePath:
 def _found(path: RemotePath, info: dict[str, Any]) -> Found:
     names = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated", "mtime", "created")
     stamp = repr([info.get("size"), *(str(info[name]) for name in names if info.get(name))])
-    return Found(path, info.get("size") or 0, hashlib.sha256(stamp.encode()).hexdigest()[:16])
+    short = hashlib.sha256(stamp.encode()).hexdigest()[:16]
+    return Found(path, info.get("size") or 0, short, _md5(info))
+
+
+def _fast_md5() -> Any:
+    return hashlib.md5(usedforsecurity=False)
+
+
+def _md5(info: dict[str, Any]) -> str:
+    """The MD5 of a file as far as a store says one: S3 as the ETag of what was written at once, GCS
+    in base64; empty: it says none."""
+    etag = str(info.get("ETag", "")).strip('"')
+    if re.fullmatch("[0-9a-f]{32}", etag):
+        return etag
+    return base64.b64decode(str(info.get("md5Hash", ""))).hex()
 
 
 def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> Any:

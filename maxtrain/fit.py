@@ -19,15 +19,17 @@ from rich.text import Text
 
 from data_pipeline.errors import ConfigError, UsageError, run_command
 from data_pipeline.shards import write_atomic
-from maxtrain.config import RunConfig, from_command_line
+from maxtrain.accumulation import describe
+from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
 from maxtrain.fit_report import duration, mesh_words, report, search_table
 from maxtrain.fit_search import search
 from maxtrain.fitting import AXES, Fit, fit_step, require_fit
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.families.directory import MODELS
 from maxtrain.parallel import distributed
-from maxtrain.parallel.memory import memory_limit, parse_bytes, size
+from maxtrain.parallel.memory import bytes_on_device, fewest, memory_limit, parse_bytes, size
 from maxtrain.parallel.topologies import EXAMPLES, described_devices
+from maxtrain.step_memory import StepPrograms
 
 _MOST_TRIES = 32
 _MOST_ROWS = 10
@@ -53,7 +55,7 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     if asked.search:
         best = _search(config, devices, limit, asked, console, record)
     else:
-        best = fit_step(config, devices, limit)
+        best = _fit(config, devices, limit, console)
         record |= best.record()
         console.print(report(best))
     folder = Path(config.output_dir, config.run_name)
@@ -62,6 +64,31 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     write_atomic(written, json.dumps(record, indent=1).encode())
     console.print(Text(f"record: {written}", "dim"), soft_wrap=True)
     require_fit(best)
+
+
+def _fit(config: RunConfig, devices: Sequence[Any], limit: int, console: Console) -> Fit:
+    """How the step fits; with optimizer.accumulation=auto that of the fewest micro-batches that do,
+    or else of the most."""
+    if config.optimizer.accumulation != "auto":
+        return fit_step(config, devices, limit)
+    # Where not even one divides batch and mesh, that is what is told.
+    choices = accumulations(config, len(devices)) or [1]
+    tried: list[Fit] = []
+
+    def measure(count: int) -> int | None:
+        found = fit_step(with_accumulation(config, count), devices, limit)
+        tried.append(found)
+        if found.fits:
+            return found.total
+        return max(found.total or found.refused or 0, limit + 1)
+
+    plain = StepPrograms(with_accumulation(config, 1), devices)
+    found = fewest(choices, measure, bytes_on_device(plain.parts.abstract), limit)
+    if found.count is not None:
+        console.print(Text(describe(found, limit)), soft_wrap=True)
+    elif not tried:
+        measure(choices[-1])
+    return tried[-1]
 
 
 def _search(
@@ -86,7 +113,7 @@ def _search(
             assert found.times is not None
             words = duration(found.times.seconds)
         config = found.config
-        what = f"{found.batch.rows:,} rows, accumulation={config.optimizer.accumulation}"
+        what = f"{found.batch.rows:,} rows, accumulation={config.optimizer.micro_batches}"
         line = f"  {mesh_words(found)}, {what}, remat={config.model.remat}: {words}"
         console.print(Text(line, "dim"), soft_wrap=True)
 
@@ -116,7 +143,7 @@ def _told(best: Fit, console: Console) -> Fit:
     settings = [
         *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in AXES),
         f"data.batch_size={config.data.batch_size}",
-        f"optimizer.accumulation={config.optimizer.accumulation}",
+        f"optimizer.accumulation={config.optimizer.micro_batches}",
         f"model.remat={config.model.remat}",
     ]
     text = Text.assemble(("settings of the fastest:\n", "dim"), (f"  {' '.join(settings)}", "cyan"))

@@ -60,8 +60,8 @@ def report(found: Fit) -> RenderableType:
         (config.run_name, "bold"),
         f" on {found.num_devices:,} x {found.device}, mesh {mesh_words(found)}\n",
         f"{found.batch.rows:,} rows x {found.batch.length:,} tokens a step, "
-        f"remat={config.model.remat}, accumulation={config.optimizer.accumulation}, "
-        f"attention={config.model.attention}; compiled in {found.compile_seconds:.1f} s",
+        f"remat={config.model.remat}, accumulation={config.optimizer.micro_batches}, "
+        f"compiled in {found.compile_seconds:.1f} s\n{found.attention.line}",
     )
     parts: list[RenderableType] = [head, "", memory_table(found)]
     if found.times is None:
@@ -152,9 +152,9 @@ def advice(found: Fit) -> str:
     assert times is not None
     if times.limit == "products":
         return _more_than_the_model(found)
-    rows = found.batch.rows // found.config.optimizer.accumulation
+    rows = found.batch.rows // found.config.optimizer.micro_batches
     fewer = "a larger data.batch_size"
-    if found.config.optimizer.accumulation > 1:
+    if found.config.optimizer.micro_batches > 1:
         fewer = "a lower optimizer.accumulation"
     if times.limit == "memory":
         return (
@@ -203,7 +203,7 @@ def search_table(fits: Sequence[Fit]) -> Table:
         table.add_row(
             mesh_words(found),
             f"{found.batch.rows:,}",
-            f"{found.config.optimizer.accumulation}",
+            f"{found.config.optimizer.micro_batches}",
             found.config.model.remat,
             size(found.total),
             f"{found.total / found.limit:.0%}",

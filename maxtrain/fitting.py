@@ -12,6 +12,7 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import row_shards
 from maxtrain.config.sections.rules import changed_rules
@@ -55,7 +56,8 @@ class Fit(NamedTuple):
     """What is known of a step on each device.
 
     Attributes:
-        config: with the mesh filled in.
+        config: with the mesh filled in, and the kernel of attention named.
+        attention: why it is that one.
         device: its kind.
         limit: bytes that programs may use.
         memory: bytes by kind; they add up to what a step needs. Empty: the compiler refused it.
@@ -74,6 +76,7 @@ class Fit(NamedTuple):
     """
 
     config: RunConfig
+    attention: Choice
     device: str
     num_devices: int
     batch: Shape
@@ -133,9 +136,10 @@ class Fit(NamedTuple):
             "rules": changed_rules(mesh.rules),
             "rows": self.batch.rows,
             "seq_length": self.batch.length,
-            "accumulation": self.config.optimizer.accumulation,
+            "accumulation": self.config.optimizer.micro_batches,
             "remat": self.config.model.remat,
-            "attention": self.config.model.attention,
+            "attention": self.attention.kernel,
+            "attention_reason": self.attention.reason,
             "limit_bytes": self.limit,
             "memory_bytes": self.memory,
             "total_bytes": self.total,
@@ -213,6 +217,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     frozen = product_weights(parts.abstract.frozen[POLICY], parts.config.model)
     found = Fit(
         config=parts.config,
+        attention=parts.attention,
         device=device.device_kind,
         num_devices=len(programs.devices),
         batch=shape,
@@ -347,12 +352,12 @@ def _mend(found: Fit) -> str:
     """What needs less memory."""
     config = found.config
     ways = []
-    unit = row_shards(config.mesh) * config.optimizer.accumulation
+    unit = row_shards(config.mesh) * config.optimizer.micro_batches
     if found.batch.rows % (2 * unit) == 0:
-        ways.append(f"optimizer.accumulation={2 * config.optimizer.accumulation}")
+        ways.append(f"optimizer.accumulation={2 * config.optimizer.micro_batches}")
     if config.model.remat != "full":
         ways.append("model.remat=full")
-    if config.optimizer.accumulation < 2 or not ways:
+    if config.optimizer.micro_batches < 2 or not ways:
         ways.append("a higher mesh.tensor or mesh.context, or more devices")
     ways = ways[:2]
     return f"Set {' and '.join(ways)}; `maxtrain fit --search` looks for what fits."

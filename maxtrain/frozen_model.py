@@ -5,10 +5,11 @@ It is never saved with the run. Checkpoints hold a digest of its arrays and of w
 them instead, so that a run goes on with the one that it began with.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flax import nnx
@@ -18,15 +19,18 @@ from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.teacher_files import TeacherFiles
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
+from maxtrain.config.across.attention_choice import Hardware, choose, device_problems
+from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
 from maxtrain.models.families.directory import FREE, read_config, read_json
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import REFERENCE, Objective
-from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests, hash_text
+from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.sharding import RULES, Rules
+from maxtrain.storage.reading import readable_model
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
@@ -70,10 +74,30 @@ class FrozenModel:
         Raises:
             ConfigError: a dim that the mesh does not divide, or a kernel that its devices lack.
         """
-        platform = next(iter(mesh.devices.flat)).platform
-        try:
-            require_platform(self.model.attention, platform)
+        hardware = hardware_of(next(iter(mesh.devices.flat)))
+        kernel = kernel_of_model(self.model.attention)
+        with self._telling_whose_keys():
+            problems = list(device_problems(kernel, hardware))
+            if problems:
+                raise ConfigError(problems)
             return abstract_model(self.model, self.precision, mesh, rules)
+
+    def with_kernel(self, run: RunConfig, hardware: Hardware) -> "FrozenModel":
+        """The same with the kernel that attends in it beside the policy of a run, whose rows it
+        reads.
+
+        Raises:
+            ConfigError: as of `choose`.
+        """
+        beside = dataclasses.replace(run, model=self.model, precision=self.precision)
+        with self._telling_whose_keys():
+            kernel = choose(hardware, beside).kernel
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+
+    @contextlib.contextmanager
+    def _telling_whose_keys(self) -> Iterator[None]:
+        try:
+            yield
         except ConfigError as error:
             raise ConfigError(
                 f"{self.name} can't be used on these devices: {error} "
@@ -209,7 +233,7 @@ def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
 
 def _find_model(role: str, place: str, name: str) -> FrozenModel:
     """As `find_model`, whatever the model gives."""
-    directory = Path(place).expanduser().absolute()
+    directory = readable_model(place).absolute()
     if (directory / "config.json").exists():
         precision = _stored_precision(directory)
         return FrozenModel(role, name, directory, read_config(directory), precision)

@@ -1,26 +1,39 @@
-"""Whether the processes of a run read the same batches.
+"""Whether the processes of a run read the same batches, and what time each takes for itself.
 
 All processes call what is here, at the same steps and in the same order.
 """
 
+import platform
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.loader import HostBatch
+from maxtrain.observe.stragglers import HostTime, OwnTime
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 
+# Letters of the name of a host, so that all that is said fits.
+_LONGEST_NAME = 60
 
-def compare_batches(origins: Sequence[HostBatch], part: str) -> list[int]:
-    """Compares the batches of some steps between the processes.
+
+class Compared(NamedTuple):
+    """What processes have said of some steps."""
+
+    # Of each batch the checksum of its tokens, over all parts.
+    contents: list[int]
+    # In the order of the processes.
+    hosts: list[HostTime]
+
+
+def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Compared:
+    """Compares the batches of some steps between the processes, and exchanges their own times.
 
     Args:
         origins: where this process's part of each batch comes from; at least one.
         part: says which part of the last batch this process reads. Several may read the same.
-
-    Returns:
-        Of each batch the checksum of its tokens, over all parts.
+        own: the time that this process took for itself since the last record.
 
     Raises:
         DataError: the processes do not read the same batches.
@@ -29,7 +42,14 @@ def compare_batches(origins: Sequence[HostBatch], part: str) -> list[int]:
     last = origins[-1]
     error = next((origin.error for origin in origins if origin.error), None)
     said = gather(
-        {"step": last.step + 1, "rows": last.digest, "part": part, "failed": error is not None}
+        {
+            "step": last.step + 1,
+            "rows": last.digest,
+            "part": part,
+            "failed": error is not None,
+            "host": platform.node()[:_LONGEST_NAME],
+            "own": [round(seconds, 6) for seconds in own],
+        }
     )
     if any(theirs["failed"] for theirs in said):
         raise_together(error)
@@ -48,4 +68,8 @@ def compare_batches(origins: Sequence[HostBatch], part: str) -> list[int]:
     for theirs, content in zip(said, contents, strict=True):
         content_of_parts[theirs["part"]] = content
     # Checksums sum modulo 2^64.
-    return np.sum(list(content_of_parts.values()), axis=0, dtype=np.uint64).tolist()
+    total = np.sum(list(content_of_parts.values()), axis=0, dtype=np.uint64)
+    hosts = []
+    for process, theirs in enumerate(said):
+        hosts.append(HostTime(process, theirs["host"], OwnTime(*theirs["own"])))
+    return Compared(total.tolist(), hosts)

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +18,10 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
+from data_pipeline.plan import Shape
 from data_pipeline.teacher_files import TeacherFiles
-from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
+from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves, with_accumulation
+from maxtrain.config.across.attention_choice import Choice, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
@@ -43,18 +44,19 @@ from maxtrain.objectives.objective import (
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.observe.metrics import require_free_names
-from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
+from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import stored_rules
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
+from maxtrain.storage.reading import readable_model
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import frozen_paths, join, split, split_buffers
@@ -81,14 +83,18 @@ from maxtrain.weights.start import (
     starting_variables,
 )
 
+# Under which a run keeps what was chosen for optimizer.accumulation=auto; see accumulation.py.
+ACCUMULATION = "optimizer.accumulation"
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The model, objective and optimizer of a run, and their mesh, without the data. Use it inside
     `jax.set_mesh(parts.mesh)`."""
 
-    # With the mesh filled in for the devices here.
+    # With the mesh filled in for the devices here, and the kernel of attention named.
     config: RunConfig
+    attention: Choice
     mesh: jax.sharding.Mesh
     num_steps: int
     # Of each model: "policy" is the one that trains.
@@ -250,7 +256,7 @@ class Parts:
             self.objective,
             self.optimizer,
             rate,
-            config.optimizer.accumulation,
+            config.optimizer.micro_batches,
             seed=config.seed,
             accumulate=config.precision.accumulate,
             loss_scale=self.loss_scale,
@@ -269,7 +275,7 @@ class Job(Parts):
     asked: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
-    # See config/older.py.
+    # See config/older.py; and what was chosen for ACCUMULATION.
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     # What to tell of the config, a line each.
     notes: tuple[str, ...] = ()
@@ -278,6 +284,24 @@ class Job(Parts):
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
         """How batches lie on the mesh, for each shape that they may have."""
         return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
+
+    def abstract_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of this shape as descriptions, also of what the data alone brings along."""
+        arrays = dict.fromkeys(self.data.numbers, "BT") | dict(self.objective.arrays)
+        return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
+
+    def largest_shapes(self, start: int) -> list[Shape]:
+        """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
+
+        Empty where the rows of a step are made of its documents, or of completions: their number is
+        known with the step.
+        """
+        if self.data.is_balanced or rollout_settings(self.config) is not None:
+            return []
+        spans = self.data.plan.spans
+        ends = [*(span.step for span in spans[1:]), self.num_steps]
+        shapes = {span.shape for span, end in zip(spans, ends, strict=True) if end > start}
+        return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
 
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
@@ -294,9 +318,7 @@ class Job(Parts):
             held[role] = bytes_on_device(self.abstract.frozen[role])
         if rollout_settings(self.config) is None:
             # Others are made of rollouts, whose rows are not known yet.
-            rows, length = self.data.shape_at(0)
-            batch = abstract_batch(self.mesh, rows, length, self.objective.arrays)
-            held["batch"] = bytes_on_device(batch)
+            held["batch"] = bytes_on_device(self.abstract_batch(self.data.shape_at(0)))
         return held
 
     def batches(
@@ -332,6 +354,13 @@ class Job(Parts):
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
+def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
+    """Whether one of the shapes has more rows or longer ones, and not less of either."""
+    rows, length = shape
+    others = [other for other in shapes if other != shape]
+    return any(other.batch_size >= rows and other.seq_length >= length for other in others)
+
+
 def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:
     """Opens the data, then starts the devices.
 
@@ -364,11 +393,16 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         require_same_meaning(asked.model, saved)
         asked, of_kept = with_kept(asked, kept)
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
-        notes = [note for note in (of_kept, of_warmup) if note]
+        asked, of_accumulation = _with_kept_accumulation(asked, kept)
+        notes = [note for note in (of_kept, of_warmup, of_accumulation) if note]
     asked_for = asked
     run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
+        slices = config.mesh.dcn_data * config.mesh.dcn_fsdp
+        # Nobody knows here which processes make a slice; if each is one, all are whole.
+        if slices not in (1, had):
+            return False
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
         return fit_to_fewer(asked_for, had, count, usual) is not None
 
@@ -379,7 +413,10 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if count < had:
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
-    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    had = None
+    if saved is not None:
+        had = saved.attention()
+    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names), had)
     for stored in _stored_teachers(data, sets):
         stored.require_vocabulary(fitted.model.vocab_size or 0)
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
@@ -398,6 +435,16 @@ def _stored_teachers(
     for read in (data, *sets.values()):
         if read.teacher is not None:
             yield read.teacher
+
+
+def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[RunConfig, str]:
+    """The config with what was chosen for optimizer.accumulation=auto before the checkpoint, and a
+    line about it."""
+    count = kept.get(ACCUMULATION)
+    if config.optimizer.accumulation != "auto" or count is None:
+        return config, ""
+    line = f"optimizer.accumulation={count}, as it was decided when the run began."
+    return with_accumulation(config, count), line
 
 
 def _with_warmup_of_plan(
@@ -420,23 +467,36 @@ def _with_warmup_of_plan(
 
 
 def make_parts(
-    config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int
+    config: RunConfig,
+    devices: Sequence[Any],
+    num_steps: int,
+    num_sources: int,
+    had: str | None = None,
 ) -> Parts:
     """What trains on these devices, as shapes: nothing is computed.
 
     The devices may be descriptions of some that are elsewhere. The config fits the devices and
-    knows its vocabulary. ConfigError: a dim that the mesh does not divide.
+    knows its vocabulary. `had`: as of `choose`.
+
+    ConfigError: a dim that the mesh does not divide, or a kernel that the devices do not have.
     """
-    require_platform(config.model.attention, devices[0].platform)
+    hardware = hardware_of(devices[0])
+    attention = choose(hardware, config, had)
+    model = dataclasses.replace(config.model, attention=attention.kernel)
+    config = dataclasses.replace(config, model=model)
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
     rules = stored_rules(config.mesh.rules)
     objective = objective_of(config, num_sources)
     frozen_model = find_for(objective, config)
+    if frozen_model is not None:
+        frozen_model = frozen_model.with_kernel(config, hardware)
     stored_reference = None
     if REFERENCE_SUM in objective.arrays:
         stored_reference = find_reference(config)
+    if stored_reference is not None:
+        stored_reference = stored_reference.with_kernel(config, hardware)
     for other in (frozen_model, stored_reference):
         if other is not None:
             other.require_same_tokens(config.model.vocab_size or 0)
@@ -465,6 +525,7 @@ def make_parts(
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(
         config,
+        attention,
         mesh,
         num_steps,
         graphdefs,
@@ -514,6 +575,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
+    fields["kernel of attention"] = job.attention.kernel
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
     frozen = job.other_model
     if frozen is not None:
@@ -522,7 +584,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
             fields[f"files of the {frozen.role}"] = sampled_hash(frozen.directory)
     if job.data.teacher is not None:
         fields["stored teacher"] = job.data.teacher.digest()
-    weights = Path(job.config.checkpoint.init_from or "").expanduser()
+    weights = readable_model(job.config.checkpoint.init_from or "")
     if saved is None and (weights / "config.json").exists():
         fields["files of checkpoint.init_from"] = sampled_hash(weights)
     fields["checkpoint"] = "none"

@@ -30,6 +30,7 @@ from maxtrain.merging.recipe import Recipe, num_layers, read_recipe
 from maxtrain.merging.tensors import merged
 from maxtrain.model_source import tell_on_stderr
 from maxtrain.staging import publishing, require_free
+from maxtrain.storage.reading import require_no_url
 from maxtrain.weights.codec import LazyArray, Part
 from maxtrain.weights.hf_export import write_tensors
 from maxtrain.weights.memory_order import in_c_order
@@ -260,6 +261,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         recipe = read_recipe(asked.recipe)
         if asked.seed is not None:
             recipe = dataclasses.replace(recipe, seed=asked.seed)
+        require_no_url(asked.out, "OUT")
         out = asked.out.expanduser()
         is_terminal = sys.stderr.isatty()
         made = merge(recipe, out, asked.max_shard_size or MAX_SHARD_BYTES, progress=is_terminal)

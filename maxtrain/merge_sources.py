@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data_pipeline.errors import DataError
+from data_pipeline.remote import is_url
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json, stored_as
 from maxtrain.models.merged import merged
+from maxtrain.storage.reading import readable_model
 from maxtrain.weights.codec import LazyArray, tensors_in_order
 from maxtrain.weights.hf import open_directory
 from maxtrain.weights.hf_export import (
@@ -71,11 +73,17 @@ def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
     Raises:
         UserError: there is none, or something is wrong with it.
     """
+    url, _, step = place.partition("@")
     directory = Path(place).expanduser()
+    run = directory
+    if is_url(place):
+        directory = readable_model(url)
+        run = directory
+    elif step:
+        run = Path(url).expanduser()
     if (directory / "config.json").exists():
         return _open_directory(place, directory, held)
-    run, _, step = place.partition("@")
-    if (Path(run).expanduser() / "config.yaml").exists():
+    if (run / "config.yaml").exists():
         return _open_run(place, run, step)
     raise DataError(
         f"{place}: is neither a directory with config.json and model.safetensors, nor a run. Name "
@@ -131,7 +139,7 @@ def _copy_tokenizer(directory: Path, out: Path) -> None:
             shutil.copyfile(directory / name, out / name)
 
 
-def _open_run(place: str, run: str, step: str) -> Tensors:
+def _open_run(place: str, run: Path, step: str) -> Tensors:
     wanted = None
     if step:
         if not step.isdecimal():

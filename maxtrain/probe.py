@@ -260,6 +260,21 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     return outcome(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
 
 
+def _require_numbers(config: RunConfig, looks_for_rows: bool) -> None:
+    """ConfigError: a config whose rows, or micro-batches, are known with its steps only."""
+    if looks_for_rows and config.data.packing == "balanced":
+        raise ConfigError(
+            "data.packing=balanced counts documents in data.batch_size, and probe looks for the "
+            "rows that fit into memory. "
+            "Set data.packing=bins to find them, or use --what learning_rate or max_tokens."
+        )
+    if config.optimizer.accumulation == "auto":
+        raise ConfigError(
+            "optimizer.accumulation=auto is chosen when a run begins, for its batch, and probe "
+            "looks for the batch. Set optimizer.accumulation to a number, such as 1."
+        )
+
+
 def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
     """What the command does.
 
@@ -271,12 +286,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     if what is None:
         what = "batch" if asked.topology else "both"
     looks_for_rows = what in ("batch", "both")
-    if looks_for_rows and config.data.packing == "balanced":
-        raise ConfigError(
-            "data.packing=balanced counts documents in data.batch_size, and probe looks for the "
-            "rows that fit into memory. "
-            "Set data.packing=bins to find them, or use --what learning_rate or max_tokens."
-        )
+    _require_numbers(config, looks_for_rows)
     devices = None
     require_no_url(config.output_dir, "output_dir")
     mesh = config.mesh

@@ -24,6 +24,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import FILE_NAME as SAMPLES
 from maxtrain.observe.samples import KIND, Sample, read_samples
 from maxtrain.observe.speed import SpeedMeter
+from maxtrain.observe.stragglers import HostTime, Stragglers, in_record, slowest_of
 from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import hash_text
 from maxtrain.parallel.memory import memory_in_use
@@ -47,6 +48,7 @@ class Recorder:
         progress: shows each record of training.
         log_interval: steps between records of training.
         norms_interval: steps between records of the norms of each layer; 0: there are none.
+        slow_host_factor: see `Stragglers`.
         norm_names: what these are of, in the order that a step's metrics have them.
         keeps_samples: completions of prompts are written to samples.jsonl.
 
@@ -65,6 +67,7 @@ class Recorder:
         progress: Progress,
         log_interval: int,
         norms_interval: int,
+        slow_host_factor: float,
         norm_names: Sequence[str],
         keeps_samples: bool = False,
     ):
@@ -78,6 +81,7 @@ class Recorder:
         self._progress = progress
         self._log_interval = log_interval
         self._norms_interval = norms_interval
+        self._stragglers = Stragglers(slow_host_factor)
         self._norm_names = norm_names
         self._keeps_samples = keeps_samples
         self._samples: MetricsLog | None = None
@@ -226,12 +230,16 @@ class Recorder:
                 record[f"{measured}/{name}"] = norm.item()
         self.write(step, record, "norms")
 
-    def record(self, origin: HostBatch, value: Mapping[str, Any]) -> None:
+    def record(
+        self, origin: HostBatch, value: Mapping[str, Any], hosts: Sequence[HostTime]
+    ) -> None:
         """Writes one record: the numbers of this step, and means and speed since the last record.
 
-        The step is the last one that was added.
+        The step is the last one that was added. `hosts` are what processes took for themselves
+        since the last record.
         """
         step = origin.step + 1
+        num_steps = self._speed.num_steps
         speed = self._speed.lap()
         record: dict[str, Any] = dict(self._losses(value))
         record["learning_rate"] = value["learning_rate"].item()
@@ -249,6 +257,11 @@ class Recorder:
                 record[name] = hash_text(words)
         record["tokens_seen"] = self._tokens_seen
         record |= speed
+        slowest = slowest_of(hosts)
+        record |= in_record(slowest, num_steps)
+        warning = self._stragglers.warning(slowest, num_steps, speed["step_seconds"] or 0.0)
+        if warning:
+            self._progress.message(f"step {step:,}: {warning}", style="yellow")
         record |= memory_in_use(jax.local_devices())
         for name, passes in self._plan.epochs_at(step).items():
             record[f"epochs/{name}"] = passes

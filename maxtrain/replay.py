@@ -164,7 +164,7 @@ def replay(
         require_same_frozen_model(job.other_model, found, frozen_models)
         require_same_stored_teacher(job.data.teacher, frozen_models)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
-        now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
+        now = launch_record(to_yaml(config), job.attention, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
         with _batches(job, folder, makes_rollouts, findings) as batches:
             _go(job, state, batches, begin, end, without, records, saved, findings)

@@ -108,6 +108,7 @@ class Run:
         folder: RunFolder,
         trackers: Trackers,
         publish: Callable[[], object],
+        programs: Programs,
     ):
         self.job = job
         self.config = job.config
@@ -132,6 +133,7 @@ class Run:
             progress,
             config.log_interval,
             config.observe.layer_norms_interval,
+            config.observe.slow_host_factor,
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
             keeps_samples=rollout_settings(config) is not None,
         )
@@ -176,7 +178,7 @@ class Run:
         self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
-        self._programs: Programs | None = None
+        self._programs = programs
         traced = None
         if config.observe.profile:
             traced = traced_steps(config.observe.profile)
@@ -395,17 +397,27 @@ class Run:
         step = self.step + 1
         program = self._program(batch)
         self.state = failpoints.hit("before_step", step, self.state)
-        self._repeated = self._integrity.repeat(step, program, self.state, batch)
-        self.state, metrics = program(self.state, batch)
+        with self.clock.waiting():
+            self._repeated = self._integrity.repeat(step, program, self.state, batch)
+        with self.clock.waiting(computes=True):
+            self.state, metrics = program(self.state, batch)
         self.step = step
         self.state = failpoints.hit("after_step", step, self.state)
         if is_logged and self.config.determinism != "off":
             metrics = metrics | self.job.hashes(self.state, batch)
         self._unseen.append((origin, metrics))
 
+    def prepare(self) -> None:
+        """Compiles the steps of the largest batches that are left, so that one that does not fit is
+        refused before the first step.
+
+        ConfigError: in all processes: a step does not fit.
+        """
+        for shape in self.job.largest_shapes(self.step):
+            batch = self.job.abstract_batch(shape)
+            self._programs.prepare(self.state, batch, self.config.data.prefetch)
+
     def _program(self, batch: Batch) -> jax.stages.Compiled:
-        if self._programs is None:
-            self._programs = Programs(self.job.make_step(), self.progress, self.clock)
         program = self._programs.of(self.state, batch)
         if self.speed.peak is None:
             with self.clock.during("compile"):
@@ -457,10 +469,14 @@ class Run:
         if not self._unseen:
             return None
         origins = [origin for origin, _ in self._unseen]
-        values = jax.device_get([metrics for _, metrics in self._unseen])
+        with self.clock.waiting():
+            values = jax.device_get([metrics for _, metrics in self._unseen])
         self._unseen = []
         part = self.job.layout(origins[-1].step).identity
-        repeats = self.health.repeats(origins, compare_batches(origins, part))
+        own = self.speed.own()
+        with self.clock.waiting():
+            compared = compare_batches(origins, part, own)
+        repeats = self.health.repeats(origins, compared.contents)
         for origin, value, is_repeated in zip(origins, values, repeats, strict=True):
             found = self.health.check_step(origin, value, is_repeated)
             if found:
@@ -470,13 +486,14 @@ class Run:
                 shape = origin.made.shape
             self.recorder.add(origin, value, shape)
         if write:
-            self.recorder.record(origins[-1], values[-1])
+            self.recorder.record(origins[-1], values[-1], compared.hosts)
         return None
 
     def check_integrity(self) -> None:
         """Compares copies of arrays with each other, and the repeated step with the first, when
         that is due. TryAgainError: they differ."""
-        self._integrity.check(self.step, self.state, self._repeated)
+        with self.clock.waiting():
+            self._integrity.check(self.step, self.state, self._repeated)
 
     def evaluate(self) -> None:
         """Evaluates the sets in `unevaluated`, one by one, and takes them out of the list.
@@ -680,7 +697,8 @@ class Run:
             self.save_is_postponed = True
             return False
         self.save_is_postponed = False
-        self._integrity.check(self.step, self.state, save=True)
+        with self.clock.waiting():
+            self._integrity.check(self.step, self.state, save=True)
         self.checkpoints.confirm(self.step - 1)
         with self.clock.during("save"):
             changing = changing_part(self.state)

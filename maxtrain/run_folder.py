@@ -68,6 +68,10 @@ class RunFolder:
             self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
         # Steps were saved and none is left: if that is meant, nothing of before counts any more.
         self.starts_over = self.saved > 0 and not self._steps
+        # What was chosen for optimizer.accumulation=auto; None: nothing was.
+        self.accumulation: int | None = None
+        if not self.starts_over:
+            self.accumulation = _accumulation(content)
 
     def _read(self) -> dict[str, Any]:
         """What run.json says; nothing if it is not there, or is not what this program writes."""
@@ -109,11 +113,15 @@ class RunFolder:
                 "left of the run in its folder, or set run_name to another name."
             )
 
-    def begin(self, tell: Callable[[str], object]) -> None:
+    def begin(self, tell: Callable[[str], object], accumulation: int | None = None) -> None:
         """Makes the folder this run's own; to be called by the process that holds its lock.
 
-        `tell` gets a line about everything that was found and put aside.
+        Args:
+            tell: gets a line about everything that was found and put aside.
+            accumulation: what was chosen for optimizer.accumulation=auto; None: nothing, now.
         """
+        if accumulation is not None:
+            self.accumulation = accumulation
         if self.starts_over:
             tell(f"The run starts over. What is left of it is kept in {self._set_aside()}.")
         for text in self.told:
@@ -174,6 +182,8 @@ class RunFolder:
 
     def _write(self) -> None:
         content = {"run": self.id, "saved": self.saved, "adopted": self._adopted}
+        if self.accumulation is not None:
+            content["accumulation"] = self.accumulation
         write_atomic(self.path / FILE_NAME, json.dumps(content).encode() + b"\n")
 
     def _set_aside(self) -> Path:
@@ -209,7 +219,26 @@ def _read_identity(run: Path) -> dict[str, Any]:
     int(content.get("saved", 0))
     for step in content.get("adopted", ()):
         int(step)
+    _accumulation(content)
     return content
+
+
+def _accumulation(content: Mapping[str, Any]) -> int | None:
+    """What run.json says was chosen for optimizer.accumulation=auto. ValueError: it is no number of
+    micro-batches."""
+    count = content.get("accumulation")
+    if count is not None and (type(count) is not int or count < 1):
+        raise ValueError(f"accumulation is {count!r}")
+    return count
+
+
+def decided_accumulation(run: Path) -> int | None:
+    """What was chosen for optimizer.accumulation=auto of the run in this folder; None: nothing was,
+    or it can't be read."""
+    try:
+        return _accumulation(_read_identity(run))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def require_trained(run: Path, saved: RunState | None) -> None:
@@ -244,10 +273,13 @@ def require_own_config(run: Path) -> None:
 def launched_config(
     run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The config of a launch on record, with overrides; None: that of the run's last one, from
-    RUN/config.yaml. UserError: it is not a valid config."""
+    """The config of a launch on record, with the kernel of attention that it had, and overrides;
+    None: that of the run's last one, from RUN/config.yaml. UserError: it is not a valid config."""
     if launch is None:
         return load_config([f"config={run / CONFIG}", *overrides])
+    kernel = launches.attention_of(launch)
+    if kernel is not None and not any(word.startswith("model.attention=") for word in overrides):
+        overrides = [f"model.attention={kernel}", *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, CONFIG)
         path.write_text(launch["config"], encoding="utf-8")

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import yaml
+
 from data_pipeline.guard import GuardState
 from data_pipeline.plan import DataRead
 from maxtrain.checkpoint.rollback import Rollback, check_rollback, same_left_out
+from maxtrain.config.kernels import ATTENTION
 
 # Of frozen models beside the policy.
 _ROLES = ("teacher", "reference")
@@ -98,7 +101,8 @@ class RunState:
         seed: of the run.
         kept: settings that a run keeps from a version with other defaults (config/older.py); None:
             of a version that did not say.
-        config: of the run, as YAML.
+        config: of the run on its devices, as YAML: with the mesh filled in, and the kernel of
+            attention named.
         frozen_models: digests of the models that the policy learnt from or was compared with, by
             their roles.
         imported: where `maxtrain import` found these weights, which nothing was trained of yet;
@@ -119,6 +123,17 @@ class RunState:
     config: str = ""
     frozen_models: Mapping[str, str] = field(default_factory=dict)
     imported: str | None = None
+
+    def attention(self) -> str | None:
+        """The kernel of attention that the run was trained with, by its config; None: it does not
+        say."""
+        try:
+            kernel = yaml.safe_load(self.config)["model"]["attention"]
+        except (yaml.YAMLError, KeyError, TypeError):
+            return None
+        if not isinstance(kernel, str) or kernel not in ATTENTION:
+            return None
+        return kernel
 
     def to_record(self) -> dict[str, Any]:
         """What the checkpoint of a step stores, as JSON."""

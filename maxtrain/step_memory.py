@@ -37,7 +37,7 @@ class StepPrograms:
         parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
         # Random weights are as fast as others; the reference of the objective is what it is.
         random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
-        trained = dataclasses.replace(fitted, checkpoint=random)
+        trained = dataclasses.replace(parts.config, checkpoint=random)
         self.parts: Parts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
         # Of the compilations up to now: arrays that XLA gathers whole for want of a better way.
@@ -53,7 +53,7 @@ class StepPrograms:
         config = self.parts.config
         with jax.set_mesh(self.parts.mesh):
             shards = batch_shards()
-        return shards * config.optimizer.accumulation * least_micro_batches(config)
+        return shards * config.optimizer.micro_batches * least_micro_batches(config)
 
     def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch as shapes."""
@@ -100,7 +100,7 @@ class StepMemory(StepPrograms):
     def __init__(self, config: RunConfig, devices: Sequence[Any]):
         self.config = config
         # A batch that any mesh divides.
-        rows = len(devices) * config.optimizer.accumulation * least_micro_batches(config)
+        rows = len(devices) * config.optimizer.micro_batches * least_micro_batches(config)
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         super().__init__(dataclasses.replace(config, data=data), devices)
 

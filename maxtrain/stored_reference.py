@@ -378,4 +378,4 @@ def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batc
 
 def _rows(job: Job) -> int:
     """Rows of a batch of the pass: those of a micro-batch, which the mesh divides."""
-    return rows_of_step(job.config) // job.config.optimizer.accumulation
+    return rows_of_step(job.config) // job.config.optimizer.micro_batches

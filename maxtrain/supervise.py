@@ -35,14 +35,14 @@ from data_pipeline.errors import (
     run_command,
 )
 from maxtrain import ATTEMPT, SLOT
-from maxtrain.config import fit_to_fewer, load_config
+from maxtrain.config import fewer_settings, fit_to_fewer, load_config, with_accumulation
 from maxtrain.config.run_path import process_number, run_path
 from maxtrain.config.schema import RunConfig
 from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import usual_devices
-from maxtrain.run_folder import run_id
+from maxtrain.run_folder import decided_accumulation, run_id
 
 # Seconds that the other processes of a job have to end by themselves after the first one.
 _SETTLE = SETTLE
@@ -204,19 +204,22 @@ class Supervisor:
         """
         had = self._options.processes
         devices = usual_devices(self._folder, self._config.mesh.simulated_devices)
+        config = self._config
+        decided = decided_accumulation(self._folder)
+        if config.optimizer.accumulation == "auto" and decided is not None:
+            config = with_accumulation(config, decided)
         rest = [other for other in self._slots if other != slot]
         for count in range(len(rest), self._least - 1, -1):
-            fewer = fit_to_fewer(self._config, had, count, devices)
+            fewer = fit_to_fewer(config, had, count, devices)
             if not fewer:
                 continue
-            name = "optimizer.accumulation="
-            setting = f"{name}{fewer.optimizer.accumulation}"
-            self._command = [word for word in self._command if not word.startswith(name)]
-            self._command.append(setting)
+            changed = fewer_settings(self._config, fewer)
+            kept = [word for word in self._command if word.partition("=")[0] not in changed]
+            settings = [f"{name}={value}" for name, value in changed.items()]
+            self._command = [*kept, *settings]
             self._slots = rest[:count]
-            self._tell(
-                f"process {slot} is lost; goes on with {count} of {had} processes, {setting}"
-            )
+            said = f"goes on with {count} of {had} processes, {' '.join(settings)}"
+            self._tell(f"process {slot} is lost; {said}")
             return True
         return False
 

@@ -38,6 +38,7 @@ from data_pipeline.errors import (
 )
 from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
+from maxtrain.accumulation import decide
 from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints
@@ -47,7 +48,7 @@ from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
-from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.job import ACCUMULATION, Job, launch_fields, open_job
 from maxtrain.models.pipeline import form_for
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
@@ -168,19 +169,21 @@ def launch(
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
         require_agreement(f"launch {attempt}", fields)
         connect_peers(job.mesh)
+        # In a later attempt a process keeps on a CPU the memory that it has had before, and would
+        # count it as taken.
+        if attempt == 0:
+            require_room(job)
+        decided = decide(job, run_folder.accumulation, progress, clock)
+        job = decided.job
+        describe_micro_batches(progress, job, decided.line)
         refused = None
         try:
-            # In a later attempt a process keeps on a CPU the memory that it has had before, and
-            # would count it as taken.
-            if attempt == 0:
-                state = "the training state (weights, moments of the optimizer)"
-                require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
             # Not before it is known that all go on: this makes the folder.
             if is_primary:
                 told = functools.partial(progress.message, style="bold red")
                 take_locks(held, store, second, told)
                 held.callback(run_folder.withdraw)
-                run_folder.begin(told)
+                run_folder.begin(told, job.kept.get(ACCUMULATION))
         except (ConfigError, StorageError, TryAgainError, OSError) as error:
             refused = error
         raise_together(refused)
@@ -196,6 +199,7 @@ def launch(
             run_folder,
             trackers,
             store.publish,
+            decided.programs,
         )
         try:
             run.restore(saved)
@@ -217,6 +221,17 @@ def launch(
     conclude(run)
 
 
+def require_room(job: Job) -> None:
+    """ConfigError, in all processes: a device of one of them has no room for the training state."""
+    state = "the training state (weights, moments of the optimizer)"
+    refused = None
+    try:
+        require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
+    except ConfigError as error:
+        refused = error
+    raise_together(refused)
+
+
 def train_until_done(run: Run) -> None:
     """Trains until the run is done; after a rollback, the loop starts again from there.
 
@@ -236,6 +251,7 @@ def train_until_done(run: Run) -> None:
     )
     if warning:
         run.progress.message(warning, style="yellow")
+    run.prepare()
     while not run.done():
         begun_at = run.step
         going_back = None
@@ -273,7 +289,8 @@ def train(run: Run) -> None:
             run.make_step(batch, origin, is_logged)
             run.progress.update(run.step)
             run.stop.save_first(lambda: run.clock.doing()[0])
-            stop, save = run.stop.agreed(save=run.checkpoints.due())
+            with run.clock.waiting():
+                stop, save = run.stop.agreed(save=run.checkpoints.due())
             after = AfterStep(
                 step=run.step,
                 is_last=is_last,
@@ -409,7 +426,7 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     """
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
-    record = launch_record(to_yaml(job.asked), job.mesh, data, step)
+    record = launch_record(to_yaml(job.asked), job.attention, job.mesh, data, step)
     held = job.device_bytes()
     record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
@@ -419,12 +436,23 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 def describe_stages(config: RunConfig) -> str:
     """How rows of a step go through the stages of the mesh, and how long these wait."""
-    rows = rows_of_step(config) // config.optimizer.accumulation
+    rows = rows_of_step(config) // config.optimizer.micro_batches
     form = form_for(rows, config.model.pipeline)
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
     if form.rounds > 1:
         words += f", {form.rounds} rounds"
     return f"pipeline: {words}; {form.waiting():.0%} of the time in layers is waiting"
+
+
+def describe_micro_batches(progress: Progress, job: Job, chosen: str) -> None:
+    """How many micro-batches a step has, if that was `chosen`, and what they cost."""
+    config = job.config
+    lines = [chosen, counting_note(config.model, config.optimizer.micro_batches)]
+    if config.mesh.stage > 1:
+        lines.append(describe_stages(config))
+    for line in lines:
+        if line:
+            progress.message(line)
 
 
 def describe(progress: Progress, job: Job) -> None:
@@ -443,14 +471,13 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    progress.message(job.attention.line)
     slow = slow_axes_of(config.mesh)
     by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
     rules = rule_words(config.mesh.rules)
     for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes(), rules):
         progress.message(line)
     describe_experts(progress, config, devices[0].platform)
-    if config.mesh.stage > 1:
-        progress.message(describe_stages(config))
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
     frozen = job.frozen_model
@@ -459,7 +486,7 @@ def describe(progress: Progress, job: Job) -> None:
         progress.message(
             f"{frozen.role}: {frozen.model.family}, {size:,.2f} M parameters, "
             f"{frozen.precision.compute} on {frozen.precision.params} weights; "
-            f"of {frozen.describe()}"
+            f"of {frozen.describe()}; attention: {frozen.model.attention}"
         )
     elif job.stored_reference is not None:
         stored = job.stored_reference
@@ -492,13 +519,9 @@ def describe(progress: Progress, job: Job) -> None:
 
 def describe_experts(progress: Progress, config: RunConfig, platform: str) -> None:
     """What experts there are, if any, and what they cost more than they need."""
-    said = (
-        expert_summary(config.model),
-        counting_note(config.model, config.optimizer.accumulation),
-    )
-    for line in said:
-        if line:
-            progress.message(line)
+    line = expert_summary(config.model)
+    if line:
+        progress.message(line)
     warning = expert_warning(config.model, platform)
     if warning:
         progress.message(warning, style="yellow")

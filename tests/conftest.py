@@ -26,6 +26,7 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from benchmarks.faulty_s3 import FaultyS3
 from tests.pretrained import write as write_pretrained
 from tests.shared import TINY_MODEL, WORDS
 
@@ -231,6 +232,14 @@ def this_process() -> Iterator[None]:
         yield
     jax.config.update("jax_default_matmul_precision", precision)
     logging.getLogger("absl").setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[FaultyS3]:
+    """A bucket of a local S3 server that can be told to fail."""
+    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
+    with FaultyS3() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,7 @@ FLOORS = {
             "maxtrain.run",
             "maxtrain.hooks",
             "maxtrain.programs",
+            "maxtrain.accumulation",
             "maxtrain.job",
             "maxtrain.signals",
             "maxtrain.finish",

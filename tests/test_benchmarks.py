@@ -190,9 +190,17 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
         monkeypatch.setattr(remote, name, value)
     make = remote.make
     monkeypatch.setattr(remote, "make", lambda folder: make(folder, shards=1, documents=30))
-    remote.main(f"file://{tmp_path}")
+    remote.shards(f"file://{tmp_path}")
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
+
+
+def test_remote_saves_and_restores_beside_plain_copies(tmp_path, capsys):
+    remote.checkpoints(f"file://{tmp_path}/there", mib=16, rounds=1)
+    shown = capsys.readouterr().out
+    for row in ("one file, uploaded", "save", "one file, downloaded", "restore to an empty disk"):
+        assert f"| {row} | 1 |" in shown
+    assert not list(tmp_path.rglob("*.json")) and not list(tmp_path.rglob("plain"))
 
 
 @pytest.mark.long

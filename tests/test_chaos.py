@@ -63,6 +63,21 @@ def test_a_dose_of_each_fault(tmp_path):
         assert f"| {row} 0 |" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_dose_of_what_happens_to_a_run_behind_a_url(tmp_path):
+    """The second command goes on where the first has ended."""
+    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
+    chaos(tmp_path, "bucket-kills", "--trials", "2")
+    shown = chaos(tmp_path, "bucket-kills", "--trials", "5")
+    assert "| SIGKILL of a run behind s3:// | 5 | 0 |" in shown
+    made = (tmp_path / "trials-bucket-kills-1.jsonl").read_text().splitlines()
+    numbers = [json.loads(line)["number"] for line in made]
+    assert len(numbers) == 5 and numbers == sorted({*numbers})
+    shown = chaos(tmp_path, "bucket-faults", "--trials", "5")
+    assert "| a store that fails, of a run behind s3:// | 5 | 0 |" in shown
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["deaths", "hangs"])

@@ -91,6 +91,7 @@ TESTED_ELSEWHERE = {
     "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
     "python -m maxtrain.train config=quickstart run_name=kept model.remat=named "
     "model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'": (VARIANTS),
+    "python -m maxtrain.train config=quickstart run_name=fitting optimizer.accumulation=auto": VARIANTS,
     "python -m maxtrain.train config=quickstart run_name=experts model.family=mixtral model.moe.num_experts=4 "
     "mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2": VARIANTS,
     "maxtrain replay runs/quickstart --steps 160:200": (

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.additions import task
+from benchmarks.word_problems.run import COMMANDS
 from data_pipeline import prepare
 from maxtrain import evaluate, replay, teach
 from maxtrain.config import load_config
@@ -105,6 +106,32 @@ def write_labels(path):
             for completion, is_good in ((f" It is {colour}.", True), (" Who knows.", False)):
                 lines.append({"prompt": prompt, "completion": completion, "label": is_good})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# Of the run from end to end: fewer problems, a smaller model, and a step or two.
+_SMALL = "steps=2 schedule.warmup_steps=1 model.num_layers=1 model.embed_dim=16 model.mlp_dim=16"
+_OF_RUN = {
+    "benchmarks.word_problems.problems": "--worked 60 --results 60",
+    "config=sft_word_problems": f"{_SMALL} data.batch_size=4",
+    "config=grpo_word_problems": f"{_SMALL} data.batch_size=2 grpo.num_generations=2",
+}
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_of_the_run_from_end_to_end_work(tmp_path):
+    """A dose of them: tests/test_word_problems.py runs them as they stand."""
+    (section,) = [section for section in SECTIONS if section.startswith("A run from end to end\n")]
+    assert commands(section)[:-1] == list(COMMANDS.values())
+    for command in commands(section):
+        more = [words for name, words in _OF_RUN.items() if name in command.split()]
+        run(" ".join([command, *more]), tmp_path)
+    (example,) = blocks(section, "json")
+    assert example in (tmp_path / "problems" / "worked.jsonl").read_text()
+    records = read_metrics(tmp_path / "runs" / "grpo_word_problems")
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluations] == [0, 2]
+    assert "accuracy" in evaluations[-1]
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain import fit_search
 from maxtrain.cli import main
 from maxtrain.config import load_config
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.fit_report import advice, mesh_words
 from maxtrain.fit_search import Mesh, meshes, search
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
@@ -52,7 +53,9 @@ def fitted(tmp_path, capfd):
     optimizations; programs for devices elsewhere can't be read from a cache."""
 
     def run(*words: str) -> tuple[dict, str]:
-        arguments = ["fit", *SMALL, *words, f"output_dir={tmp_path}", "run_name=fitted"]
+        given = {word.split("=")[0] for word in words}
+        small = [word for word in SMALL if word.split("=")[0] not in given]
+        arguments = ["fit", *small, *words, f"output_dir={tmp_path}", "run_name=fitted"]
         code = main(arguments)
         shown = capfd.readouterr()
         assert code == 0, shown.err
@@ -101,6 +104,12 @@ def test_a_step_on_gpus(fitted):
     assert estimate["step_seconds"] == estimate["seconds"]["memory"]
     assert estimate["seconds"]["products"] == pytest.approx(flops * 256 / 989.5e12)
     assert "8 x NVIDIA H100 80GB HBM3, mesh fsdp=8" in shown
+    # By the devices of the topology, not by the CPU that this runs on.
+    said = " ".join(shown.split())
+    assert (
+        "attention: xla, since devices are NVIDIA H100 80GB HBM3, and model.attention=cudnn" in said
+    )
+    assert "data.packing=stream puts several into one" in record["attention_reason"]
     assert "an estimate from data sheets, not measured" in shown
     assert "needed, of 59.33 GiB: fits" in shown
 
@@ -134,11 +143,27 @@ def test_a_kernel_without_its_library_is_refused(capsys, monkeypatch):
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.mark.slow
+@on_linux_x86
+def test_micro_batches_are_chosen_for_devices_that_are_not_here(fitted):
+    words = ("topology=v5e:2x2", "mesh.fsdp=1", "mesh.tensor=4", "model.remat=none")
+    one, _ = fitted(*words, "optimizer.accumulation=1")
+    assert one["accumulation"] == 1
+    limit = f"{one['total_bytes'] - 1}"
+    found, shown = fitted(*words, "optimizer.accumulation=auto", "--memory", limit)
+    assert found["fits"] and found["total_bytes"] < one["total_bytes"]
+    count = found["accumulation"]
+    assert count in (2, 4, 8)
+    line = f"optimizer.accumulation={count}: a step needs"
+    assert line in shown and f"; with {count // 2} it would be" in shown
+
+
 @pytest.mark.long
 @on_linux_x86
 def test_a_search_on_tpus(fitted):
     words = ["--search", "--tries", "2", "--memory", "100MiB"]
-    record, shown = fitted("topology=v5p:2x2x1", *words)
+    # Not flash: XLA counts the FLOPs of its own blocks.
+    record, shown = fitted("topology=v5p:2x2x1", "model.attention=xla", *words)
     split, dealt = record["tried"]
     assert (split["mesh"]["fsdp"], split["remat"], split["accumulation"]) == (4, "none", 1)
     assert (dealt["mesh"]["fsdp"], dealt["mesh"]["tensor"]) == (2, 2)
@@ -165,7 +190,7 @@ def test_a_search_on_tpus(fitted):
 @pytest.mark.parametrize(
     ("topology", "attention"),
     [
-        ("v5p:2x2x1", "ring"),
+        ("v5p:2x2x1", "auto"),
         ("v5p:2x2x1", "xla"),
         pytest.param("h100:4", "ring", marks=pytest.mark.slow),
         pytest.param("h100:4", "xla", marks=pytest.mark.slow),
@@ -175,6 +200,8 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
     words = ["mesh.fsdp=1", "mesh.context=4", f"model.attention={attention}"]
     record, _ = fitted(f"topology={topology}", *words)
     found = by_kind(record)
+    chosen = {"auto": "ring"}.get(attention, attention)
+    assert record["attention"] == chosen
     assert record["compiler_warnings"] == []
     assert record["loops_of_unknown_length"] == 0
     # Of keys, or values, of a device's 8 x 64 tokens in bfloat16, in each of 3 layers.
@@ -200,6 +227,40 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
         assert record["total_bytes"] == pytest.approx(needed, rel=0.05)
 
 
+@pytest.mark.slow
+@on_linux_x86
+@pytest.mark.parametrize(
+    ("topology", "attention"),
+    [
+        ("v5p:4x4x4", "flash"),
+        ("v5p:4x4x4", "xla"),
+        ("v5e:8x8", "flash"),
+        ("v6e:8x8", "xla"),
+    ],
+)
+def test_weights_are_gathered_on_many_tpus(fitted, topology, attention):
+    """And not added up from arrays that are zero but for a part, which sends twice as much."""
+    words = ["mesh.fsdp=64", f"model.attention={attention}", "model.scan_layers=true"]
+    words += ["data.batch_size=64", "model.loss_chunk=64"]
+    record, _ = fitted(f"topology={topology}", *words)
+    assert record["compiler_warnings"] == []
+    assert record["loops_of_unknown_length"] == 0
+    found = by_kind(record)
+    of_layer = 4 * 128 * 4 * 64 + 3 * 128 * 256
+    head = 512 * 128
+    # In bfloat16, in the forward pass and in the backward pass; queries, keys and values there
+    # twice. The embedding is gathered in float32.
+    gathered = 3 * (2 * of_layer + 3 * 128 * 4 * 64) * 2 + head * (2 + 4)
+    assert found["all-gather", "fsdp"][1] == pytest.approx(gathered * 63 / 64, rel=0.02)
+    # Gradients in float32: those of embedding and head once, for all chunks of the loss.
+    summed = sum(
+        count
+        for (kind, *_), (_, count) in found.items()
+        if kind in ("all-reduce", "reduce-scatter")
+    )
+    assert summed <= 1.05 * 2 * 4 * (3 * of_layer + 2 * head)
+
+
 CONFIG = load_config([*SMALL, "mesh.fsdp=4", "mesh.data=1", "optimizer.accumulation=2"])
 LINE = Line("all-gather", ("fsdp",), 3, 1e6, 0.2)
 
@@ -208,6 +269,7 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
     """One that fits into 2000 bytes a device."""
     found = Fit(
         config=config,
+        attention=Choice("xla", "as model.attention says"),
         device="TPU v5",
         num_devices=4,
         batch=Shape(config.data.batch_size, 256),

@@ -49,6 +49,8 @@ def test_it_is_refused_at_the_launch(tmp_path, tiny_run):
         ("shakespeare_char", "README.md"),
         ("sft_qwen2_5_0_5b", "docs/fine_tuning.md"),
         ("grpo_qwen2_5_1_5b", "docs/fine_tuning.md"),
+        ("sft_word_problems", "docs/posttraining.md"),
+        ("grpo_word_problems", "docs/posttraining.md"),
     ],
 )
 def test_missing_data_of_a_shipped_config_name_the_command_of_the_documents(

@@ -47,6 +47,7 @@ def config(tmp_path_factory, tiny_run) -> Path:
         schedule={"warmup_steps": 3},
         model={
             "family": "mixtral",
+            "attention": "xla",
             "vocab_size": 264,
             "num_layers": 2,
             "num_heads": 8,

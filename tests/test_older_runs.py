@@ -92,9 +92,35 @@ def test_the_same_command_goes_on_with_the_defaults_of_then(whole, monkeypatch, 
 @pytest.mark.long
 def test_a_new_run_has_the_defaults_of_now(folder, capsys):
     assert train(folder, "new", "steps=2", "schedule.warmup_steps=1") == 0
-    assert "begun with" not in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "begun with" not in said
+    assert "attention: xla, since devices are CPUs" in said
     (launch,) = read_launches(folder / "runs" / "new")
+    assert launch["kernels"] == {"attention": "xla"}
+    assert launch["reasons"] == {"attention": "since devices are CPUs"}
+    assert "  attention: auto\n" in launch["config"]
     assert "min_learning_rate: null" in launch["config"] and "window: 1000" in launch["config"]
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_the_kernel_of_attention_that_it_had(folder, monkeypatch, capsys):
+    """Whichever auto would choose for a new one; and replay knows what each launch had."""
+    short = ("steps=12", "checkpoint_interval=4")
+    with monkeypatch.context() as patch:
+        patch.setenv(failpoints.VARIABLE, "after_step:nan:6")
+        assert train(folder, "kernel", *short, "model.attention=eager") == 75
+    capsys.readouterr()
+    assert train(folder, "kernel", *short) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention: eager, with which the run was trained until now" in said
+    run = folder / "runs" / "kernel"
+    named, kept = read_launches(run)
+    assert named["kernels"] == kept["kernels"] == {"attention": "eager"}
+    assert "  attention: eager\n" in named["config"] and "  attention: auto\n" in kept["config"]
+    assert launch_differences(named, kept) == {}
+    assert latest_state(run / "checkpoints").attention() == "eager"
+    assert replay([str(run), "--steps", "2:12"]) == 0
+    assert "all the same bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -10,26 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.faulty_s3 import Fault, flipped, names_below
 from data_pipeline.remote import RemotePath
-from maxtrain import checkpoints, compare, export, failpoints, generate, replay, status
+from maxtrain import checkpoints, compare, export, failpoints, generate, merge, replay, status
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.storage.reading import readable
 from maxtrain.train import main
-from tests.faulty_s3 import Fault, FaultyS3, names_below
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 9
-
-
-@pytest.fixture(scope="module")
-def s3():
-    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
-    with FaultyS3() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +74,6 @@ def steps_at(run):
     return sorted(int(name[1]) for name in found if name)
 
 
-def flipped(content):
-    """Bytes with another bit in their middle."""
-    changed = bytearray(content)
-    changed[len(changed) // 2] ^= 1
-    return bytes(changed)
-
-
 def numbers(run):
     """Records of training without what depends on the clock or the machine."""
     kept = []
@@ -123,6 +110,37 @@ def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, s3, c
     # On this host the newest step is whole, and of others there are small files.
     here = folder / "disk" / "s3" / "faulty" / "runs" / "plain" / "checkpoints"
     assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_one_at_a_url_and_learns_from_it(
+    folder, s3, capsys, tmp_path
+):
+    """As with those of the same run on a disk, bit for bit."""
+    assert train(folder, "begun", disk="disk") == 0
+    url = url_of("begun")
+    whole = folder / "runs" / "whole"
+    capsys.readouterr()
+    for name, place in (("from-disk", whole), ("from-url", url)):
+        assert train(folder, name, "steps=2", f"checkpoint.init_from={place}") == 0
+    assert f"weights of {url}/checkpoints/00000009" in capsys.readouterr().out
+    assert numbers(folder / "runs" / "from-url") == numbers(folder / "runs" / "from-disk")
+    for name, place in (("from-disk", whole), ("from-url", url)):
+        words = [f"checkpoint.init_from={place}/checkpoints/00000006", "objective=distill"]
+        assert train(folder, f"six-{name}", "steps=2", *words, f"distill.teacher={place}") == 0
+    assert numbers(folder / "runs" / "six-from-url") == numbers(folder / "runs" / "six-from-disk")
+    assert train(folder, "nothing", "checkpoint.init_from=s3://faulty/runs/nobody") != 0
+    assert "s3://faulty/runs/nobody: nothing is there" in capsys.readouterr().err
+    made = []
+    for name, places in (("disk", [whole, f"{whole}@6"]), ("url", [url, f"{url}@6"])):
+        models = [{"model": str(place), "parameters": {"weight": 0.5}} for place in places]
+        recipe = tmp_path / f"{name}.yml"
+        recipe.write_text(yaml.safe_dump({"merge_method": "linear", "models": models}))
+        assert merge.main([str(recipe), str(tmp_path / name)]) == 0, capsys.readouterr().err
+        made.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
+    assert merge.main([str(recipe), "s3://faulty/merged"]) == 64
+    assert "OUT=s3:/faulty/merged: is a URL" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -295,23 +313,25 @@ def on_two_hosts(folder, run, disks, failpoint=""):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3):
-    codes, said = on_two_hosts(folder, "pair", ())
+@pytest.mark.parametrize("lost", [("left", "right"), ("right",)], ids=["both", "one"])
+def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3, lost):
+    run = f"pair-{len(lost)}"
+    codes, said = on_two_hosts(folder, run, ())
     assert codes == [0, 0], said
-    codes, said = on_two_hosts(folder, "pair", ("left", "right"), "during_upload:kill:6::1")
+    codes, said = on_two_hosts(folder, run, ("left", "right"), "during_upload:kill:6::1")
     assert codes[1] == -signal.SIGKILL and codes[0] != 0, said
-    assert steps_at("pair") == [3]
-    for disk in ("left", "right"):
+    assert steps_at(run) == [3]
+    for disk in lost:
         shutil.rmtree(folder / disk)
-    codes, said = on_two_hosts(folder, "pair", ("left", "right"))
+    codes, said = on_two_hosts(folder, run, ("left", "right"))
     assert codes == [0, 0] and said.count("Goes on from step 3") == 1, said
-    ours = readable(url_of("pair"))
-    shared = folder / "runs" / "pair"
-    assert numbers(ours) == numbers(shared) and steps_at("pair") == [6, 9]
+    ours = readable(url_of(run))
+    shared = folder / "runs" / run
+    assert numbers(ours) == numbers(shared) and steps_at(run) == [6, 9]
     digests = saved_digests(ours / "checkpoints")
     assert digests == saved_digests(shared / "checkpoints")
     # No host has all of a step, and one process reads what two have written.
-    right = folder / "right" / "s3" / "faulty" / "runs" / "pair.process-1" / "checkpoints"
+    right = folder / "right" / "s3" / "faulty" / "runs" / f"{run}.process-1" / "checkpoints"
     assert (right / "00000009" / "commit.json").exists()
-    assert checkpoints.main(["verify", url_of("pair")]) == 0
-    assert generate.main([url_of("pair"), "--prompt", "the", "--max-tokens", "4"]) == 0
+    assert checkpoints.main(["verify", url_of(run)]) == 0
+    assert generate.main([url_of(run), "--prompt", "the", "--max-tokens", "4"]) == 0

@@ -184,6 +184,12 @@ def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypa
             "goes on with 3 of 4 processes, optimizer.accumulation=4\n",
         ),
         (
+            ("data.batch_size=12", "mesh.dcn_data=4"),
+            1,
+            [4, 4, 3],
+            "goes on with 3 of 4 processes, optimizer.accumulation=2 mesh.dcn_data=3\n",
+        ),
+        (
             ("mesh.data=4", "mesh.fsdp=1"),
             1,
             [4, 4],
@@ -212,6 +218,7 @@ def test_a_process_that_is_lost_for_good_is_done_without_if_that_fits(
     assert [record["lost"] for record in records[:2]] == [2, 2] and said in capfd.readouterr().err
     if len(ended) == 3:
         assert records[-1]["command"].count("optimizer.accumulation=") == 1
+        assert records[-1]["command"].count("mesh.dcn_data=") == said.count("mesh.dcn_data=")
 
 
 @pytest.mark.processes

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.chaos.bucket import bucket_faults, bucket_kills
 from benchmarks.chaos.deaths import deaths, hangs
 from benchmarks.chaos.disk import disk
 from benchmarks.chaos.flips import flips_of_checkpoints, flips_of_shards
@@ -72,6 +73,8 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "disk": (disk, 20, "a full disk"),
     "checkpoints": (flips_of_checkpoints, 1000, "damaged checkpoints"),
     "shards": (flips_of_shards, 1000, "damaged data shards"),
+    "bucket-kills": (bucket_kills, 200, "SIGKILL of runs behind s3://"),
+    "bucket-faults": (bucket_faults, 200, "a store that fails, of runs behind s3://"),
     "goodput": (goodput, 10, "goodput under Poisson kills"),
     "dose": (dose, 1, "so many doses of each fault of one process, such as CI takes"),
 }

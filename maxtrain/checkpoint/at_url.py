@@ -33,6 +33,8 @@ from maxtrain.checkpoint.integrity import (
 )
 
 COMMIT = "commit.json"
+# Times that small files are fetched before what is at the URL is taken for damaged.
+_TRIES = 3
 # Files that are carried at the same time.
 _THREADS = 8
 # Names of steps, and of arrays that no step changes, below the folder of checkpoints.
@@ -108,11 +110,17 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
 def _bring(home: RemotePath, step: Path, sizes: Mapping[str, int]) -> str:
     """Makes a step directory of this host the one at a URL; why that one does not count, empty if
     it does."""
-    try:
-        _bring_small_files(home, step, sizes)
-    except FileNotFoundError:
-        return "it is being removed"
-    why = defect(step)
+    why = ""
+    # Again, if they were damaged here, or on their way.
+    for _ in range(_TRIES):
+        try:
+            _bring_small_files(home, step, sizes)
+        except FileNotFoundError:
+            return "it is being removed"
+        why = defect(step)
+        if not why:
+            break
+        shutil.rmtree(step)
     if why:
         return why
     commit = read_commit(step)

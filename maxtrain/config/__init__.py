@@ -1,7 +1,13 @@
 """The config of a run: schema, files, command line, checks. Imports no jax, so that help and config
 errors come at once."""
 
-from maxtrain.config.across.shapes import fit_to_devices, fit_to_fewer
+from maxtrain.config.across.shapes import (
+    accumulations,
+    fewer_settings,
+    fit_to_devices,
+    fit_to_fewer,
+    with_accumulation,
+)
 from maxtrain.config.load import (
     default_config,
     from_command_line,
@@ -15,7 +21,9 @@ from maxtrain.config.schema import RunConfig
 
 __all__ = [
     "RunConfig",
+    "accumulations",
     "default_config",
+    "fewer_settings",
     "fit_to_devices",
     "fit_to_fewer",
     "from_command_line",
@@ -24,4 +32,5 @@ __all__ = [
     "plain_leaves",
     "resolve",
     "to_yaml",
+    "with_accumulation",
 ]

@@ -14,7 +14,7 @@ _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _STAGES = "micro-batches are in model.pipeline"
-_SPLIT_ROWS = "model.attention=ring for rows without end; other kernels deal heads out"
+_SPLIT_ROWS = "a ring, or with model.attention=xla heads that are dealt out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
 
@@ -167,7 +167,7 @@ _HUGGING_FACE = (
     ("optimizer.weight_decay", "of matrices only; 0.1 unless set, not 0", "weight_decay"),
     (
         "model.attention",
-        "xla, eager, cudnn on GPUs or flash on TPUs",
+        "auto; or xla, eager, cudnn on GPUs, flash on TPUs",
         "attn_implementation use_flash_attention_2",
     ),
     ("model.remat", "full, dots, dots_no_batch or none", "gradient_checkpointing"),

@@ -3,11 +3,15 @@ by."""
 
 from typing import NamedTuple
 
+# The value of model.attention that names no kernel: across/attention_choice.py chooses one.
+AUTO = "auto"
+
 
 class Kernel(NamedTuple):
     """One kernel."""
 
     platform: str | None = None  # the only one that has it; None: all have
+    capability: tuple[int, int] | None = None  # the least compute capability of GPUs
     segments: bool = True  # keeps the documents of a row apart
     caches: bool = True  # reads the caches of generation
     sinks: bool = True  # has a learned logit of each head beside those of the keys
@@ -25,6 +29,7 @@ ATTENTION = {
     "xla": Kernel(),
     "cudnn": Kernel(
         "gpu",
+        capability=(8, 0),
         segments=False,
         caches=False,
         sinks=False,
@@ -44,3 +49,35 @@ ATTENTION = {
         rows=128,
     ),
 }
+
+
+def candidates(platform: str | None, splits_rows: bool, drops_weights: bool) -> list[str]:
+    """The kernels that auto may choose, the best first.
+
+    eager keeps every score, so it is there only where no other kernel will do.
+
+    Args:
+        platform: of the devices; None: not known, so that none of one platform is there.
+        splits_rows: whether rows are split over devices.
+        drops_weights: whether attention weights are dropped.
+    """
+    if drops_weights:
+        return ["eager"]
+    found = []
+    if splits_rows:
+        found.append("ring")
+    for name, can in ATTENTION.items():
+        if platform is not None and can.platform == platform:
+            found.append(name)
+    return [*found, "xla"]
+
+
+def kernel_of_model(name: str) -> str:
+    """The kernel of a model with this model.attention.
+
+    A launch names one before it makes the model. Elsewhere neither rows nor devices are known, and
+    auto is xla, which does all that any model needs on every device.
+    """
+    if name == AUTO:
+        return "xla"
+    return name

@@ -234,5 +234,6 @@ def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from axis_problems(config.mesh)
     yield from rule_problems(config.mesh.rules)
     yield from process_problems(config.mesh)
+    yield from shapes.auto_accumulation_problems(config)
     yield from shapes.division_problems(config)
     yield from shapes.balance_problems(config)

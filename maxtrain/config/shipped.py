@@ -27,6 +27,14 @@ PREPARED_BY = {
         "maxtrain prepare data/gsm8k-prompts --prompts train.jsonl --map gsm8k "
         "--system 'Give <reasoning> and <answer>.' --tokenizer pretrained --holdout 0.1"
     ),
+    "data/worked/train": (
+        "maxtrain prepare data/worked --chat problems/worked.jsonl --map gsm8k "
+        "--system 'Give <reasoning> and <answer>.' --tokenizer problems/tokenizer --holdout 0.1"
+    ),
+    "data/results/train": (
+        "maxtrain prepare data/results --prompts problems/results.jsonl "
+        "--system 'Give <reasoning> and <answer>.' --tokenizer problems/tokenizer --holdout 0.1"
+    ),
 }
 
 

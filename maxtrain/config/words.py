@@ -57,3 +57,8 @@ def multiples(wanted: int, unit: int) -> str:
     """The multiples of `unit` next to the wanted value."""
     below = wanted // unit * unit
     return choices(multiple for multiple in (below, below + unit) if multiple)
+
+
+def rule_of(problem: str) -> str:
+    """A problem without its mend, which begins with Set."""
+    return problem.partition(". Set ")[0]

@@ -14,7 +14,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.launch import kubernetes, names, slurm
 from maxtrain.launch.local import run_local, submit
 from maxtrain.launch.options import parse
-from maxtrain.launch.plan import Devices, Plan, make_plan
+from maxtrain.launch.plan import Devices, Plan, enough_nodes, make_plan
 from maxtrain.launch.tpu import TPUS, Slice, make_slice
 from maxtrain.models.families.directory import MODELS
 
@@ -78,10 +78,22 @@ def _slurm_script(options: argparse.Namespace) -> str:
     if options.image:
         program = _IN_IMAGE
     plan = _plan(options, given, program)
+    fewer = enough_nodes(plan, given, per_node)
+    least = plan.config.mesh.min_processes
+    if least is not None and least <= given.processes - per_node and not fewer:
+        print(
+            f"maxtrain launch: mesh.min_processes={least}: rows and mesh can't be divided by "
+            f"fewer than {options.nodes} nodes, so it trains on all of them, or waits",
+            file=sys.stderr,
+        )
+    if fewer:
+        planned = max(given.processes, plan.config.mesh.planned_processes or 0)
+        plan = plan.with_setting("mesh.planned_processes", planned)
     job = slurm.SlurmJob(
         name=options.name or names.default_label(plan.config.run_name, 63),
         folder=os.getcwd(),
         nodes=options.nodes,
+        fewer_nodes=fewer,
         gpus_per_node=options.gpus_per_node,
         processes_per_node=per_node,
         spare_nodes=options.spare_nodes,

@@ -26,6 +26,8 @@ LONGEST_NAME = 40
 # Where the config file is mounted, and where the processes meet.
 _CONFIG_FOLDER = "/etc/maxtrain"
 _PORT = 8476
+# Pods one of which must be there, where a job can do with fewer.
+_LEADERS = 4
 # Ports of TPU runtimes: between hosts of a slice, and between slices.
 _TPU_PORTS = (8471, 8080)
 # Seconds from the end of the process, at the latest, to the end of its pod.
@@ -195,7 +197,7 @@ def _pod(plan: Plan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
         "image": job.image,
         "command": list(plan.program),
         "args": [_escaped(word) for word in (plan.verb, *plan.arguments)],
-        "env": _environment(job),
+        "env": _environment(job, plan.config.mesh.min_processes is not None),
         "volumeMounts": mounts,
     }
     if job.resources:
@@ -216,14 +218,20 @@ def _pod(plan: Plan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
     return pod | {"containers": [container], "volumes": volumes}
 
 
-def _environment(job: KubernetesJob) -> list[dict[str, Any]]:
+def _environment(job: KubernetesJob, may_be_fewer: bool) -> list[dict[str, Any]]:
+    """What tells the process of each pod which one it is; `may_be_fewer`: pod 0 may be missing."""
     entries: list[dict[str, Any]] = []
     if job.hosts * job.slices == 1:
         # One pod is alone, though it is one of an indexed job.
         entries = [{"name": "JAX_NUM_PROCESSES", "value": "1"}]
     # GKE tells the hosts of TPUs of each other itself.
     elif not job.tpu:
-        coordinator = f"{job.name}-{_WORKERS}-0-0.{job.name}:{_PORT}"
+        leaders = 1
+        if may_be_fewer:
+            # The first of these that is there leads.
+            leaders = min(job.hosts, _LEADERS)
+        names = [f"{job.name}-{_WORKERS}-0-{pod}.{job.name}:{_PORT}" for pod in range(leaders)]
+        coordinator = ",".join(names)
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         entries = [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": coordinator},

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_pipeline.errors import ConfigError, UsageError
-from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer
+from maxtrain.config.across.attention_choice import Hardware, choose
+from maxtrain.config.kernels import AUTO
 from maxtrain.config.load import Models, load_with_notes
 from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.config.shipped import find_file, shipped_configs
@@ -42,6 +44,17 @@ class Devices(NamedTuple):
             return None
         return self.processes * (self.per_process or 1)
 
+    def platform(self, config: RunConfig) -> str | None:
+        """What kind of devices these are; None: not known here."""
+        if config.mesh.simulated_devices:
+            return "cpu"
+        if config.mesh.platform != "auto":
+            return config.mesh.platform
+        known = [platform for platform in self.platforms if platform != "auto"]
+        if len(known) == 1:
+            return known[0]
+        return None
+
 
 class Plan(NamedTuple):
     """What each process of a job runs."""
@@ -67,6 +80,11 @@ class Plan(NamedTuple):
                 return find_file(reference)
         return None
 
+    def with_setting(self, key: str, value: int) -> "Plan":
+        """The same with a setting, in place of one of this key."""
+        kept = [word for word in self.arguments if not word.startswith(f"{key}=")]
+        return self._replace(arguments=[*kept, f"{key}={value}"])
+
     def with_config_at(self, place: str) -> "Plan":
         """The same with the config file at another place."""
         arguments = []
@@ -75,6 +93,35 @@ class Plan(NamedTuple):
                 word = f"config={place}"
             arguments.append(word)
         return self._replace(arguments=arguments)
+
+
+def enough_nodes(plan: Plan, given: Devices, per_node: int) -> list[int]:
+    """Numbers of nodes, fewer than those of a job, that its run can do with; the most first.
+
+    Args:
+        plan: of the run; without mesh.min_processes it needs all.
+        given: what the job is given.
+        per_node: processes on each node.
+    """
+    config = plan.config
+    least = config.mesh.min_processes
+    count = given.count(config)
+    if plan.verb != "train" or least is None or count is None:
+        return []
+    slices = config.mesh.dcn_data * config.mesh.dcn_fsdp
+    nodes = given.processes // per_node
+    # Which nodes make a slice is not known here, if a slice is more than a node.
+    if slices not in (1, nodes, given.processes):
+        return []
+    had = max(given.processes, config.mesh.planned_processes or 0)
+    found = []
+    for fewer in range(nodes - 1, 0, -1):
+        processes = fewer * per_node
+        if processes < least:
+            break
+        if fit_to_fewer(config, had, processes, count // given.processes):
+            found.append(fewer)
+    return found
 
 
 def _packaged() -> list[str]:
@@ -116,7 +163,14 @@ def make_plan(
     _require_fit(config, given)
     count = given.count(config)
     if count and verb == "train":
-        _require_slices(fit_to_devices(config, count), given)
+        planned = config.mesh.planned_processes or 0
+        here = config
+        if planned > given.processes:
+            per_process = count // given.processes
+            here = fit_to_fewer(config, planned, given.processes, per_process) or config
+        fitted = fit_to_devices(here, count)
+        _require_slices(fitted, given)
+        _tell_attention(fitted, given)
     # A config may be named without `config=`; nothing else is without a key here.
     named = [word if "=" in word else f"config={word}" for word in settings]
     return Plan(config, verb, [*named, *options], tuple(program))
@@ -149,19 +203,54 @@ def _require_fit(config: RunConfig, given: Devices) -> None:
             f"mesh.min_processes={least} is more than the {given.processes} processes of "
             f"{given.words}. Set mesh.min_processes to at most {given.processes}."
         )
+    is_tpu = "tpu" in given.platforms and "cpu" not in given.platforms
+    if is_tpu and least is not None and least < given.processes:
+        problems.append(
+            f"mesh.min_processes={least}: a job of TPUs starts with all hosts of all its slices, "
+            "or not at all. Leave it out. To go on with fewer slices, launch with fewer --slices "
+            f"and mesh.planned_processes={given.processes}."
+        )
     if problems:
         raise ConfigError(problems)
 
 
+def _tell_attention(config: RunConfig, given: Devices) -> None:
+    """Prints which kernel auto will choose.
+
+    Args:
+        config: with all axes of its mesh filled in.
+        given: what the job is given.
+
+    Raises:
+        ConfigError: its devices do not have the kernel that is named.
+    """
+    platform = given.platform(config)
+    if platform is None:
+        return
+    choice = choose(Hardware(platform, f"{platform.upper()}s"), config)
+    if config.model.attention == AUTO:
+        note = "a run that goes on keeps the kernel that it has"
+        print(f"maxtrain launch: {choice.line} ({note})", file=sys.stderr)
+
+
 def _require_slices(config: RunConfig, given: Devices) -> None:
-    """ConfigError: heads or rows would be split over the network between slices.
+    """ConfigError: heads or rows would be split over the network between slices, or there are
+    other slices than the mesh has.
 
     Args:
         config: with all axes of its mesh filled in.
         given: what the job is given.
     """
     mesh = config.mesh
-    parts = mesh.data * mesh.stage * mesh.fsdp * math.prod(slow_axes_of(mesh).values())
+    slow = slow_axes_of(mesh)
+    if given.slices > 1 and slow and math.prod(slow.values()) != given.slices:
+        axes = " x ".join(f"{key}={size}" for key, size in slow.items())
+        raise ConfigError(
+            f"{axes} must be the number of slices, {given.slices}. Set {' and '.join(slow)} so "
+            "that they multiply to it; or, if the settings are meant for more slices, set "
+            "mesh.planned_processes to the hosts of these."
+        )
+    parts = mesh.data * mesh.stage * mesh.fsdp * math.prod(slow.values())
     if parts % given.slices:
         axes = f"mesh.data={mesh.data} x mesh.stage={mesh.stage} x mesh.fsdp={mesh.fsdp}"
         rule = f"must be a multiple of the {given.slices} slices of {given.words}"

@@ -1,9 +1,9 @@
 """`maxtrain launch slurm`: a batch script of Slurm.
 
 The script starts the processes by srun, and looks at how they ended. What may go better is started
-again on the nodes that it has, without those that went down, as long as spare nodes are left; else
-the job goes back to the queue. Shortly before its time is over, the processes are asked to save,
-and the job goes back to the queue.
+again on the nodes that it has, without those that went down, as long as spare nodes are left, or
+the run can do with fewer (mesh.min_processes); else the job goes back to the queue. Shortly before
+its time is over, the processes are asked to save, and the job goes back to the queue.
 
 Source: https://slurm.schedmd.com/sbatch.html, srun.html, scancel.html, scontrol.html, sinfo.html.
 """
@@ -37,6 +37,8 @@ class SlurmJob(NamedTuple):
     name: str
     folder: str
     nodes: int
+    # Fewer nodes, which the run can do with, the most first.
+    fewer_nodes: Sequence[int]
     gpus_per_node: int
     processes_per_node: int
     spare_nodes: int
@@ -71,7 +73,8 @@ def render(plan: Plan, job: SlurmJob) -> str:
     values = {
         "head": "\n".join(_directives(job, notice)),
         "name": job.name,
-        "nodes": job.nodes,
+        "all_nodes": job.nodes + job.spare_nodes,
+        "choices": " ".join(map(str, [job.nodes, *job.fewer_nodes])),
         "spare_nodes": job.spare_nodes,
         "max_restarts": job.max_restarts,
         "folder": shlex.quote(job.folder),
@@ -104,9 +107,12 @@ def _notice(plan: Plan, job: SlurmJob) -> int:
 
 
 def _directives(job: SlurmJob, notice: int) -> list[str]:
+    nodes = f"{job.nodes + job.spare_nodes}"
+    if job.fewer_nodes:
+        nodes = f"{min(job.fewer_nodes)}-{nodes}"
     options = [
         f"--job-name={plain('--name', job.name)}",
-        f"--nodes={job.nodes + job.spare_nodes}",
+        f"--nodes={nodes}",
         f"--ntasks-per-node={job.processes_per_node}",
     ]
     if job.gpus_per_node:
@@ -118,7 +124,7 @@ def _directives(job: SlurmJob, notice: int) -> list[str]:
         if value:
             options.append(f"--{name}={plain(f'--{name}', value)}")
     options += ["--output=%x-%j.log", "--open-mode=append", "--requeue"]
-    if job.spare_nodes:
+    if job.spare_nodes or job.fewer_nodes:
         options.append("--no-kill")
     options.append(f"--signal=B:USR1@{notice}")
     options += [one_line("--directive", line) for line in job.directives]
@@ -134,8 +140,8 @@ def _srun(job: SlurmJob) -> list[str]:
     """The words of srun before the command; nodes to be left out come at the end."""
     words = [
         "srun",
-        f"--nodes={job.nodes}",
-        f"--ntasks={job.nodes * job.processes_per_node}",
+        '--nodes="$nodes"',
+        f'--ntasks="$((nodes * {job.processes_per_node}))"',
         f"--ntasks-per-node={job.processes_per_node}",
     ]
     if job.cpus_per_task:
@@ -157,6 +163,8 @@ _SCRIPT = r"""#!/usr/bin/env bash
 
 set -uo pipefail
 
+# How many nodes it trains on: all, or so many if there are fewer, the most first.
+choices=(@choices@)
 spare_nodes=@spare_nodes@
 max_restarts=@max_restarts@
 # Seconds before the next start, doubled each time.
@@ -218,8 +226,19 @@ while true; do
     IFS=, read -ra names <<<"$down"
     count=${#names[@]}
   fi
-  if [ "$count" -gt "$spare_nodes" ]; then
+  usable=$((${SLURM_JOB_NUM_NODES:-@all_nodes@} - count))
+  nodes=0
+  for choice in "${choices[@]}"; do
+    if [ "$choice" -le "$usable" ]; then
+      nodes=$choice
+      break
+    fi
+  done
+  if [ "$nodes" -eq 0 ]; then
     back_to_the_queue "$down can't be used, and there are $spare_nodes spare nodes"
+  fi
+  if [ "$nodes" -lt "${choices[0]}" ]; then
+    echo "launch: goes on with $nodes of ${choices[0]} nodes, without ${down:-any more}" >&2
   fi
 
   # What an earlier attempt has left is not about this one.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import attach
 from maxtrain.models.cache import Caches, Extension
@@ -85,7 +86,8 @@ class Decoder(nnx.Module):
             shape = (spec.learned_positions, D)
             positions = draw.matrix(rngs.params(), shape, ("positions", "embed"), "embedding")
         self.position_embedding = positions
-        self.layers = Stack(spec.stack, D, config.attention, draw, recipe, rngs.params())
+        self.kernel = kernel_of_model(config.attention)
+        self.layers = Stack(spec.stack, D, self.kernel, draw, recipe, rngs.params())
         norm_role = "tied_norm" if tied else "norm"
         self.final_norm = Norm(D, spec.norm, draw, norm_role)
         # Logits are rounded to a type of their own.
@@ -182,7 +184,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        split = Split.of_rows(tokens.shape[1], self.config.attention)
+        split = Split.of_rows(tokens.shape[1], self.kernel)
         x = split.enter(x)
         positions = split.enter(positions)
         mask = split.mask(split.enter(segment_ids))

@@ -18,6 +18,8 @@ import yaml
 import maxtrain
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
+from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.observe.books import Book, encode
 
@@ -46,21 +48,24 @@ _FLAGS = re.compile(
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What does not change the numbers of training, or stands in the config, too.
 _APART = re.compile(
-    r"time|step|command|run|units\..*|kernels\.experts|config\."
+    r"time|step|command|run|units\..*|kernels\.experts|reasons\..*|config\."
     r"(run_name|output_dir|local_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
-    r"|mesh\.(coordinator|num_processes|process_id|min_processes"
+    r"|mesh\.(coordinator|num_processes|process_id|min_processes|planned_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
 )
 
 
-def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any]:
+def launch_record(
+    config: str, attention: Choice, mesh: Any, data: str, step: int
+) -> dict[str, Any]:
     """What is launched, on what, by which versions, as JSON.
 
     Args:
         config: what the run was asked to be, as YAML.
+        attention: the kernel, which the config need not name.
         mesh: a jax.sharding.Mesh of all processes' devices, which are started by now.
         data: identity of the data.
         step: the number of finished steps that the launch begins with.
@@ -70,7 +75,7 @@ def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any
     if devices[0].platform == "cpu":
         kind = _cpu()
     settings = yaml.safe_load(config)
-    kernels = {"attention": settings["model"]["attention"]}
+    kernels = {"attention": attention.kernel}
     if settings["model"]["family"] in WITH_EXPERTS:
         kernels["experts"] = settings["model"]["routing"]["kernel"]
     versions = {"python": platform.python_version()}
@@ -84,6 +89,7 @@ def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
         "kernels": kernels,
+        "reasons": {"attention": attention.reason},
         "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
         "mesh": dict(mesh.shape),
         "processes": len({device.process_index for device in devices}),
@@ -127,6 +133,17 @@ def usual_devices(run_dir: Path, simulated: int | None) -> int:
     return usual
 
 
+def attention_of(launch: Mapping[str, Any]) -> str | None:
+    """The kernel of attention that a launch had; None: it does not say."""
+    kernels = launch.get("kernels")
+    if not isinstance(kernels, dict):
+        return None
+    kernel = kernels.get("attention")
+    if not isinstance(kernel, str) or kernel not in ATTENTION:
+        return None
+    return kernel
+
+
 def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """The launch that did the step with this number (from 1) last; None if none is known."""
     return next((launch for launch in reversed(launches) if launch["step"] < step), None)
@@ -149,7 +166,9 @@ def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, t
         values_after = _flat_launch(after)
     changes = {}
     for name in values_before | values_after:
-        if name in ("time", "step", "command", "run") or name.startswith("device_bytes."):
+        if name in ("time", "step", "command", "run"):
+            continue
+        if name.startswith(("device_bytes.", "reasons.")):
             continue
         old = values_before.get(name, "nothing")
         new = values_after.get(name, "nothing")
@@ -168,11 +187,16 @@ def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(launch: Mapping[str, Any]) -> Any:
-    """The config of a launch as plain values, or its text if that is not valid YAML."""
+    """The config of a launch as plain values, with the kernel of attention that it had, whether
+    auto chose that or not; or its text if that is not valid YAML."""
     try:
-        return yaml.safe_load(launch["config"])
+        settings = yaml.safe_load(launch["config"])
     except (yaml.YAMLError, ValueError, RecursionError):
         return launch["config"]
+    kernel = attention_of(launch)
+    if kernel is not None and isinstance(settings, dict):
+        settings["model"] = settings.get("model", {}) | {"attention": kernel}
+    return settings
 
 
 def describe_launch(launch: Mapping[str, Any]) -> str:

@@ -10,6 +10,9 @@ floats. Names that others rely on:
             finite are not in it), step_loss (of this step alone), learning_rate, tokens_per_second,
             mfu (0..1; None: not known), step_seconds, tokens_seen (targets since step 0),
             data_wait_seconds (of each of step_seconds, how much it waited for its batch),
+            with several processes slowest_process, slowest_host (its name),
+            slowest_host_seconds (of each step, for its own part; stragglers.py),
+            slowest_host_data_wait_seconds (a part of these), other_hosts_seconds (the median),
             weight_norm (of all parameters, before the update of this step), host_bytes (resident,
             of process 0), device_bytes and device_peak_bytes (of its fullest device; not on CPUs),
             epoch_begun/SOURCE (the number of an epoch that began since the last record), and what
@@ -62,6 +65,8 @@ TAKEN = frozenset(
         *("weight_norm", "batch", "tokens_seen", "fill", "step_seconds", "data_wait_seconds"),
         *("tokens_per_second", "positions_per_second", "mfu", "mfu_causal"),
         *("host_bytes", "device_bytes", "device_peak_bytes", "targets", "empty_rows"),
+        *("slowest_process", "slowest_host", "slowest_host_seconds"),
+        *("slowest_host_data_wait_seconds", "other_hosts_seconds"),
         *("set", "nll", "perplexity", "tokens", "bits_per_byte", "best_step", "data", "seconds"),
     )
 )
@@ -279,12 +284,15 @@ class Stopwatch:
     back, so their time is only known over a window: wait for the last step's result, then call
     `lap`. `data_wait` is part of a lap, because a step that waits for its batch is slow;
     evaluation, saving and compiling are not.
+
+    Of a lap, `own` is what this host takes for itself: all but what is marked by `waiting`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock, self._now = clock, ("step", clock())
         self._seconds = defaultdict[str, float](float, step=0.0)
         self._lap_start = 0.0
+        self._waited = 0.0
         self.laps = deque[float](maxlen=16)  # the last ones, in seconds
 
     @contextlib.contextmanager
@@ -297,13 +305,40 @@ class Stopwatch:
         finally:
             self._switch(outer)
 
+    @contextlib.contextmanager
+    def waiting(self, computes: bool = False) -> Iterator[None]:
+        """Marks time of steps in which this host waits for devices or for other processes.
+
+        `computes`: what this thread computes meanwhile is no waiting. So a step is dispatched,
+        which waits for those before it if too many are under way.
+        """
+        begin = self._clock()
+        computed = time.thread_time()
+        try:
+            yield
+        finally:
+            waited = self._clock() - begin
+            if computes:
+                waited -= time.thread_time() - computed
+            self._waited += max(0.0, waited)
+
     def lap(self) -> float:
         """Seconds of steps, data waits included, since the last lap."""
-        seconds = self.seconds()
-        total = seconds["step"] + seconds.get("data_wait", 0.0)
-        lap, self._lap_start = total - self._lap_start, total
+        lap = self._in_steps() - self._lap_start
+        self._lap_start += lap
+        self._waited = 0.0
         self.laps.append(lap)
         return lap
+
+    def own(self) -> float:
+        """Of the seconds of steps since the last lap, those in which this host did not wait for
+        devices or for other processes."""
+        return max(0.0, self._in_steps() - self._lap_start - self._waited)
+
+    def _in_steps(self) -> float:
+        """Seconds of steps, data waits included, since the stopwatch was made."""
+        seconds = self.seconds()
+        return seconds["step"] + seconds.get("data_wait", 0.0)
 
     def doing(self) -> tuple[str, float]:
         """The cause that time belongs to now, and since when on this clock; for other threads,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from maxtrain.models.cost import TokenFlops
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.stragglers import OwnTime
 from maxtrain.parallel.hardware import Peak
 
 # What the time of sampling, rewards and scoring is booked as.
@@ -53,20 +54,32 @@ class SpeedMeter:
     def restart(self) -> None:
         """Forgets the steps since the last record, which are made again."""
         self._steps = []
-        seconds = self._clock.seconds()
-        self._waited = seconds.get("data_wait", 0.0)
-        self._sampled = seconds.get(ROLLOUT, 0.0)
+        self._waited = self._data_wait()
+        self._sampled = self._clock.seconds().get(ROLLOUT, 0.0)
 
     def add(self, targets: int, rows: int, length: int) -> None:
         """A step that is finished."""
         self._steps.append(StepSize(targets, rows, length))
+
+    @property
+    def num_steps(self) -> int:
+        """Finished steps since the last lap."""
+        return len(self._steps)
+
+    def own(self) -> OwnTime:
+        """What this host took for its own part of the steps since the last lap."""
+        return OwnTime(self._clock.own(), self._data_wait() - self._waited)
+
+    def _data_wait(self) -> float:
+        """Seconds that steps have waited for their batches since the run began."""
+        return self._clock.seconds().get("data_wait", 0.0)
 
     def lap(self) -> dict[str, float | None]:
         """What to record of the steps since the last lap, of which there is at least one."""
         steps = self._steps
         self._steps = []
         seconds = self._clock.lap()
-        waited = self._clock.seconds().get("data_wait", 0.0)
+        waited = self._data_wait()
         waited_now = waited - self._waited
         self._waited = waited
         targets = sum(step.targets for step in steps)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.head import HeadGradient, gathered
 
 
 class TokenLoss(NamedTuple):
@@ -136,9 +137,11 @@ def _chunked(
     z_scale: Array | None,
     form: Form,
 ) -> TokenLoss:
+    low = gathered(head, form.dtype)
+
     def one(total: TokenLoss, part: tuple[Array, ...]) -> tuple[TokenLoss, None]:
         x, target, weight, weight_of_z = part
-        loss = plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)
+        loss = plain_cross_entropy(x, low, target, weight, weight_of_z, z_scale, form)
         return jax.tree.map(jnp.add, total, loss), None
 
     parts = split_sequence(form.chunks, hidden, targets, weights, mask)
@@ -160,12 +163,12 @@ def _forward(
     z_scale: Array | None,
     form: Form,
 ) -> tuple[TokenLoss, tuple[Array, Array]]:
-    low = head.astype(form.dtype)
+    low = gathered(head, form.dtype)
     smoothing = form.smoothing
 
     def one(
-        carry: tuple[TokenLoss, Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[TokenLoss, Array], Array]:
+        carry: tuple[TokenLoss, HeadGradient], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenLoss, HeadGradient], Array]:
         total, dhead = carry
         x, target, weight, weight_of_z = part
         x = x.astype(form.dtype)
@@ -193,13 +196,12 @@ def _forward(
         dx = contract("btv,dv->btd", dlogits, low).astype(hidden.dtype)
         part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))
         total = jax.tree.map(jnp.add, total, part_of_total)
-        dhead = dhead + contract("btd,btv->dv", x, dlogits)
-        return (total, dhead), dx
+        return (total, dhead.add(x, dlogits)), dx
 
-    start = (_zero(hidden), jnp.zeros(head.shape, jnp.float32))
+    start = (_zero(hidden), HeadGradient.nothing(head))
     parts = split_sequence(form.chunks, hidden, targets, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
-    return total, (join_sequence(dx), dhead.astype(head.dtype))
+    return total, (join_sequence(dx), dhead.total().astype(head.dtype))
 
 
 def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:

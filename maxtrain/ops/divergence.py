@@ -16,6 +16,7 @@ from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.head import HeadGradient, gathered
 
 KINDS = ("forward", "reverse", "jsd")
 
@@ -153,10 +154,13 @@ def mixture(
 def _chunked(
     student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
 ) -> TokenDivergence:
+    low = gathered(student.head, form.student.compute)
+    low_of_teacher = gathered(teacher.head, form.teacher.compute)
+
     def one(total: TokenDivergence, part: tuple[Array, ...]) -> tuple[TokenDivergence, None]:
         x, y, weight, of_record = part
         here = plain_divergence(
-            Predictor(x, student.head), Predictor(y, teacher.head), weight, of_record, form
+            Predictor(x, low), Predictor(y, low_of_teacher), weight, of_record, form
         )
         return jax.tree.map(jnp.add, total, here), None
 
@@ -237,13 +241,13 @@ def summed(
 def _forward(
     student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
 ) -> tuple[TokenDivergence, tuple[Array, Array]]:
-    low = student.head.astype(form.student.compute)
-    low_of_teacher = teacher.head.astype(form.teacher.compute)
+    low = gathered(student.head, form.student.compute)
+    low_of_teacher = gathered(teacher.head, form.teacher.compute)
     temperature = form.temperature
 
     def one(
-        carry: tuple[TokenDivergence, Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[TokenDivergence, Array], Array]:
+        carry: tuple[TokenDivergence, HeadGradient], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenDivergence, HeadGradient], Array]:
         total, dhead = carry
         x, y, weight, of_record = part
         logits = model_logits(x, low, form.student)
@@ -267,16 +271,16 @@ def _forward(
             dlogits = (1 - form.beta) * dlogits
         dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)
         dx = contract("btv,dv->btd", dlogits, low)
-        dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
+        dhead = dhead.add(x.astype(form.student.compute), dlogits)
         same = of_student.argmax(-1) == of_teacher.argmax(-1)
         here = summed(each, same, log_s, weight, of_record, temperature)
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
-    start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
+    start = (no_divergence(weights), HeadGradient.nothing(student.head))
     parts = split_sequence(form.chunks, student.hidden, teacher.hidden, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
     dx = join_sequence(dx)
-    return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
+    return total, (dx.astype(student.hidden.dtype), dhead.total().astype(student.head.dtype))
 
 
 def times_loss(

@@ -14,8 +14,8 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
 * `maxtrain/ops/experts.py`: a weight for each group of rows, forward and backward; and what adds
   the bias of each row's expert in one order.
 * `maxtrain/ops/cross_entropy.py`, `maxtrain/ops/divergence.py`, `maxtrain/ops/top_divergence.py`,
-  `maxtrain/ops/log_probs.py`: a loss over chunks of positions makes the gradients of the head chunk
-  by chunk, before the backward pass. The logits are a `dot`.
+  `maxtrain/ops/log_probs.py`, `maxtrain/ops/head.py`: a loss over chunks of positions makes the
+  gradients of the head chunk by chunk, before the backward pass. The logits are a `dot`.
 * `maxtrain/ops/attention/`: both factors are activations.
 * `maxtrain/models/latent.py`: keys and values stay in the cache as latents, so that the weight of
   each head is multiplied with its queries and its results instead. Nothing is differentiated.

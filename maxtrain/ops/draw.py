@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
+from maxtrain.ops.head import gathered
 from maxtrain.ops.log_probs import Form, tempered_logits
 
 
@@ -34,7 +35,7 @@ def drawn_tokens(
         keys: one for each token.
         form: as of `token_log_probs`.
     """
-    low = head.astype(form.dtype)
+    low = gathered(head, form.dtype)
 
     def one(part: tuple[Array, Array]) -> Array:
         x, of_tokens = part

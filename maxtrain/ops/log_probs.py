@@ -17,6 +17,7 @@ from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.head import HeadGradient, gathered
 
 
 class TokenLogProbs(NamedTuple):
@@ -101,7 +102,7 @@ def _logits(x: Array, low_head: Array, form: Form) -> _Logits:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
-    low = head.astype(form.dtype)
+    low = gathered(head, form.dtype)
 
     def one(part: tuple[Array, Array]) -> TokenLogProbs:
         x, target = part
@@ -120,9 +121,9 @@ def _forward(
 def _backward(form: Form, saved: tuple[Array, Array, Array], g: TokenLogProbs) -> tuple:
     """Logits are computed again: keeping them is what chunks are there to avoid."""
     hidden, head, targets = saved
-    low = head.astype(form.dtype)
+    low = gathered(head, form.dtype)
 
-    def one(dhead: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+    def one(dhead: HeadGradient, part: tuple[Array, ...]) -> tuple[HeadGradient, Array]:
         x, target, of_log_probs, of_entropy = part
         logits = _logits(x, low, form)
         log_p = jax.nn.log_softmax(logits.tempered)
@@ -136,11 +137,11 @@ def _backward(form: Form, saved: tuple[Array, Array, Array], g: TokenLogProbs) -
             dlogits *= soft_capped_slope(logits.exact, form.softcap)
         dlogits = dlogits.astype(form.dtype)
         dx = contract("btv,dv->btd", dlogits, low).astype(hidden.dtype)
-        return dhead + contract("btd,btv->dv", x.astype(form.dtype), dlogits), dx
+        return dhead.add(x.astype(form.dtype), dlogits), dx
 
     parts = split_sequence(form.chunks, hidden, targets, g.log_probs, g.entropy)
-    dhead, dx = jax.lax.scan(one, jnp.zeros(head.shape, jnp.float32), parts)
-    return join_sequence(dx), dhead.astype(head.dtype), None
+    dhead, dx = jax.lax.scan(one, HeadGradient.nothing(head), parts)
+    return join_sequence(dx), dhead.total().astype(head.dtype), None
 
 
 _chunked.defvjp(_forward, _backward)

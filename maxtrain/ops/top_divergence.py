@@ -36,6 +36,7 @@ from maxtrain.ops.divergence import (
     times_loss,
 )
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.head import HeadGradient, gathered
 
 
 class Top(NamedTuple):
@@ -174,10 +175,12 @@ def _of_outcomes(outcomes: _Outcomes, form: TopForm) -> _Divergence:
 def _chunked(
     student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
 ) -> TokenDivergence:
+    low = gathered(student.head, form.student.compute)
+
     def one(total: TokenDivergence, part: tuple[Array, ...]) -> tuple[TokenDivergence, None]:
         x, ids, log_probs, tail, weight, of_record = part
         top = Top(ids, log_probs, tail)
-        here = plain_top_divergence(Predictor(x, student.head), top, weight, of_record, form)
+        here = plain_top_divergence(Predictor(x, low), top, weight, of_record, form)
         return jax.tree.map(jnp.add, total, here), None
 
     parts = split_sequence(form.chunks, student.hidden, *teacher, weights, mask)
@@ -188,13 +191,13 @@ def _chunked(
 def _forward(
     student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
 ) -> tuple[TokenDivergence, tuple[Array, Array]]:
-    low = student.head.astype(form.student.compute)
+    low = gathered(student.head, form.student.compute)
     temperature = form.temperature
     size = low.shape[-1]
 
     def one(
-        carry: tuple[TokenDivergence, Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[TokenDivergence, Array], Array]:
+        carry: tuple[TokenDivergence, HeadGradient], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenDivergence, HeadGradient], Array]:
         total, dhead = carry
         x, ids, log_probs, tail, weight, of_record = part
         logits = model_logits(x, low, form.student)
@@ -206,16 +209,16 @@ def _forward(
         dlogits = jnp.exp(log_s) * slopes
         dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)
         dx = contract("btv,dv->btd", dlogits, low)
-        dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
+        dhead = dhead.add(x.astype(form.student.compute), dlogits)
         same = logits.rounded.argmax(-1) == ids[..., 0]
         here = summed(each, same, log_s, weight, of_record, temperature)
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
-    start = (no_divergence(weights), jnp.zeros(student.head.shape, jnp.float32))
+    start = (no_divergence(weights), HeadGradient.nothing(student.head))
     parts = split_sequence(form.chunks, student.hidden, *teacher, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
     dx = join_sequence(dx)
-    return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
+    return total, (dx.astype(student.hidden.dtype), dhead.total().astype(student.head.dtype))
 
 
 _chunked.defvjp(_forward, times_loss)

@@ -49,8 +49,8 @@ def start(
 ) -> int:
     """Selects the platform, connects the processes, and turns on the cache of compiled programs.
 
-    Returns how many processes were asked for. There are fewer if some did not come, and at least
-    mesh.min_processes did.
+    Returns how many processes were asked for, by the cluster or by mesh.planned_processes. There
+    are fewer if some did not come, and at least mesh.min_processes did.
 
     Args:
         config: the `mesh` section; what is null there comes from JAX_COORDINATOR_ADDRESS,
@@ -80,7 +80,7 @@ def start(
         # Only process 0 would find its programs there, and would then wait for the others, who
         # compile.
         jax.config.update("jax_enable_compilation_cache", False)
-    return asked or jax.process_count()
+    return max(asked or jax.process_count(), config.planned_processes or 0)
 
 
 def _select_platform(config: MeshConfig) -> None:
@@ -209,28 +209,35 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         )
     if place is not None:
         if place.is_tpu and config.min_processes:
-            rule = "a slice of TPUs starts with all of its hosts, or not at all"
-            raise ConfigError(f"mesh.min_processes={config.min_processes}: {rule}. Leave it out.")
+            raise ConfigError(
+                f"mesh.min_processes={config.min_processes}: a job of TPUs starts with all hosts "
+                "of all its slices, or not at all. Leave it out."
+            )
         coordinator = coordinator or place.coordinator
         count = count or place.count
         if index is None:
             index = place.index
     asked = int(count or 0)
-    least = config.min_processes or math.inf
+    least = config.min_processes
+    planned = max(asked, config.planned_processes or 0)
 
     def can_do_with(count: int) -> bool:
-        return count >= least and suffices is not None and suffices(asked, count)
+        return count >= (least or math.inf) and suffices is not None and suffices(planned, count)
 
     begin = time.monotonic()
-    count, index = meet(
-        str(coordinator), asked, int(index or 0), config.connect_seconds, can_do_with
+    met = meet(
+        str(coordinator),
+        asked,
+        int(index or 0),
+        config.connect_seconds,
+        can_do_with if least else None,
     )
     left = max(10, math.ceil(config.connect_seconds - (time.monotonic() - begin)))
     # No cluster is to be detected: all is known by now.
     jax.distributed.initialize(
-        coordinator,
-        count,
-        index,
+        met.address,
+        met.count,
+        met.index,
         local_gpus(place, os.environ),
         cluster_detection_method="deactivate",
         initialization_timeout=left,

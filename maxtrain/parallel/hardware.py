@@ -1,6 +1,7 @@
 """How fast devices are: their products, their memory and their network."""
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from data_pipeline.errors import ConfigError
+from maxtrain.config.across.attention_choice import Hardware
 
 # Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no
 # sparsity). First match counts.
@@ -77,13 +79,42 @@ LINKS = (
 _MOST_MEASUREMENTS = 4
 
 
+def hardware_of(device: Any) -> Hardware:
+    """What a device is, whether it is here or only described."""
+    if device.platform == "cpu":
+        return Hardware("cpu", "CPUs")
+    capability = None
+    if device.platform == "gpu":
+        capability = _compute_capability(getattr(device, "compute_capability", None))
+    return Hardware(device.platform, device.device_kind, capability)
+
+
+def _compute_capability(said: str | None) -> tuple[int, int] | None:
+    """Of 9.0; (0, 0) of a card that has none but a name such as gfx942; None: it says nothing."""
+    if said is None:
+        return None
+    found = re.fullmatch(r"(\d+)\.(\d+)", said)
+    if found is None:
+        return 0, 0
+    return int(found[1]), int(found[2])
+
+
 def compiler_options(platform: str) -> dict[str, int]:
     """What the large programs are compiled with.
 
     CPUs with 512-bit vectors use them only if told to; that saves a tenth of a step.
+
+    Among 64 and more TPUs, the compiler writes each all-gather as an all-reduce of arrays that are
+    zero but for a part, which sends twice as much, unless gathers may overlap with other work. On
+    chips that have SparseCores, these must make them for that.
     """
     if platform == "cpu":
         return {"xla_cpu_prefer_vector_width": 512}
+    if platform == "tpu":
+        return {
+            "xla_tpu_prefer_async_allgather_to_allreduce": True,
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        }
     return {}
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,6 +30,8 @@ STEP_MEND = (
     f"set model.remat=full, lower model.loss_chunk, or {_SPLIT}. `maxtrain probe` finds the "
     "largest batch that fits"
 )
+# Where the rows at a time are chosen to fit.
+FITTING_MEND = f"Set model.remat=full, lower data.seq_length or model.loss_chunk, or {_SPLIT}"
 STATE_MEND = f"Take a smaller model, set precision.params=bfloat16, or {_SPLIT}"
 # Of a control group, in its second and first version: files with its limit, what it uses, and what
 # that is made of.
@@ -273,3 +275,68 @@ def _where_line_meets(known: list[tuple[int, int]], limit: int, low: int, least:
     slope = max(1e-9, (more - needed) / (m - n))
     at = int(min(m + (limit - more) // slope, 16 * m))
     return max(at, least)
+
+
+class Need(NamedTuple):
+    """What a number of parts needs.
+
+    Attributes:
+        count: the parts.
+        num_bytes: None: more than the compiler allows.
+        is_bound: it needs at least that; it was not measured.
+    """
+
+    count: int
+    num_bytes: int | None
+    is_bound: bool
+
+    def words(self) -> str:
+        """The bytes for people."""
+        if self.num_bytes is None:
+            return "more than the compiler allows"
+        if self.is_bound:
+            return f"at least {size(self.num_bytes)}"
+        return size(self.num_bytes)
+
+
+class Fewest(NamedTuple):
+    """What `fewest` found.
+
+    Attributes:
+        count: the fewest parts that fit; None: no choice does.
+        needed: what they need.
+        before: the last choice that does not fit; None: the first one fits.
+    """
+
+    count: int | None
+    needed: int | None
+    before: Need | None
+
+
+def fewest(
+    choices: Sequence[int], measure: Callable[[int], int | None], fixed: int, limit: int
+) -> Fewest:
+    """The first of `choices`, in their order, whose measure is at most `limit`.
+
+    A measure takes its time. Of n parts it is `fixed` and something that shrinks with n, at most as
+    1/n: so choices that can't fit, by the measure of one before them, are not measured.
+
+    Args:
+        choices: numbers of parts, ascending.
+        measure: bytes of so many parts; None is beyond any limit.
+    """
+    before = None
+    # Of the last choice that was measured: its count, times what it needs beside `fixed`.
+    shrinking = 0
+    for count in choices:
+        least = fixed + shrinking // count
+        if least > limit:
+            before = Need(count, least, is_bound=True)
+            continue
+        needed = measure(count)
+        if needed is not None and needed <= limit:
+            return Fewest(count, needed, before)
+        before = Need(count, needed, is_bound=False)
+        if needed is not None:
+            shrinking = (needed - fixed) * count
+    return Fewest(None, None, before)

@@ -2,288 +2,242 @@
 
 What jax finds wrong there ends a process with pages of C++ and no word about which one is meant;
 and a process too many takes the place of the one of its number in a job that is running. So they
-meet at the coordinator's address first, before its service starts there: each tells process 0 which
-one of how many it is, and waits for the verdict. Two short messages a process, once a launch;
-process 0 holds a socket for each meanwhile.
+meet at the coordinator's address first, before its service starts there: each tells the one that
+leads which one of how many it is, and waits for the verdict. Two short messages a process, once a
+launch; the leader holds a socket for each meanwhile.
+
+Process 0 leads. Where a job can do with fewer processes, it may be the one that is missing: so
+there may be addresses of the next ones, too. Each of these listens, but joins one before it as soon
+as that is there, and sends those that came to it there. So the first that is there leads, and
+decides when its time is over. Two that can't reach each other might both lead: the lock of the
+run's folder stops the second.
 """
 
-import contextlib
 import json
 import os
 import platform
+import re
 import socket
-import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 from data_pipeline.errors import ConfigError, TryAgainError, UserError
+from maxtrain.parallel.lobby import AGAIN, Lobby, Met, names, tell
 
-_AGAIN = "then run the same command again"
 # Seconds between two knocks.
 _RETRY = 0.1
 # Seconds between two lines about who is missing.
 _NEWS = 30.0
-# By the number of a process, who it is, and the connection to it.
-_Guests = dict[int, tuple[str, socket.socket]]
+# Seconds that another one may take to be connected, if a further one may lead instead; and to say
+# that it has heard.
+_CONNECT = 2.0
+_GREET = 10.0
+# Seconds that the leader may take for its verdict when its time is over.
+_GRACE = 30.0
 
 
 def meet(
-    address: str,
+    addresses: str,
     count: int,
     index: int,
     seconds: float,
     suffices: Callable[[int], bool] | None = None,
-) -> tuple[int, int]:
+) -> Met:
     """Waits until all processes of a job are here, or as many as it can do with.
 
-    Process 0 must be among them. Otherwise all raise the same error.
+    Otherwise all raise the same error.
 
     Args:
-        address: host:port of process 0.
+        addresses: host:port of process 0; or of the first few processes, with commas between them:
+            one of these must be there.
         count: processes in the job.
         index: which one this is.
         seconds: how long to wait for the others.
-        suffices: whether the job can do with so many, asked by process 0; None: with all only.
-
-    Returns:
-        How many processes the job goes on with, and which of these, in their order, this one is.
+        suffices: whether the job can do with so many, asked by the leader; None: with all only.
 
     Raises:
-        ConfigError: a process is of a job of another size, or has a number that another one has.
-        TryAgainError: some did not come; the port is taken; or process 0 is not there.
+        ConfigError: a process is of a job of another size, or has a number that another one has;
+            or an address is none.
+        TryAgainError: some did not come; the port is taken; or nobody is there to lead.
     """
+    places = _places(addresses)
     if not 0 <= index < count:
         rule = f"mesh.process_id={index} must be less than mesh.num_processes={count}"
         raise ConfigError(f"{rule}. It counts from 0.")
-    host, _, port = address.rpartition(":")
-    me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
-    deadline = time.monotonic() + seconds
-    if index == 0:
-        return _receive(address, int(port), me, deadline, suffices), 0
-    return _report(address, (host.strip("[]"), int(port)), me, deadline)
-
-
-def _receive(
-    address: str,
-    port: int,
-    me: dict[str, Any],
-    deadline: float,
-    suffices: Callable[[int], bool] | None,
-) -> int:
-    """Process 0: hears all others, and gives all the same verdict; how many it is for."""
-    listener = _listen(address, port)
-    guests: _Guests = {}
-    expected = me["count"]
-    count = expected
-    error: UserError | None = None
-    news = time.monotonic() + _NEWS
-    with contextlib.ExitStack() as held:
-        held.enter_context(listener)
-        while not error:
-            missing = _missing(guests, expected)
-            if not missing:
-                break
-            left = deadline - time.monotonic()
-            if left <= 0:
-                fewer = _enough(guests, suffices)
-                if fewer:
-                    late = f"{_names(missing)} did not come in time"
-                    _tell(f"{late}; goes on with {fewer} of {expected}")
-                    count = fewer
-                    break
-                rule = f"{_names(missing)} did not come in time; {expected} are expected"
-                error = TryAgainError(
-                    f"mesh.coordinator={address}: {rule}. See their logs, {_AGAIN}."
-                )
-            elif time.monotonic() >= news:
-                _tell(f"waiting for {_names(missing)} of {expected}, {left:.0f} s more")
-                news += _NEWS
-            listener.settimeout(min(max(left, 0.01), _NEWS, 1.0))
-            # It may be that nobody comes, or one that is none of ours.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection, _ = listener.accept()
-                held.enter_context(connection)
-                index, count_there, who = _introduction(connection)
-                error = error or _misfit(address, index, count_there, who, me, guests)
-                # One that does not fit is told so as well, by a number that no process has.
-                number = index
-                if error:
-                    number = -len(guests) - 1
-                guests[number] = (who, connection)
-        _give_verdicts(address, guests, count, error)
-    if error:
-        raise error
-    return count
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Where process 0 hears the others; TryAgainError: the port is taken."""
-    everywhere: dict[str, Any] = {}
-    if socket.has_dualstack_ipv6():
-        everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    try:
-        return socket.create_server(("", port), backlog=4096, **everywhere)
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        rule = f"process 0 on {platform.node()} can't listen there ({why})"
-        mend = (
-            "End what uses that port, perhaps an earlier attempt or a second process 0, "
-            "or set another one"
-        )
-        raise TryAgainError(f"mesh.coordinator={address}: {rule}. {mend}, {_AGAIN}.") from error
-
-
-def _introduction(connection: socket.socket) -> tuple[int, int, str]:
-    """Which process one is that came, of how many, and who; it is none of ours if that raises."""
-    connection.settimeout(5)
-    said = json.loads(connection.makefile("rb").readline(4096))
-    return int(said["index"]), int(said["count"]), str(said["who"])
-
-
-def _give_verdicts(address: str, guests: _Guests, count: int, error: UserError | None) -> None:
-    """Tells all who came which one of how many they are, or what is wrong."""
-    for place, index in enumerate(sorted(guests), 1):
-        why = error
-        if not why and place >= count:
-            rule = f"the job goes on with {count} processes, without process {index}"
-            why = TryAgainError(f"mesh.coordinator={address}: {rule}.")
-        if why:
-            verdict = {"code": why.exit_code, "text": str(why)}
-        else:
-            verdict = {"code": 0, "count": count, "index": place}
-        _, connection = guests[index]
-        with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(verdict).encode() + b"\n")
-    # They hang up first: whoever does keeps the port taken for a while.
-    for _, connection in guests.values():
-        with contextlib.suppress(OSError):
-            connection.recv(1)
-
-
-def _enough(guests: _Guests, suffices: Callable[[int], bool] | None) -> int:
-    """The most of those who are here that the job can do with; 0: it can't."""
-    _forget_gone(guests)
     if suffices is None:
-        return 0
-    for count in range(1 + len(guests), 0, -1):
-        if suffices(count):
-            return count
-    return 0
+        # Process 0 must be there as well.
+        places = places[:1]
+    me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
+    return _Meeting(places, me, time.monotonic() + seconds, suffices).hold()
 
 
-def _missing(guests: _Guests, count: int) -> list[int]:
-    """Who has not come.
+def _places(addresses: str) -> list[str]:
+    """ConfigError: one is not of the form host:port."""
+    places = [place.strip() for place in addresses.split(",")]
+    for place in places:
+        if not re.fullmatch(r"\S+:\d+", place):
+            rule = "must be host:port, or several of these with commas between them"
+            raise ConfigError(
+                f"mesh.coordinator={addresses} {rule}. Set mesh.coordinator=10.0.0.1:8476, for "
+                "example."
+            )
+    return places
 
-    Those who have gone again have not, either; that is looked at when nobody else is missing.
+
+class _Meeting:
+    """The meeting, as one process sees it.
+
+    Args:
+        places: of the processes that may lead, by their numbers.
+        me: what this one says of itself.
+        deadline: when its time is over, by the monotonic clock.
+        suffices: see `meet`.
     """
-    if len(guests) == count - 1:
-        _forget_gone(guests)
-    return [process for process in range(1, count) if process not in guests]
 
+    def __init__(
+        self,
+        places: Sequence[str],
+        me: dict[str, Any],
+        deadline: float,
+        suffices: Callable[[int], bool] | None,
+    ):
+        index: int = me["index"]
+        self._me = me
+        self._deadline = deadline
+        self._suffices = suffices
+        # Those that lead rather than this one; and where it would, if it may.
+        self._before = places[:index]
+        self._own: str | None = None
+        if index < len(places):
+            self._own = places[index]
+        self._lobby: Lobby | None = None
+        self._news = time.monotonic() + _NEWS
+        self._why = "nobody answers"
 
-def _forget_gone(guests: _Guests) -> None:
-    gone = [index for index, (_, connection) in guests.items() if _has_gone(connection)]
-    for index in gone:
-        del guests[index]
-
-
-def _has_gone(guest: socket.socket) -> bool:
-    guest.setblocking(False)
-    try:
-        # They say nothing more: all that comes is the end.
-        return guest.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        guest.settimeout(5)
-
-
-def _misfit(
-    address: str,
-    index: int,
-    count: int,
-    who: str,
-    me: dict[str, Any],
-    guests: _Guests,
-) -> UserError | None:
-    """What is wrong with one that came."""
-    at = f"at mesh.coordinator={address}"
-    if count != me["count"]:
-        theirs = f"process {index} ({who}) is one of {count}"
-        ours = f"process 0 ({me['who']}) one of {me['count']}"
-        mend = f"Give all processes {at} the same number"
-        return ConfigError(f"mesh.num_processes: {theirs}, and {ours}. {mend}.")
-    if index not in guests:
-        return None
-    earlier, connection = guests[index]
-    if _has_gone(connection):
-        return None
-    rule = f"process {index} is there twice: {earlier}, and {who}"
-    mend = f"Give each process {at} a number of its own"
-    return ConfigError(f"mesh.process_id: {rule}. {mend}.")
-
-
-def _report(
-    address: str, place: tuple[str, int], me: dict[str, Any], deadline: float
-) -> tuple[int, int]:
-    """The others: tell process 0 who they are, until it is there, and wait for its verdict.
-
-    Returns:
-        How many the job goes on with, and which of these this one is.
-    """
-    verdict = None
-    why = "nobody answers"
-    news = time.monotonic() + _NEWS
-    while verdict is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
+    def hold(self) -> Met:
+        """Until there is a verdict."""
         try:
-            said = _knock(place, me, left)
-            # If it says nothing, it has ended, and may be started again.
-            why = "it hung up"
-            if said:
-                # Such as the service of a job that runs, or is about to end.
-                why = "something else answers"
-                verdict = dict(json.loads(said))
-        except (ValueError, TypeError):
-            pass
-        except OSError as error:
-            why = error.strerror or str(error)
-        if verdict is None:
-            time.sleep(_RETRY)
-            if time.monotonic() >= news:
-                _tell(f"waiting for process 0 at {address} ({why}), {left:.0f} s more")
-                news += _NEWS
-    if verdict is None:
-        who = f"process {me['index']} on {platform.node()}"
-        rule = f"process 0 did not come in time for {who} ({why})"
-        mend = f"See its log and that address, {_AGAIN}"
-        raise TryAgainError(f"mesh.coordinator={address}: {rule}. {mend}.")
-    if verdict["code"]:
-        error = UserError(verdict["text"])
-        error.exit_code = verdict["code"]
-        raise error
-    return verdict["count"], verdict["index"]
+            while True:
+                met = self._join()
+                if met is None and self._own is not None:
+                    met = self._lead(self._own)
+                if met is not None:
+                    return met
+                if self._own is None:
+                    self._wait()
+        finally:
+            if self._lobby is not None:
+                self._lobby.close()
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _join(self) -> Met | None:
+        """The verdict of one that leads rather than this one; None: there is none."""
+        for place in self._before:
+            longest = max(1.0, min(10.0, self._left()))
+            if len(self._before) > 1 or self._own is not None:
+                longest = min(_CONNECT, longest)
+            try:
+                host = _knock(place, self._me, longest)
+            except OSError as error:
+                self._why = error.strerror or str(error)
+                continue
+            if self._lobby is not None:
+                self._lobby.send_away()
+                self._lobby = None
+            met = host.verdict()
+            if met is not None:
+                return met
+            self._why = "it hung up"
+        return None
+
+    def _lead(self, address: str) -> Met | None:
+        """Hears others for a moment; the verdict, if it is time for one."""
+        if self._lobby is None:
+            try:
+                self._lobby = Lobby(address, self._me)
+            except TryAgainError:
+                if not self._before:
+                    raise
+                # Another one leads.
+                self._own = None
+                return None
+        lobby = self._lobby
+        lobby.hear(min(max(self._left(), 0.01), _NEWS, 1.0), self._left())
+        met = lobby.outcome(self._left(), self._suffices)
+        if met is None and time.monotonic() >= self._news:
+            missing = names(lobby.missing())
+            tell(f"waiting for {missing} of {self._me['count']}, {self._left():.0f} s more")
+            self._news += _NEWS
+        return met
+
+    def _wait(self) -> None:
+        """Until it knocks again. TryAgainError: its time is over."""
+        where = " or ".join(self._before)
+        left = self._left()
+        if left <= 0:
+            who = f"process {self._me['index']} on {platform.node()}"
+            rule = f"process 0 did not come in time for {who} ({self._why})"
+            mend = f"See its log and that address, {AGAIN}"
+            raise TryAgainError(f"mesh.coordinator={where}: {rule}. {mend}.")
+        time.sleep(_RETRY)
+        if time.monotonic() >= self._news:
+            tell(f"waiting for process 0 at {where} ({self._why}), {self._left():.0f} s more")
+            self._news += _NEWS
 
 
-def _knock(place: tuple[str, int], me: dict[str, Any], left: float) -> bytes:
-    """Tells process 0 who this one is, and returns what it says; empty: it has hung up."""
-    with socket.create_connection(place, timeout=max(1.0, min(10.0, left))) as host:
-        host.sendall(json.dumps(me).encode() + b"\n")
-        host.settimeout(left + 30)
-        return host.makefile("rb").readline(65536)
+class _Host(NamedTuple):
+    """One that leads, and has heard this process."""
+
+    address: str
+    connection: socket.socket
+    reader: BinaryIO
+    # Seconds that it waits for others.
+    patience: float
+
+    def verdict(self) -> Met | None:
+        """How the job goes on; None: it has gone, or another one leads now.
+
+        UserError: what is wrong.
+        """
+        with self.connection, self.reader:
+            self.connection.settimeout(self.patience + _GRACE)
+            try:
+                said = dict(json.loads(self.reader.readline(65536)))
+            except (OSError, ValueError, TypeError):
+                return None
+        if said.get("another_leads"):
+            return None
+        if said["code"]:
+            error = UserError(said["text"])
+            error.exit_code = said["code"]
+            raise error
+        return Met(said["count"], said["index"], self.address)
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _knock(address: str, me: dict[str, Any], seconds: float) -> _Host:
+    """Tells one that may lead who this process is.
 
-
-def _names(processes: list[int]) -> str:
-    names = f"process {', '.join(map(str, processes[:20]))}"
-    if len(processes) > 20:
-        names += f" and {len(processes) - 20:,} more"
-    return names
+    OSError: it is not there, or does not answer as it should.
+    """
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
+    try:
+        connection.sendall(json.dumps(me).encode() + b"\n")
+        connection.settimeout(_GREET)
+        reader = connection.makefile("rb")
+        said = reader.readline(4096)
+        # If it says nothing, it has ended, and may be started again.
+        if not said:
+            raise ConnectionError("it hung up")
+        try:
+            patience = float(json.loads(said)["patience"])
+        except (ValueError, TypeError, KeyError) as error:
+            # Such as the service of a job that runs, or is about to end.
+            raise ConnectionError("something else answers") from error
+    except OSError:
+        connection.close()
+        raise
+    return _Host(address, connection, reader, patience)

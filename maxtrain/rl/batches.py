@@ -54,7 +54,7 @@ class RolloutBatches:
     @property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
-        return self._config.optimizer.accumulation
+        return self._config.optimizer.micro_batches
 
     @property
     def is_exact(self) -> bool:

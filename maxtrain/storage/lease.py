@@ -31,6 +31,8 @@ LEASE = 60.0
 # Signs of life, and looks for them, in that time.
 _BEATS = 4
 _LOOKS = 12
+# Times that a lock is read which this process has just made.
+_READS = 3
 
 
 class Lease:
@@ -60,10 +62,11 @@ class Lease:
             if before and not _is_free(content):
                 self._await_silence(before, content, tell)
             number = before + 1
-            self._place(number).create(self._content("held"))
+            is_made = self._place(number).create(self._content("held"))
             # An answer may have been lost, or the store may not keep to the condition.
-            holder = self._read(number)
-            if holder.get("token") != self._token:
+            if not self._is_ours(number):
+                if is_made:
+                    self._require_overtaken(number)
                 continue
             if self._place(number).create(self._content("held")):
                 self._place(number).write_bytes(self._content("free"))
@@ -81,6 +84,25 @@ class Lease:
             if old < number:
                 self._place(old).remove()
         return number
+
+    def _is_ours(self, number: int) -> bool:
+        """Whether a lock is this process's. It is read again: bytes may be damaged on their way."""
+        return any(self._read(number).get("token") == self._token for _ in range(_READS))
+
+    def _require_overtaken(self, number: int) -> None:
+        """Of a lock that this process has made, and that is not its own.
+
+        StorageError: nobody was faster, so that it is the store that does not keep it.
+        """
+        if self._newest()[0] > number:
+            return
+        why = "was written, but is not there"
+        if self._place(number).exists():
+            why = "was written, but other bytes are read"
+        raise StorageError(
+            f"{self._place(number)}: {why}. "
+            "Set output_dir to a store that keeps what is written, or to a path."
+        )
 
     def _await_silence(
         self, number: int, content: dict[str, Any], tell: Callable[[str], object]

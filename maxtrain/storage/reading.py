@@ -1,6 +1,9 @@
-"""A run for commands that only read it: a folder, or a URL, of which they get a copy."""
+"""A run, or another directory of a model, for those who only read it: a folder, or a URL, of which
+they get a copy."""
 
 import atexit
+import functools
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,6 +11,9 @@ from pathlib import Path
 from data_pipeline.errors import UsageError
 from data_pipeline.remote import Found, RemotePath, is_url
 from maxtrain.storage.store import pull
+
+# The URL of a run, or of what is below it.
+_IN_RUN = re.compile(r"(?P<run>.*?)(?P<below>/checkpoints(/\d+)?)?")
 
 
 def readable(run: str | Path) -> Path:
@@ -27,6 +33,26 @@ def readable(run: str | Path) -> Path:
     if not listing:
         raise UsageError(f"{url}: nothing is there. Name the URL of a run, s3://BUCKET/.../NAME.")
     return _copied(url, listing)
+
+
+def readable_model(place: str | Path) -> Path:
+    """The folder of a model that a run begins with or learns from: of a run, its folder of
+    checkpoints or one of these, or of Hugging Face, with `~` as the home directory; of one behind a
+    URL a copy on this host as of `readable`, one for this process. Weights of Hugging Face are
+    copied whole.
+
+    Errors as of `readable`.
+    """
+    if not is_url(place):
+        return Path(place).expanduser()
+    parts = _IN_RUN.fullmatch(str(place).rstrip("/"))
+    assert parts is not None
+    return _one_copy(parts["run"]) / (parts["below"] or "").strip("/")
+
+
+@functools.cache
+def _one_copy(url: str) -> Path:
+    return readable(url)
 
 
 def readable_or_new(folder: Path, url: str | None) -> Path:

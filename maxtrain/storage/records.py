@@ -86,7 +86,7 @@ def pull_records(folder: Path, url: RemotePath, listing: Mapping[str, Found]) ->
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            found.path.download(path)
+            found.path.download_exactly(path)
         except FileNotFoundError:
             # A run that goes on elsewhere has removed it.
             continue

@@ -19,6 +19,7 @@ from flax import nnx
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.shards import TOKENIZER
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.checkpoint.at_url import url_of
 from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
@@ -37,6 +38,7 @@ from maxtrain.models.quantized import (
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
 from maxtrain.run_state import RunState, config_of
+from maxtrain.storage.reading import readable_model
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
@@ -145,8 +147,7 @@ def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
     Raises:
         ConfigError: they don't.
     """
-    directory = Path(config.init_from or "").expanduser()
-    place = _tokenizer_beside(directory)
+    place = _tokenizer_beside(readable_model(config.init_from or ""))
     if place is None:
         return
     theirs = load_tokenizer(place)
@@ -199,7 +200,7 @@ def starting_variables(
             named by `init_partial`.
         StorageError, DataError: the directory is not what it should be.
     """
-    directory = Path(config.init_from or "").expanduser().absolute()
+    directory = readable_model(config.init_from or "").absolute()
     path = _find_step(directory)
     theirs = _adapters_of(path)
     _require_fitting_adapters(path, theirs, config, model)
@@ -535,7 +536,10 @@ def _compare(
     hidden = len(rows) + 1 - len(lines)
     if hidden:
         lines.append(f"    ... and {hidden} more")
-    text = f"weights of {path}: {count} of {len(ours)} parameters loaded\n" + "\n".join(lines)
+    text = (
+        f"weights of {url_of(path) or path}: {count} of {len(ours)} parameters loaded\n"
+        + "\n".join(lines)
+    )
     if refused:
         raise ConfigError(
             f"checkpoint.init_from={config.init_from} has other parameters. {text}\nChange the "

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import fit_to_devices, fit_to_fewer, load_config
+from maxtrain.config import (
+    accumulations,
+    fewer_settings,
+    fit_to_devices,
+    fit_to_fewer,
+    load_config,
+)
 from tests.config.checking import load, problems
 
 
@@ -111,6 +117,7 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
 
 MIXTRAL = ("model.family=mixtral", "model.moe.num_experts=12")
 RING = ("model.attention=ring",)
+HEADS = ("model.attention=xla",)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,14 @@ RING = ("model.attention=ring",)
         ("moe", (*MIXTRAL, "mesh.expert=2"), 16, {"fsdp": 8, "expert": 2}),
         ("moe", (*MIXTRAL, "mesh.fsdp=8"), 16, {"fsdp": 8, "expert": 2}),
         ("long_context", RING, 16, {"fsdp": 2, "context": 8}),
-        ("long_context", (), 16, {"fsdp": 4, "context": 4}),
+        ("long_context", (), 16, {"fsdp": 2, "context": 8}),
+        ("long_context", HEADS, 16, {"fsdp": 4, "context": 4}),
+        (
+            "long_context",
+            ("regularization.residual_dropout=0.1",),
+            16,
+            {"fsdp": 4, "context": 4},
+        ),
         ("long_context", (*RING, "data.seq_length=24"), 8, {"fsdp": 2, "context": 4}),
     ],
 )
@@ -156,7 +170,50 @@ def test_a_preset_is_held_to_the_same_checks():
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
     assert load("determinism=full", f"model.attention={kernel}").model.attention == kernel
+    assert load("determinism=full").model.attention == "auto"
     assert load("model.attention=cudnn", "data.packing=pad").determinism == "seeded"
+
+
+def test_fewer_processes_leave_open_what_has_not_been_decided():
+    config = load_config(["config=quickstart", "data.batch_size=48", "optimizer.accumulation=auto"])
+    assert fit_to_fewer(config, 4, 3, 1) is config
+    assert fit_to_fewer(config, 8, 7, 1) is None
+    assert config.optimizer.least_micro_batches == 1
+    with pytest.raises(AssertionError, match="has not been decided"):
+        _ = config.optimizer.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("overrides", "choices"),
+    [
+        ((), [1, 2, 3, 6]),
+        (("model.pipeline.micro_batches=4", "mesh.stage=2"), [1, 3]),
+        (("mesh.tensor=2",), [1, 2, 3, 4, 6, 12]),
+        (("data.stages=[{until: 9}, {batch_size: 32}]",), [1, 2]),
+    ],
+)
+def test_micro_batches_that_divide_the_batches_of_all_stages_and_the_mesh(overrides, choices):
+    words = ["config=quickstart", "data.batch_size=48", "optimizer.accumulation=auto", *overrides]
+    assert accumulations(load_config(words), 8) == choices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        (
+            ["data.packing=balanced"],
+            "data.packing=balanced makes the rows of a step of its documents",
+        ),
+        (
+            ["objective=grpo", "grpo.rewards=[exact]"],
+            "objective=grpo makes the rows of a step of what it samples",
+        ),
+    ],
+)
+def test_micro_batches_are_not_chosen_for_rows_that_are_not_known_yet(overrides, cause):
+    found = problems("optimizer.accumulation=auto", *overrides)
+    (problem,) = [text for text in found if "accumulation" in text]
+    assert cause in problem and "Set optimizer.accumulation to a number" in problem
 
 
 @pytest.mark.parametrize(
@@ -179,3 +236,45 @@ def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(
         rows = config.data.batch_size / config.optimizer.accumulation / (had * devices)
         assert config.data.batch_size / fewer.optimizer.accumulation / (count * devices) <= rows
         assert dataclasses.replace(fewer, optimizer=config.optimizer) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "had", "count", "devices", "settings"),
+    [
+        # A process is a slice.
+        (("mesh.dcn_data=4",), 4, 3, 8, "optimizer.accumulation=2 mesh.dcn_data=3"),
+        (("mesh.dcn_data=4", "mesh.fsdp=2"), 4, 1, 2, "optimizer.accumulation=4 mesh.dcn_data=1"),
+        (("mesh.dcn_fsdp=4",), 4, 2, 1, "optimizer.accumulation=2 mesh.dcn_fsdp=2"),
+        # Replicas go rather than shards, as long as that is possible.
+        (
+            ("mesh.dcn_data=2", "mesh.dcn_fsdp=2"),
+            4,
+            2,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_data=1",
+        ),
+        (
+            ("mesh.dcn_data=2", "mesh.dcn_fsdp=2"),
+            4,
+            3,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_data=1 mesh.dcn_fsdp=3",
+        ),
+        # Two processes are a slice, of which there is no half.
+        (("mesh.dcn_data=4",), 8, 4, 1, "optimizer.accumulation=2 mesh.dcn_data=2"),
+        (("mesh.dcn_data=4",), 8, 5, 1, None),
+    ],
+)
+def test_fewer_processes_are_fewer_whole_slices(overrides, had, count, devices, settings):
+    config = load_config(["config=quickstart", "data.batch_size=96", *overrides])
+    fewer = fit_to_fewer(config, had, count, devices)
+    if settings is None:
+        assert fewer is None
+        return
+    assert fewer is not None
+    written = fewer_settings(config, fewer)
+    assert " ".join(f"{key}={value}" for key, value in written.items()) == settings
+    # As a command line has them, they are the same.
+    kept = [word for word in overrides if word.partition("=")[0] not in written]
+    words = ["config=quickstart", "data.batch_size=96", *kept, *settings.split()]
+    assert load_config(words) == fewer

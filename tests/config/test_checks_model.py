@@ -329,7 +329,12 @@ LONGROPE = [
             "Set regularization.residual_dropout=0, or model.attention=xla",
         ),
         (
-            ["mesh.context=4", "model.num_heads=2", "model.num_kv_heads=2"],
+            [
+                "mesh.context=4",
+                "model.num_heads=2",
+                "model.num_kv_heads=2",
+                "model.attention=xla",
+            ],
             "model.num_heads=2 must be divisible by mesh.tensor=1 times mesh.context=4",
             "model.attention=ring",
         ),

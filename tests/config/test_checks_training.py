@@ -93,7 +93,7 @@ from tests.config.checking import check_accepted, check_problem, pieces
             "=0.1",
         ),
         (
-            ["regularization.attention_dropout=0.1"],
+            ["model.attention=xla", "regularization.attention_dropout=0.1"],
             "regularization.attention_dropout=0.1",
             "Set model.attention=eager",
         ),

@@ -17,11 +17,10 @@ LOCAL = [
     "local_dir",
     "data.cache",
     "checkpoint.copy_to",
-    "checkpoint.init_from",
     "observe.compilation_cache",
 ]
 _OTHERS = ["mesh.coordinator=localhost:1", "mesh.num_processes=2"]
-ANY = ["data.sources.stdlib.path", "eval.sets.heldout.path"]
+ANY = ["data.sources.stdlib.path", "eval.sets.heldout.path", "checkpoint.init_from"]
 
 
 def load(*overrides: str):

@@ -48,7 +48,8 @@ STATE_BYTES = {
 def test_they_are_shipped():
     llamas = {"llama3_1b", "llama3_8b", "llama3_70b"}
     others = {*llamas, "quickstart", "qwen3_0_6b", "shakespeare_char"}
-    assert {f.stem for f in FILES} == others | set(OF_WEIGHTS)
+    small = {"sft_word_problems", "grpo_word_problems"}
+    assert {f.stem for f in FILES} == others | small | set(OF_WEIGHTS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)

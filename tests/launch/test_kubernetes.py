@@ -99,6 +99,14 @@ def test_pods_of_gpus_find_each_other_and_end_as_exit_codes_say(capsys, tmp_path
     assert container["args"][-1] == "observe.prompts=['$$(HOME) it''s']"
 
 
+def test_the_first_pod_that_is_there_leads_where_fewer_may_do(capsys):
+    *_, job_set = manifests(capsys, *K8S, *RUN, "mesh.min_processes=2")
+    environment = {entry["name"]: entry.get("value") for entry in container_of(job_set)["env"]}
+    pods = [f"a-run-workers-0-{pod}.a-run:8476" for pod in range(4)]
+    assert environment["JAX_COORDINATOR_ADDRESS"] == ",".join(pods)
+    assert environment["JAX_NUM_PROCESSES"] == "4"
+
+
 def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (job_set,) = manifests(capsys, *TPU, "--slices", "2", *RUN)

@@ -41,6 +41,11 @@ STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
         ([*TPU, *STORED, *RUN, "--topology", "4x4"], 64, "for example --topology 4x4x4"),
         ([*TPU, *STORED, *RUN, "--topology", "2x2x1", "--slices", "2"], 64, "larger topology"),
         ([*TPU, *STORED, *RUN, "--accelerator", "v3"], 64, "Use one of v4, v5e, v5p, v6e, 7x"),
+        (
+            [*TPU, *STORED, *RUN, "--slices", "2", "mesh.min_processes=16"],
+            78,
+            "launch with fewer --slices and mesh.planned_processes=32",
+        ),
         (["local", "--processes", "2", *RUN, "mesh.simulated_devices=3"], 78, "batch_size"),
     ],
 )
@@ -95,3 +100,35 @@ def test_a_small_topology_may_be_of_several_hosts():
     assert make_slice("v6e", "2x4", 4).hosts == 2
     with pytest.raises(UsageError, match="set --chips-per-node"):
         make_slice("v6e", "2x2", 3)
+
+
+def test_fewer_slices_than_planned_are_checked_as_they_will_be(capsys):
+    """Three of four slices: the settings are those of four."""
+    words = [*TPU, *STORED, "config=quickstart", "data.batch_size=768", "eval.batch_size=192"]
+    words += ["--slices", "3", "mesh.dcn_data=4", "--env", "A=b"]
+    assert command.main(words, "maxtrain launch") == 78
+    said = capsys.readouterr().err
+    assert "mesh.dcn_data=4 must be the number of slices, 3. Set mesh.dcn_data so that" in said
+    assert "set mesh.planned_processes to the hosts of these" in said
+    words.append("mesh.planned_processes=64")
+    assert command.main(words, "maxtrain launch") == 0
+    assert "mesh.planned_processes=64" in capsys.readouterr().out
+
+
+def test_the_kernel_of_attention_is_told_for_the_devices_that_the_job_gets(capsys):
+    words = [*TPU, "--topology", "2x2x2", *STORED, *RUN]
+    assert command.main(words, "maxtrain launch") == 0
+    said = capsys.readouterr().err
+    assert "attention: flash, since devices are TPUs, and rows are multiples of 128" in said
+    assert "a run that goes on keeps the kernel that it has" in said
+    assert command.main([*SLURM, *RUN], "maxtrain launch") == 0
+    said = capsys.readouterr().err
+    assert "attention: xla, since devices are GPUs, and model.attention=cudnn does not" in said
+    assert command.main([*SLURM, *RUN, "model.attention=flash"], "maxtrain launch") == 78
+    out, said = capsys.readouterr()
+    assert (
+        "model.attention=flash is for TPUs only, and the devices here are of platform gpu" in said
+    )
+    assert "Set model.attention=xla" in said and out == ""
+    assert command.main([*SLURM, *RUN, "model.attention=xla"], "maxtrain launch") == 0
+    assert "attention" not in capsys.readouterr().err

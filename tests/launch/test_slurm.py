@@ -73,7 +73,9 @@ class Slurm:
         self.folder = folder
         (folder / "config.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "a b/r")}))
         words = ["slurm", *options, f"config={folder / 'config.yaml'}", "run_name=it"]
-        words += ["data.sources.a.path=$HOME/`x`'\"", "data.batch_size=16"]
+        words += ["data.sources.a.path=$HOME/`x`'\""]
+        if not any("batch_size" in option for option in options):
+            words.append("data.batch_size=16")
         assert command.main(words, "maxtrain launch") == 0, capsys.readouterr().err
         self.text = capsys.readouterr().out
         self.words = words[-4:]
@@ -224,6 +226,55 @@ def test_without_a_spare_node_the_job_waits_for_another_one(slurm):
     assert code == 75 and slurm.said_to("scontrol") == ["requeue 77"]
     assert "n1 can't be used, and there are 0 spare nodes; goes back to the queue" in said
     assert len(slurm.said_to("srun")) == 1
+
+
+@pytest.fixture
+def elastic(tmp_path, capsys):
+    """Four nodes with four GPUs each, and 48 rows: three nodes and two can share them; two do."""
+    options = ["--nodes", "4", "--gpus-per-node", "4", "mesh.min_processes=2"]
+    return Slurm(tmp_path, capsys, *options, "data.batch_size=48", "mesh.dcn_data=4")
+
+
+def test_a_run_that_can_do_with_fewer_nodes_goes_on_with_those_that_are_left(elastic):
+    """And it is told for how many its settings are."""
+    assert "#SBATCH --nodes=2-4\n" in elastic.text and "#SBATCH --no-kill\n" in elastic.text
+    checked = subprocess.run([*shellcheck(), "-"], input=elastic.text, text=True)
+    assert checked.returncode == 0
+    code, said = elastic.run("downn1 downn1,n3 75 0")
+    assert code == 0 and elastic.said_to("scontrol") == []
+    calls = [ast.literal_eval(called) for called in elastic.said_to("srun")]
+    assert [words[:2] for words in calls] == [
+        ["--nodes=4", "--ntasks=4"],
+        ["--nodes=3", "--ntasks=3"],
+        ["--nodes=2", "--ntasks=2"],
+        ["--nodes=2", "--ntasks=2"],
+    ]
+    assert "--exclude=n1" in calls[1] and "--exclude=n1,n3" in calls[2]
+    assert all("mesh.planned_processes=4" in words for words in calls)
+    assert "launch: goes on with 3 of 4 nodes, without n1\n" in said
+
+
+def test_with_fewer_nodes_than_it_can_do_with_the_job_waits(elastic):
+    code, said = elastic.run("downn1,n2,n3 0")
+    assert code == 75 and elastic.said_to("scontrol") == ["requeue 77"]
+    assert "n1,n2,n3 can't be used" in said and len(elastic.said_to("srun")) == 1
+
+
+def test_the_job_begins_with_as_few_nodes_as_slurm_has_for_it(elastic, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    code, said = elastic.run("0")
+    (called,) = elastic.said_to("srun")
+    assert code == 0 and ast.literal_eval(called)[0] == "--nodes=3"
+    assert "goes on with 3 of 4 nodes, without any more" in said
+
+
+def test_rows_that_fewer_nodes_can_not_share_are_told_of(tmp_path, capsys):
+    words = ["slurm", "--nodes", "2", "--gpus-per-node", "4", "config=quickstart"]
+    words += ["data.batch_size=16", "mesh.min_processes=1", "mesh.fsdp=8"]
+    assert command.main(words, "maxtrain launch") == 0
+    out, err = capsys.readouterr()
+    assert "can't be divided by fewer than 2 nodes, so it trains on all of them, or waits" in err
+    assert "#SBATCH --nodes=2\n" in out and "planned_processes" not in out
 
 
 def test_a_run_that_fails_leaves_its_code_for_the_script(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from maxtrain.config import to_yaml
+from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.schema import (
     MeshConfig,
     ModelConfig,
@@ -29,6 +30,8 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.parallel.mesh import make_mesh
 
+CHOICE = Choice("xla", "since devices are CPUs")
+
 
 @pytest.fixture
 def record(monkeypatch):
@@ -39,7 +42,8 @@ def record(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setattr("sys.argv", ["train.py", "config=a b"])
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
-    return launch_record(to_yaml(RunConfig(seed=7, determinism="full")), mesh, "abc", 20)
+    config = to_yaml(RunConfig(seed=7, determinism="full"))
+    return launch_record(config, CHOICE, mesh, "abc", 20)
 
 
 def test_a_record_says_what_makes_numbers(record):
@@ -62,7 +66,8 @@ def test_a_record_says_what_makes_numbers(record):
         7,
         {"attention": "xla"},
     )
-    assert yaml.safe_load(record["config"])["model"]["attention"] == "xla"
+    assert yaml.safe_load(record["config"])["model"]["attention"] == "auto"
+    assert record["reasons"] == {"attention": "since devices are CPUs"}
     assert record["devices"]["kind"] in describe_launch(
         record
     ) and "determinism full" in describe_launch(record)
@@ -70,10 +75,26 @@ def test_a_record_says_what_makes_numbers(record):
 
 def test_the_kernel_of_experts_is_recorded_where_there_are_some():
     config = RunConfig(model=ModelConfig(family="mixtral", routing=RoutingConfig(kernel="ragged")))
-    record = launch_record(to_yaml(config), make_mesh(MeshConfig(data=2, fsdp=4)), "abc", 0)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    record = launch_record(to_yaml(config), CHOICE, mesh, "abc", 0)
     assert record["kernels"] == {"attention": "xla", "experts": "ragged"}
     before = record | {"kernels": {"attention": "xla"}}
     assert launch_differences(before, record) == {}
+
+
+def test_a_kernel_of_attention_is_the_same_whether_it_was_named_or_chosen(record):
+    named = RunConfig(seed=7, determinism="full", model=ModelConfig(attention="xla"))
+    said = record | {
+        "config": to_yaml(named),
+        "reasons": {"attention": "as model.attention says"},
+    }
+    assert launch_changes(record, said) == launch_differences(record, said) == {}
+    older = {name: value for name, value in said.items() if name not in ("kernels", "reasons")}
+    assert set(launch_differences(older, said)) == {"kernels.attention"}
+    other = record | {"kernels": {"attention": "flash"}}
+    different = {"kernels.attention", "config.model.attention"}
+    assert set(launch_differences(record, other)) == different
+    assert launch_differences(record, other)["config.model.attention"] == ("xla", "flash")
 
 
 def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path):

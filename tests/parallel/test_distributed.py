@@ -27,6 +27,7 @@ from maxtrain.parallel.distributed import (
     wait_for_slow_devices,
     xla_knows,
 )
+from maxtrain.parallel.lobby import Met
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -116,7 +117,8 @@ def test_a_cluster_says_what_keys_and_environment_do_not(
         "maxtrain.parallel.distributed.local_gpus", lambda found, _: [5] if found is place else None
     )
     bare.setattr(
-        "maxtrain.parallel.distributed.meet", lambda address, count, index, *_: (count, index)
+        "maxtrain.parallel.distributed.meet",
+        lambda address, count, index, *_: Met(count, index, address),
     )
     bare.setattr(
         jax.distributed, "initialize", lambda *args, **options: calls.append((args, options))
@@ -142,7 +144,8 @@ def test_a_slice_of_tpus_is_never_smaller(bare):
         "maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2)
     )
     with pytest.raises(
-        ConfigError, match=r"mesh\.min_processes=2: a slice of TPUs starts with all of its hosts"
+        ConfigError,
+        match=r"mesh\.min_processes=2: a job of TPUs starts with all hosts of all its slices",
     ):
         start(MeshConfig(min_processes=2), None)
 

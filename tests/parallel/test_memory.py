@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from maxtrain.parallel.memory import (
     available_memory,
+    fewest,
     largest,
     memory_in_use,
     memory_limit,
@@ -46,6 +47,50 @@ def test_the_largest_that_fits_is_that_of_a_linear_scan(
         and right <= found + max(0, within * found)
         and (found == right or found * within >= 1)
     )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=12, unique=True), st.integers(0, 500), st.integers(0, 300),
+    st.integers(0, 5000), st.integers(0, 4000), st.integers(0, 30),
+)  # fmt: skip
+def test_the_fewest_parts_that_fit_are_those_of_a_linear_scan(
+    counts, state, gradients, activations, limit, refused_up_to
+):
+    choices = sorted(counts)
+
+    def needed(n):
+        return None if n < refused_up_to else state + gradients + activations // n
+
+    def measure(n):
+        assert n not in tried, "nothing is measured twice"
+        tried.append(n)
+        return needed(n)
+
+    tried: list[int] = []
+    fitting = [n for n in choices if needed(n) is not None and needed(n) <= limit]
+    found = fewest(choices, measure, state, limit)
+    assert found.count == next(iter(fitting), None)
+    if found.count is None:
+        assert found.before.count == choices[-1]
+        return
+    assert found.needed == needed(found.count)
+    before = [n for n in choices if n < found.count]
+    assert (found.before is None) == (not before)
+    if before:
+        assert found.before.count == before[-1]
+        right = needed(before[-1])
+        if right is not None:
+            assert found.before.num_bytes <= right
+            assert found.before.is_bound or found.before.num_bytes == right
+
+
+def test_parts_that_can_not_fit_are_not_measured():
+    tried = []
+    need = lambda n: tried.append(n) or 100 + 6400 // n  # noqa: E731
+    found = fewest([1, 2, 4, 8, 16, 32, 64], need, fixed=100, limit=350)
+    assert (found.count, tried) == (32, [1, 32])
+    assert found.before.words() == "at least 0.00 MiB" and found.before.num_bytes == 500
 
 
 def test_a_linear_need_takes_few_tries():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from data_pipeline.errors import ConfigError, TryAgainError, UserError
-from maxtrain.parallel import rendezvous
+from maxtrain.parallel import lobby, rendezvous
 from maxtrain.parallel.rendezvous import meet
 
 
@@ -31,9 +31,27 @@ def together(address):
             for count, index in members:
                 jobs.append(threads.submit(meet, address, count, index, seconds, suffices))
                 time.sleep(0.05)
-        return [job.exception() or job.result() for job in jobs]
+        return [outcome(job) for job in jobs]
 
     return start
+
+
+def outcome(job):
+    """Of how many a process is which one, or what it raised."""
+    if job.exception():
+        return job.exception()
+    count, index, _ = job.result()
+    return count, index
+
+
+@pytest.fixture
+def places():
+    """Addresses of three processes, of which the first that is there leads."""
+    with contextlib.ExitStack() as held:
+        taken = [held.enter_context(socket.socket()) for _ in range(3)]
+        for one in taken:
+            one.bind(("localhost", 0))
+        return [f"localhost:{one.getsockname()[1]}" for one in taken]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
@@ -166,9 +184,53 @@ def test_one_that_is_started_again_takes_its_own_place(address, together):
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.01)
-        assert together((3, 2), (3, 1)) == [(3, 2), (3, 1)] and first.result() == (3, 0)
+        assert together((3, 2), (3, 1)) == [(3, 2), (3, 1)] and outcome(first) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("present", "leader"), [([4, 1, 2, 3], 1), ([3, 2, 4], 2), ([3, 4], None), ([4, 2, 1], 1)]
+)
+def test_the_first_that_is_there_leads_if_process_0_is_missing(places, present, leader):
+    """Of five, of which two suffice; one of the first three must be there."""
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        jobs = {}
+        for index in present:
+            jobs[index] = threads.submit(
+                meet, ",".join(places), 5, index, 1.5, lambda count: count >= 2
+            )
+            time.sleep(0.05)
+    if leader is None:
+        assert all(job.exception().exit_code == 75 for job in jobs.values())
+        return
+    for number, index in enumerate(sorted(present)):
+        assert jobs[index].result() == (len(present), number, places[leader])
+
+
+def test_those_who_came_to_another_one_find_process_0_when_it_comes(places):
+    """And then nobody waits for the end of a time."""
+    suffices = lambda count: count >= 2  # noqa: E731
+    begin = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        jobs = {}
+        for index, pause in ((3, 0.1), (2, 0.6), (1, 1.2), (0, 0)):
+            jobs[index] = threads.submit(meet, ",".join(places), 4, index, 60, suffices)
+            time.sleep(pause)
+    assert time.monotonic() - begin < 30
+    assert [jobs[index].result() for index in range(4)] == [(4, i, places[0]) for i in range(4)]
+
+
+def test_where_all_must_be_there_process_0_must(places):
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(meet, ",".join(places), 3, index, 0.5) for index in (1, 2)]
+    assert all("process 0 did not come in time" in str(job.exception()) for job in jobs)
+
+
+@pytest.mark.parametrize("address", ["host", "a:1,b", "", "a:1,,b:2"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match=r"Set mesh\.coordinator=10\.0\.0\.1:8476, for example"):
+        meet(address, 2, 0, 1)
 
 
 def test_codes_and_texts_of_any_error_are_passed_on(monkeypatch, together):
-    monkeypatch.setattr(rendezvous, "_misfit", lambda *args: UserError("some rule. Some mend."))
+    monkeypatch.setattr(lobby, "_misfit", lambda *args: UserError("some rule. Some mend."))
     assert [str(error) for error in together((2, 0), (2, 1))] == ["some rule. Some mend."] * 2

@@ -1,19 +1,12 @@
-"""A bucket of a local S3 server that can be told to fail."""
+"""A place in the bucket of a local S3 server that can be told to fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.faulty_s3 import FaultyS3
 from data_pipeline.remote import RemotePath
-from tests.faulty_s3 import FaultyS3
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[FaultyS3]:
-    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
-    with FaultyS3() as server:
-        yield server
 
 
 @pytest.fixture

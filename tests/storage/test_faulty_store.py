@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.faulty_s3 import Fault
 from data_pipeline import remote
 from data_pipeline.errors import StorageError
 from data_pipeline.remote import RemotePath
-from tests.faulty_s3 import Fault
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +78,61 @@ def test_an_upload_that_lost_bytes_is_noticed(s3, url, tmp_path):
     s3.faults.append(Fault("PUT .*", keep=4))
     with pytest.raises(StorageError, match="10 bytes were written, but 4 are there"):
         (url / "x").upload(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(s3, url):
+    (url / "a" / "b" / "x").write_bytes(b"x")
+    listings = (
+        lambda: (url / "a" / "b").files(depth=1),
+        lambda: remote.find(f"{url}/*/b/*"),
+        lambda: remote.find(f"{url}/**/x"),
+        url.tree,
+    )
+    for listing in listings:
+        s3.begin([Fault("GET /faulty/?", status=400, code="Odd", times=1)])
+        assert len(listing()) == 1
+        s3.begin([Fault("GET /faulty/?", status=400, code="Odd")])
+        with pytest.raises(StorageError, match=f"{url.parent}/.* listing failed 5 times"):
+            listing()
+    # Two folders down, behind one that can be listed.
+    s3.begin([Fault("GET /faulty/?", status=400, code="Odd", skip=2, times=1)])
+    assert len(remote.find(f"{url}/*/*/x")) == 1
+
+
+def test_what_is_deleted_is_gone_and_what_is_written_is_there_or_it_is_told(s3, url):
+    (url / "a" / "x").write_bytes(b"x")
+    # The answer says of no object that it is deleted.
+    s3.begin([Fault("POST .*", lose=True, times=1)])
+    (url / "a").remove()
+    assert not url.tree()
+    (url / "x").write_bytes(b"x")
+    s3.begin([Fault("(POST|DELETE) .*", status=403, code="AccessDenied", message="keep")])
+    with pytest.raises(StorageError, match=rf"{url}/x: deleting is not allowed \(.*keep\)"):
+        (url / "x").remove()
+    s3.begin([Fault("PUT .*", lose=True, times=1)])
+    (url / "y").write_bytes(b"yyy")
+    assert (url / "y").read_bytes() == b"yyy"
+    s3.begin([Fault("PUT .*", lose=True)])
+    with pytest.raises(StorageError, match=r"/z: writing failed 5 times .*but nothing is there"):
+        (url / "z").write_bytes(b"z")
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_bytes_that_changed_on_their_way_are_read_again(s3, url, tmp_path, has_checksums):
+    if has_checksums:
+        (url / "x").write_bytes(b"0123")
+    else:
+        s3.fill(url.url.removeprefix("s3://faulty/"), {"/x": b"0123"})
+    for fault in ({"flip": True}, {"cut": True}, {"drop": True}):
+        s3.begin([Fault("GET .*/x", times=1, **fault)])
+        (url / "x").download_exactly(tmp_path / "x")
+        assert (tmp_path / "x").read_bytes() == b"0123"
+        assert s3.requests().count(f"GET {url.url.removeprefix('s3:/')}/x") > 1
+
+
+def test_what_only_looks_like_an_md5_stops_nobody(s3, url, tmp_path, monkeypatch):
+    """As of an object that is encrypted with a key of its own."""
+    monkeypatch.setattr(remote, "_md5", lambda info: "0" * 32)
+    (url / "x").write_bytes(b"0123")
+    (url / "x").download_exactly(tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == b"0123"

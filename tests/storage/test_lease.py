@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from benchmarks.faulty_s3 import Fault, names_below
 from data_pipeline.errors import LockedError, StorageError
 from data_pipeline.remote import RemotePath
 from maxtrain.storage import lease
 from maxtrain.storage.lease import Lease
-from tests.faulty_s3 import names_below
 
 
 @pytest.fixture
@@ -81,4 +81,32 @@ def test_a_store_without_conditions_is_refused(url, told, monkeypatch):
 
     monkeypatch.setattr(RemotePath, "create", overwrite)
     with pytest.raises(StorageError, match=r"writes over what is there.*Set output_dir to"):
+        Lease(url, told.append)
+
+
+def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(s3, url, told, monkeypatch):
+    monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
+    taken = Lease(url, told.append)
+    s3.begin([Fault("GET /faulty/?", status=400, code="Odd", times=1)])
+    taken.require()
+    s3.begin([Fault("GET /faulty/?", status=400, code="Odd")])
+    with pytest.raises(StorageError, match="listing failed 5 times"):
+        taken.require()
+    s3.begin([])
+    taken.require()
+    taken.free()
+
+
+def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(s3, url, told):
+    lock = {"pattern": "GET .*/lock/.*", "flip": True}
+    s3.begin([Fault(**lock, times=2)])
+    Lease(url, told.append).free()
+    s3.begin([Fault(**lock)])
+    with pytest.raises(StorageError, match=r"but other bytes are read. Set output_dir"):
+        Lease(url, told.append)
+
+
+def test_a_store_that_loses_what_is_written_is_refused(s3, url, told):
+    s3.begin([Fault("PUT .*/lock/.*", lose=True)])
+    with pytest.raises(StorageError, match=r"lock/00000001: was written, but is not there. Set"):
         Lease(url, told.append)

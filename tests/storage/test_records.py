@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from benchmarks.faulty_s3 import Fault, names_below
 from data_pipeline.errors import LockedError, StorageError, UsageError
 from maxtrain.storage import reading, records
 from maxtrain.storage.records import Records, pull_records, require_copy_of
-from tests.faulty_s3 import Fault, names_below
 
 
 def write(folder, **files):
@@ -117,3 +117,17 @@ def test_readers_are_told_of_an_empty_place_and_of_what_they_cannot_write(url):
             reading.require_no_url(place, "OUT")
     reading.require_no_url("runs/x", "OUT")
     assert not records.is_record("checkpoints/00000001/commit.json")
+
+
+def test_records_that_changed_on_their_way_do_not_become_those_of_the_run(
+    s3, url, folder, pushed, tmp_path
+):
+    pushed.push()
+    s3.fill(url.url.removeprefix("s3://faulty/"), {"/metrics.jsonl": b"1\n", "/run.json": b"{}"})
+    other = tmp_path / "there"
+    other.mkdir()
+    require_copy_of(other, url, set())
+    listing = url.tree()
+    s3.begin([Fault("GET .*/metrics.jsonl", flip=True, times=1)])
+    pull_records(other, url, listing)
+    assert (other / "metrics.jsonl").read_text() == "1\n"

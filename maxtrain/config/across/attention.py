@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 
 from maxtrain.config.across.rows import row_lengths
-from maxtrain.config.kernels import ATTENTION
+from maxtrain.config.kernels import ATTENTION, AUTO
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.config.sections.moe import DEEPSEEK
 from maxtrain.config.words import choices, multiples
 
 
 def kernel_problems(config: RunConfig) -> Iterator[str]:
-    """What the kernel can't do."""
+    """What the kernel can't do; auto takes one that can."""
+    if config.model.attention == AUTO:
+        return
     yield from _repeat_problems(config)
     yield from _document_problems(config)
     yield from _dtype_problems(config)
@@ -37,13 +41,28 @@ def _repeat_problems(config: RunConfig) -> Iterator[str]:
 def _document_problems(config: RunConfig) -> Iterator[str]:
     name = config.model.attention
     data = config.data
-    one_each = data.packing == "pad"
-    if not (ATTENTION[name].segments or data.attend_across_documents or one_each):
+    if ATTENTION[name].segments or data.attend_across_documents:
+        return
+    rule = f"model.attention={name} does not keep the documents of a row apart"
+    if rollout_settings(config) is not None:
+        yield f"{rule}, and rows have several completions each. Set model.attention=xla."
+    elif data.packing != "pad":
         yield (
-            f"model.attention={name} does not keep the documents of a row apart, "
-            f"and data.packing={data.packing} puts several into one. Set data.packing=pad, "
+            f"{rule}, and data.packing={data.packing} puts several into one. Set data.packing=pad, "
             "data.attend_across_documents=true to allow that, or model.attention=xla."
         )
+    elif _rows_have_pairs(config):
+        yield (
+            f"{rule}, and with objective={config.objective} a row has both answers of a pair. "
+            "Set model.attention=xla."
+        )
+
+
+def _rows_have_pairs(config: RunConfig) -> bool:
+    """Whether documents come in pairs, which are never in two rows."""
+    if config.objective == "dpo":
+        return config.dpo.loss_type not in UNPAIRED
+    return config.objective == "reward"
 
 
 def _softcap_problems(config: RunConfig) -> Iterator[str]:
@@ -108,7 +127,7 @@ def _shape_problems(config: RunConfig) -> Iterator[str]:
 def dropout_problems(config: RunConfig) -> Iterator[str]:
     """Weights that are to be dropped by a kernel that can't."""
     rate = config.regularization.attention_dropout
-    if rate and config.model.attention != "eager":
+    if rate and config.model.attention not in ("eager", AUTO):
         yield (
             f"regularization.attention_dropout={rate} needs an attention kernel that can drop "
             f"weights, and model.attention={config.model.attention} can't. "

@@ -1,11 +1,13 @@
 """Rows that are split over devices: what their length, the heads and the kernel must be, and what
 can't be split with them."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from maxtrain.config.across.rows import row_lengths
+from maxtrain.config.kernels import AUTO, candidates
 from maxtrain.config.schema import RunConfig
-from maxtrain.config.words import multiples
+from maxtrain.config.words import multiples, rule_of
 
 
 def context_problems(config: RunConfig) -> Iterator[str]:
@@ -20,10 +22,36 @@ def context_problems(config: RunConfig) -> Iterator[str]:
     if context <= 1:
         return
     yield from _length_problems(config)
+    if config.model.attention == AUTO:
+        yield from _problems_of_all(config)
+    else:
+        yield from _exchange_problems(config)
+
+
+def _exchange_problems(config: RunConfig) -> Iterator[str]:
+    """What hinders tokens of different parts from seeing each other, as the kernel goes about
+    that."""
     if config.model.attention == "ring":
         yield from _ring_problems(config)
     elif config.model.attention != "eager":
         yield from _head_problems(config)
+
+
+def _problems_of_all(config: RunConfig) -> Iterator[str]:
+    """What hinders every kernel that auto may choose. Those of one platform go about it as xla
+    does."""
+    drops_weights = config.regularization.attention_dropout > 0
+    rules: list[str] = []
+    for kernel in candidates(None, True, drops_weights):
+        model = dataclasses.replace(config.model, attention=kernel)
+        problems = list(_exchange_problems(dataclasses.replace(config, model=model)))
+        if not problems:
+            return
+        rules += [rule_of(problem) for problem in problems]
+    yield (
+        f"model.attention=auto finds no kernel for rows that mesh.context={config.mesh.context} "
+        f"splits: {'; '.join(rules)}. Set mesh.context=1, or mend what hinders one of them."
+    )
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:

@@ -56,7 +56,7 @@ def _vocabulary_problems(config: RunConfig) -> Iterator[str]:
 def _row_problems(config: RunConfig, key: str, rows: int, shards: int) -> Iterator[str]:
     """Rows of a device in a micro-batch that can't be divided, or too few of them to go around."""
     pipeline = config.model.pipeline
-    unit = shards * config.optimizer.accumulation
+    unit = shards * config.optimizer.least_micro_batches
     if rows % unit:
         return
     of_device = rows // unit

@@ -11,8 +11,15 @@ from maxtrain.config.across.experts import split_problems
 from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.across.presets import with_preset
 from maxtrain.config.across.tensor import tensor_problems
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import RunConfig
-from maxtrain.config.sections.mesh import axes_of, row_axes_of, row_shards, slow_axes_of
+from maxtrain.config.sections.mesh import (
+    MeshConfig,
+    axes_of,
+    row_axes_of,
+    row_shards,
+    slow_axes_of,
+)
 from maxtrain.config.words import divisors, multiples, nearest
 
 
@@ -64,8 +71,23 @@ def balance_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def auto_accumulation_problems(config: RunConfig) -> Iterator[str]:
+    """optimizer.accumulation=auto where no batch is known before its step."""
+    if config.optimizer.accumulation != "auto":
+        return
+    cause = "data.packing=balanced makes the rows of a step of its documents"
+    if rollout_settings(config) is not None:
+        cause = f"objective={config.objective} makes the rows of a step of what it samples"
+    elif config.data.packing != "balanced":
+        return
+    yield (
+        f"optimizer.accumulation=auto compiles the step before the first one, and {cause}: "
+        "how many there are is not known yet. Set optimizer.accumulation to a number."
+    )
+
+
 def _batch_problems(config: RunConfig) -> Iterator[str]:
-    accumulation = config.optimizer.accumulation
+    accumulation = config.optimizer.least_micro_batches
     for key, rows in _rows_of_steps(config).items():
         unit = row_shards(config.mesh)
         by = _by_mesh(config)
@@ -140,6 +162,26 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
     return config
 
 
+def with_accumulation(config: RunConfig, count: int) -> RunConfig:
+    """The config with so many micro-batches in a step."""
+    optimizer = dataclasses.replace(config.optimizer, accumulation=count)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def accumulations(config: RunConfig, num_devices: int) -> list[int]:
+    """Every number of micro-batches that the batches of a run can be divided into on so many
+    devices, from the fewest."""
+    rows = math.gcd(*_rows_of_steps(config).values())
+    found = []
+    for count in range(1, rows + 1):
+        if rows % count:
+            continue
+        with contextlib.suppress(ConfigError):
+            fit_to_devices(with_accumulation(config, count), num_devices)
+            found.append(count)
+    return found
+
+
 def _unlike_devices(sizes: dict[str, int], has_free: bool, num_devices: int) -> str:
     """The problem of axes that don't multiply to the number of devices, or don't divide it."""
     product = math.prod(sizes.values())
@@ -168,13 +210,47 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
     it can't do with so few.
 
     Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
-    stays as it is.
+    stays as it is. Where it has not been decided yet (auto), it will be on the fewer devices. Of
+    slices only whole ones are left.
     """
-    least = math.ceil(config.optimizer.accumulation * had / count)
-    for accumulation in range(least, config.data.batch_size + 1):
-        optimizer = dataclasses.replace(config.optimizer, accumulation=accumulation)
-        fewer = dataclasses.replace(config, optimizer=optimizer)
+    mesh = _with_fewer_slices(config.mesh, had, count)
+    if mesh is None:
+        return None
+    config = dataclasses.replace(config, mesh=mesh)
+    if config.optimizer.accumulation == "auto":
+        tried = [config]
+    else:
+        least = math.ceil(config.optimizer.accumulation * had / count)
+        counts = range(least, config.data.batch_size + 1)
+        tried = (with_accumulation(config, accumulation) for accumulation in counts)
+    for fewer in tried:
         with contextlib.suppress(ConfigError):
             fit_to_devices(fewer, count * devices)
             return fewer
     return None
+
+
+def _with_fewer_slices(mesh: MeshConfig, had: int, count: int) -> MeshConfig | None:
+    """The mesh with as many slices as `count` of `had` processes have; None: one is not whole.
+
+    There are fewer replicas (mesh.dcn_data) rather than fewer shards (mesh.dcn_fsdp).
+    """
+    slices = mesh.dcn_data * mesh.dcn_fsdp
+    if slices == 1:
+        return mesh
+    left, rest = divmod(count * slices, had)
+    if rest:
+        return None
+    if left % mesh.dcn_fsdp == 0:
+        return dataclasses.replace(mesh, dcn_data=left // mesh.dcn_fsdp)
+    return dataclasses.replace(mesh, dcn_data=1, dcn_fsdp=left)
+
+
+def fewer_settings(config: RunConfig, fewer: RunConfig) -> dict[str, str]:
+    """What `fit_to_fewer` has changed, as settings of a command line."""
+    settings = {"optimizer.accumulation": str(fewer.optimizer.accumulation)}
+    for name in ("dcn_data", "dcn_fsdp"):
+        size = getattr(fewer.mesh, name)
+        if size != getattr(config.mesh, name):
+            settings[f"mesh.{name}"] = str(size)
+    return settings

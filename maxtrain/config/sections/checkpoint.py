@@ -48,8 +48,9 @@ class CheckpointConfig:
     )
     init_from: str | None = key(
         None,
-        "start from the weights of this run, checkpoint or Hugging Face directory; null: random",
-        path="local",
+        "start from the weights of this run, checkpoint or Hugging Face directory, also by URL; "
+        "null: random",
+        path="any",
     )
     init_adapters: str | None = key(
         None,

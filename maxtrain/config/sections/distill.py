@@ -31,8 +31,9 @@ class DistillConfig:
 
     teacher: str | None = key(
         None,
-        "the teacher: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face directory",
-        path="local",
+        "the teacher: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face directory; "
+        "also by URL",
+        path="any",
         used_by=_DISTILL,
     )
     stored: str | None = key(

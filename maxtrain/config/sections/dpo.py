@@ -97,9 +97,9 @@ class DpoConfig:
     )
     reference: str | None = key(
         None,
-        "reference: a run or a Hugging Face directory; null: the model without its adapters, or "
-        "checkpoint.init_from",
-        path="local",
+        "reference: a run or a Hugging Face directory, also by URL; null: the model without its "
+        "adapters, or checkpoint.init_from",
+        path="any",
         used_by=(_DPO, _WITH_REFERENCE),
     )
     reference_logprobs: Literal["computed", "stored"] = key(

@@ -75,9 +75,9 @@ class GrpoConfig:
     )
     reference: str | None = key(
         None,
-        "reference: a run or a Hugging Face directory; null: the model without its adapters, or "
-        "checkpoint.init_from",
-        path="local",
+        "reference: a run or a Hugging Face directory, also by URL; null: the model without its "
+        "adapters, or checkpoint.init_from",
+        path="any",
         used_by=(_GRPO, _WITH_DIVERGENCE),
     )
     scale_rewards: Literal["group", "batch", "none"] = key(

@@ -76,7 +76,9 @@ class RegularizationConfig:
     generation."""
 
     attention_dropout: float = key(
-        0.0, "probability of dropping each attention weight; needs model.attention=eager", low=0
+        0.0,
+        "probability of dropping each attention weight; needs model.attention=eager or auto",
+        low=0,
     )
     residual_dropout: float = key(
         0.0, "probability of dropping each number that a block adds to the residual stream", low=0

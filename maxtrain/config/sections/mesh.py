@@ -58,7 +58,10 @@ class MeshConfig:
         None, "CPU only: pretend to have this many devices", low=1, high=4096
     )
     coordinator: str | None = key(
-        None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own"
+        None,
+        "host:port of process 0; with mesh.min_processes also of the next ones, with commas "
+        "between them, of which the first that is there takes its place; "
+        "null: JAX_COORDINATOR_ADDRESS, or the cluster's own",
     )
     num_processes: int | None = key(
         None,
@@ -71,6 +74,14 @@ class MeshConfig:
     )
     min_processes: int | None = key(
         None, "start with so few if the others are missing; null: all must be there", low=1
+    )
+    planned_processes: int | None = key(
+        None,
+        "processes that these settings are meant for; where there are fewer, "
+        "optimizer.accumulation is higher, and mesh.dcn_data and dcn_fsdp are lower; "
+        "null: as many as are asked for",
+        low=1,
+        high=1 << 20,
     )
     connect_seconds: float = key(
         300.0, "how long processes wait for each other at the start", above=0, high=1e6

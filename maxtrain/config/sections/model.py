@@ -248,10 +248,10 @@ class ModelConfig:
         ),
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["eager", "xla", "cudnn", "flash", "ring"] = key(
-        "xla",
+    attention: Literal["auto", "eager", "xla", "cudnn", "flash", "ring"] = key(
+        "auto",
         "kernel: plain reference, blocks in XLA, cuDNN on GPUs, flash on TPUs, or a ring over "
-        "mesh.context",
+        "mesh.context; auto: as devices, mesh, rows and model need",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"

@@ -108,6 +108,13 @@ class ObserveConfig:
         "0: never",
         low=0,
     )
+    slow_host_factor: float = key(
+        2.0,
+        "warn of a host that takes so many times as long as the others for its own part of steps, "
+        "in three records in a row; 0: never",
+        low=0,
+        high=1e6,
+    )
     profile: str | None = key(
         None,
         "steps to trace, as in 10:12 (first and last), into RUN/profile for Perfetto and "

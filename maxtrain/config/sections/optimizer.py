@@ -84,7 +84,12 @@ class OptimizerConfig:
         "before clip_norm; null: no",
         above=0,
     )
-    accumulation: int = key(1, "micro-batches in one step; must divide data.batch_size", low=1)
+    accumulation: int | Literal["auto"] = key(
+        1,
+        "micro-batches in one step; must divide data.batch_size; "
+        "auto: the fewest whose step fits into memory, decided when the run begins",
+        low=1,
+    )
     normalize: Literal["tokens", "sequences", "constant"] = key(
         "tokens",
         "what the loss is averaged over: targets, documents (each with the same weight), or all "
@@ -117,6 +122,19 @@ class OptimizerConfig:
             cause="mesh.data={config.mesh.data}",
         ),
     )
+
+    @property
+    def micro_batches(self) -> int:
+        """accumulation, where it is a number by now: of a launch, or of a config without auto."""
+        assert self.accumulation != "auto", "accumulation=auto has not been decided yet"
+        return self.accumulation
+
+    @property
+    def least_micro_batches(self) -> int:
+        """accumulation, or what it is at least: auto has yet to be decided."""
+        if self.accumulation == "auto":
+            return 1
+        return self.accumulation
 
 
 _USUAL_DECAYS = {"beta1": 0.9, "beta2": 0.95, "momentum": 0.95, "ema_decay": 0.999}

@@ -32,9 +32,9 @@ class PpoConfig:
     )
     reference: str | None = key(
         None,
-        "reference: a run or a Hugging Face directory; null: the model without its adapters, or "
-        "checkpoint.init_from",
-        path="local",
+        "reference: a run or a Hugging Face directory, also by URL; null: the model without its "
+        "adapters, or checkpoint.init_from",
+        path="any",
         used_by=(_PPO, _WITH_DIVERGENCE),
     )
     gamma: float = key(1.0, "discount of rewards from token to token", low=0, high=1, used_by=_PPO)

@@ -1,7 +1,13 @@
 """The model that a directory holds: a Hugging Face directory, or a run of maxtrain. No jax here."""
 
+import atexit
+import contextlib
 import dataclasses
 import difflib
+import functools
+import re
+import shutil
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +16,7 @@ import yaml
 
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.remote import RemotePath, is_url
 from maxtrain.config.load import Models, NamedModel
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.words import choices, show
@@ -136,7 +143,7 @@ def model_of(directory: str | Path) -> dict[str, Any]:
     """The keys of `model` that the weights in a directory decide.
 
     Args:
-        directory: of Hugging Face, of a run, or of a checkpoint in a run.
+        directory: of Hugging Face, of a run, or of a checkpoint in a run; or its URL.
 
     Returns:
         The keys and values; empty if the directory is none of these, which is reported when its
@@ -144,8 +151,9 @@ def model_of(directory: str | Path) -> dict[str, Any]:
 
     Raises:
         DataError: it is a Hugging Face model that is not supported.
+        StorageError: it is behind a URL that can't be read.
     """
-    directory = Path(directory).expanduser()
+    directory = _with_config(directory)
     if (directory / "config.json").exists():
         model = dataclasses.asdict(read_config(directory))
     else:
@@ -167,8 +175,9 @@ def model_named(place: str) -> NamedModel:
     Raises:
         UsageError: it is neither.
         DataError: it is a Hugging Face model that is not supported.
+        StorageError: it is behind a URL that can't be read.
     """
-    directory = Path(place).expanduser()
+    directory = _with_config(place)
     if (directory / "config.json").exists():
         model = dataclasses.asdict(read_config(directory))
         return NamedModel(_without(model, OF_THE_RUN), place)
@@ -183,6 +192,24 @@ def model_named(place: str) -> NamedModel:
         "is neither a directory with config.json, nor a run, nor the name of a model that has been "
         f"released. Name a directory, or one such as {choices(near)}."
     )
+
+
+def _with_config(place: str | Path) -> Path:
+    """The directory of a model; of one behind a URL a copy on this host of its config alone, which
+    goes when the process ends."""
+    if not is_url(place):
+        return Path(place).expanduser()
+    return _copy_of_config(re.sub(r"(/checkpoints(/\d+)?)?/?$", "", str(place)))
+
+
+@functools.cache
+def _copy_of_config(url: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="maxtrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("config.json", "config.yaml"):
+        with contextlib.suppress(FileNotFoundError):
+            (RemotePath(url) / name).download_exactly(folder / name)
+    return folder
 
 
 def _without(model: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:

@@ -27,16 +27,6 @@ KERNELS: dict[str, Callable[..., Array]] = {
 ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {"flash": flash_on_one_device}
 
 
-def require_platform(kernel: str, platform: str) -> None:
-    """Raises ConfigError if devices of this platform do not have the kernel."""
-    only = ATTENTION[kernel].platform
-    if only is not None and only != platform:
-        raise ConfigError(
-            f"model.attention={kernel} is for {only.upper()}s only, and the devices here are of "
-            f"platform {platform}. Set model.attention=xla."
-        )
-
-
 def with_cache(kernel: str) -> str:
     """The kernel that reads the caches of generation for a model that was trained with this one."""
     if ATTENTION[kernel].caches:

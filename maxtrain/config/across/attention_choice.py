@@ -1,0 +1,136 @@
+"""The kernel that attends in a run: the one that model.attention names, or with auto the one that
+suits the devices, the mesh, the rows and the model.
+
+What a kernel can't do is for its own rules to say (`config/kernels.py`, `across/attention.py`,
+`across/context.py`); here they are only asked.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.across.attention import dropout_problems, kernel_problems
+from maxtrain.config.across.context import context_problems
+from maxtrain.config.kernels import ATTENTION, AUTO, candidates
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import rule_of
+
+# Why a kernel of one platform is the best there, where it can do what is asked.
+_BEST = {
+    "cudnn": "no row has documents to keep apart",
+    "flash": f"rows are multiples of {ATTENTION['flash'].rows} tokens",
+}
+
+
+class Hardware(NamedTuple):
+    """The devices that a step is compiled for, which need not be here.
+
+    Attributes:
+        platform: cpu, gpu or tpu.
+        kind: in words, for messages.
+        capability: of a GPU, its compute capability, (0, 0) where it has none; None: no GPU, or not
+            known.
+    """
+
+    platform: str
+    kind: str
+    capability: tuple[int, int] | None = None
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it is the one; the reason continues a sentence."""
+
+    kernel: str
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"attention: {self.kernel}, {self.reason}"
+
+
+def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Choice:
+    """The kernel of a run. The same devices and config have the same one.
+
+    With auto, in this order, the first that can do all that is asked:
+
+    * eager alone, where attention weights are dropped;
+    * ring, where rows are split over devices;
+    * the kernel that these devices have and others have not: flash on TPUs, cuDNN on GPUs;
+    * xla.
+
+    Args:
+        hardware: that the run is for.
+        config: whose mesh is filled in.
+        had: the kernel that the run was trained with until now, which auto keeps if it can; None:
+            the run is new.
+
+    Raises:
+        ConfigError: these devices do not have the kernel that is named; or auto finds none.
+    """
+    named = config.model.attention
+    if named != AUTO:
+        problems = list(device_problems(named, hardware))
+        if problems:
+            raise ConfigError(problems)
+        return Choice(named, "as model.attention says")
+    changed = ""
+    if had is not None:
+        problem = next(_problems_with(had, hardware, config), None)
+        if problem is None:
+            return Choice(had, "with which the run was trained until now")
+        changed = f"; until now the run had {had}, but {rule_of(problem)}"
+    refused: list[str] = []
+    splits_rows = config.mesh.context > 1
+    drops_weights = config.regularization.attention_dropout > 0
+    for kernel in candidates(hardware.platform, splits_rows, drops_weights):
+        problem = next(_problems_with(kernel, hardware, config), None)
+        if problem is None:
+            return Choice(kernel, f"since {_why(kernel, refused, hardware, config)}{changed}")
+        refused.append(problem)
+    raise ConfigError(refused)
+
+
+def device_problems(kernel: str, hardware: Hardware) -> Iterator[str]:
+    """Devices that do not have a kernel."""
+    can = ATTENTION[kernel]
+    if can.platform is None:
+        return
+    if can.platform != hardware.platform:
+        yield (
+            f"model.attention={kernel} is for {can.platform.upper()}s only, and the devices here "
+            f"are of platform {hardware.platform}. Set model.attention=xla."
+        )
+        return
+    least = can.capability
+    if least is not None and hardware.capability is not None and hardware.capability < least:
+        yield (
+            f"model.attention={kernel} needs GPUs of compute capability {least[0]}.{least[1]} or "
+            f"more, and {hardware.kind} has less. Set model.attention=xla."
+        )
+
+
+def _problems_with(kernel: str, hardware: Hardware, config: RunConfig) -> Iterator[str]:
+    """What a kernel can't do of what the run asks."""
+    model = dataclasses.replace(config.model, attention=kernel)
+    asked = dataclasses.replace(config, model=model)
+    yield from device_problems(kernel, hardware)
+    yield from kernel_problems(asked)
+    yield from dropout_problems(asked)
+    yield from context_problems(asked)
+
+
+def _why(kernel: str, refused: list[str], hardware: Hardware, config: RunConfig) -> str:
+    """What speaks for a kernel; `refused`: the problems of those that would have been better."""
+    if kernel == "eager":
+        rate = config.regularization.attention_dropout
+        return f"regularization.attention_dropout={rate} drops weights, and no other can"
+    if kernel == "ring":
+        return f"mesh.context={config.mesh.context} splits rows over devices"
+    reasons = [f"devices are {hardware.kind}"]
+    if refused:
+        reasons += [rule_of(problem) for problem in refused]
+    elif kernel in _BEST:
+        reasons.append(_BEST[kernel])
+    return ", and ".join(reasons)
