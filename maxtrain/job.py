@@ -467,6 +467,10 @@ def _with_fewer(config: RunConfig, had: int, count: int) -> tuple[RunConfig, str
         fewer = fit_to_fewer(config, had, count, devices) or config
     settings = fewer_settings(config, fewer)
     settings.pop("mesh.planned_processes", None)
+    if fewer.optimizer.accumulation == config.optimizer.accumulation:
+        settings.pop(ACCUMULATION)
+    if not settings:
+        return fewer, ""
     changes = ", ".join(f"{key}={value}" for key, value in settings.items())
     return fewer, f"processes: {count} of the {had} that the settings are meant for; so {changes}"
 

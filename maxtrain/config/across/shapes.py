@@ -243,9 +243,9 @@ def fit_to_planned(config: RunConfig, count: int, devices: int) -> RunConfig:
         fit_to_devices(config, count * devices)
         raise ConfigError(
             f"mesh.planned_processes={planned}: no optimizer.accumulation divides "
-            f"data.batch_size={config.data.batch_size} so that none of {count * devices} devices "
-            f"gets more rows at a time than with {planned} processes. Set "
-            "mesh.planned_processes=null and optimizer.accumulation to a number of your choice."
+            f"data.batch_size={config.data.batch_size} so that no device gets more rows at a time "
+            f"than with {planned} processes. Set mesh.planned_processes=null and "
+            "optimizer.accumulation to a number of your choice."
         )
     return fewer
 
