@@ -218,7 +218,9 @@ class Supervisor:
             settings = [f"{name}={value}" for name, value in changed.items()]
             self._command = [*kept, *settings]
             self._slots = rest[:count]
-            said = f"goes on with {count} of {self._options.processes} processes, {' '.join(settings)}"
+            said = (
+                f"goes on with {count} of {self._options.processes} processes, {' '.join(settings)}"
+            )
             self._tell(f"process {slot} is lost; {said}")
             return True
         return False

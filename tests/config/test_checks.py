@@ -234,8 +234,8 @@ def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(
     fewer = fit_to_fewer(config, had, count, devices)
     assert (fewer and fewer.optimizer.accumulation) == accumulation
     if fewer:
-        rows = config.data.batch_size / config.optimizer.accumulation / (had * devices)
-        assert config.data.batch_size / fewer.optimizer.accumulation / (count * devices) <= rows
+        rows = config.data.batch_size / config.optimizer.micro_batches / (had * devices)
+        assert config.data.batch_size / fewer.optimizer.micro_batches / (count * devices) <= rows
         assert dataclasses.replace(fewer, optimizer=config.optimizer) == config
 
 
@@ -254,7 +254,11 @@ def test_fewer_processes_than_planned_are_fitted_to_once():
 @pytest.mark.parametrize(
     ("planned", "count", "message"),
     [
-        (64, 1, r"mesh\.planned_processes=64: no optimizer\.accumulation divides data\.batch_size=48"),
+        (
+            64,
+            1,
+            r"mesh\.planned_processes=64: no optimizer\.accumulation divides data\.batch_size=48",
+        ),
         (64, 5, r"data\.batch_size=48 must be divisible by mesh\.data=1 times mesh\.fsdp=5"),
     ],
 )
