@@ -47,6 +47,7 @@ from maxtrain.objectives.objective import Objective
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import RULES, Rules
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import split_buffers
 from maxtrain.training.schedule import make_schedule
@@ -285,16 +286,17 @@ def training(
     shape: tuple[int, int, int],
     accumulation: int = 1,
     objective: Objective = PLAIN,
+    rules: Rules = RULES,
 ) -> Training:
     """The step of a model (donated) that is on a mesh, by the rule of trajectory.npz. shape: steps,
-    rows, and tokens of a row."""
+    rows, and tokens of a row. rules: by which the model is stored."""
     steps, rows, columns = shape
     schedule = make_schedule(SCHEDULE, PEAK, steps)
     with jax.set_mesh(mesh):
-        graphdef, variables = abstract_model(model.config, FLOAT32, mesh)
+        graphdef, variables = abstract_model(model.config, FLOAT32, mesh, rules)
         params, buffers = split_buffers(variables)
         optimizer = make_optimizer(ADAMW, SCHEDULE, steps, params)
-        abstract = abstract_state(params, optimizer, mesh, buffers=buffers)
+        abstract = abstract_state(params, optimizer, mesh, buffers=buffers, rules=rules)
         state = state_from_variables(abstract, nnx.state(model), optimizer)
         step = make_train_step(
             abstract, {"policy": graphdef}, objective, optimizer, schedule, accumulation

@@ -166,6 +166,19 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.context": ["1", "2", "4"],
     "mesh.expert": ["1", "2", "4", "-1"],
     "mesh.stage": ["1", "2", "4"],
+    # Of the model's width, which most arrays have; of what else arrays are split by; and of others.
+    "mesh.rules.embed": ["[]", "[fsdp, tensor]", "[data, fsdp]", "[fsdp, context, expert]"],
+    "mesh.rules.expert_embed": ["[]", "[fsdp, data]", "[context]"],
+    "mesh.rules.vocab": ["[]", "[tensor]", "[tensor, data]"],
+    "mesh.rules.mlp": ["[]", "[tensor, data]", "[fsdp]", "[context, tensor]"],
+    "mesh.rules.heads": ["[]", "[fsdp]", "[data]"],
+    "mesh.rules.kv_heads": ["[]", "[fsdp]", "[data]"],
+    "mesh.rules.latent": ["[]", "[tensor]"],
+    "mesh.rules.exp": ["[]", "[expert, data]", "[tensor]"],
+    **{
+        f"mesh.rules.{name}": ["[]", "[fsdp]", "[data, data]", "[tensor]"]
+        for name in ("positions", "head_dim", "rank", "norm", "router")
+    },
     "model.pipeline.micro_batches": ["null", "1", "2", "4"],
     "model.pipeline.rounds": ["1", "2"],
     "model.kept.on_device": ["[]", "[attention]", "[qkv, gate_up]", "[product]"],
@@ -191,6 +204,8 @@ THEMES: Sequence[Sequence[str]] = (
     ),
     ("mesh.stage=2", "mesh.fsdp=2", "mesh.data=2", "model.vocab_size=264", "model.num_layers=2"),
     ("model.remat=named",),
+    ("mesh.rules.embed=[]", "mesh.rules.mlp=[fsdp, tensor]", "mesh.rules.heads=[data]"),
+    ("mesh.context=2", "mesh.fsdp=2", "mesh.data=2", "mesh.rules.embed=[context, fsdp]"),
     ("mesh.preset=hsdp", "optimizer.zero=1", "mesh.data=1", "mesh.fsdp=-1"),
     ("mesh.preset=moe", "model.family=mixtral", "mesh.data=1", "mesh.fsdp=-1"),
     ("mesh.preset=long_context", "model.attention=ring", "mesh.data=1", "mesh.fsdp=-1"),

@@ -1,10 +1,12 @@
 """Ten steps on meshes of eight devices, against the same steps on one: losses, norms of gradients,
 and every gradient of the first step.
 
-    python -m benchmarks.meshes [--only fsdp4-tensor2 ...] [--write]
+    python -m benchmarks.meshes [--only fsdp4-tensor2] [--processes 1] [--write]
 
-Devices are simulated. Rows have several documents and padding. A mesh fails if it is further than
-1e-5 from one device, relative to the loss, to the norm, or to the largest gradient of the array.
+Devices are simulated: by one process all eight, and some meshes by two processes that have four
+each, and by four that have two. Rows have several documents and padding. A mesh fails if it is
+further than 1e-5 from one device, relative to the loss, to the norm, or to the largest gradient of
+the array.
 """
 
 import argparse
@@ -15,28 +17,28 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.families import FLOAT32, PLAIN, Training, training
+from benchmarks.mesh_cases import CASES, DENSE, EXPERTS, Case, T
 from benchmarks.one_core import processor
-from maxtrain.config.schema import (
-    InitConfig,
-    MeshConfig,
-    ModelConfig,
-    MoeConfig,
-    PipelineConfig,
-    RoutingConfig,
-)
+from maxtrain.config.schema import InitConfig, MeshConfig, ModelConfig
+from maxtrain.config.sections.rules import RulesConfig
+from maxtrain.launch.processes import SETTLE, Processes, addresses, start_process
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY
+from maxtrain.parallel import distributed
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import stored_rules
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import abstract_model
 from maxtrain.training.step import gradients
@@ -45,94 +47,31 @@ RESULTS = Path(__file__).parent / "results" / "meshes.md"
 DEVICES = 8
 STEPS = 10
 B = 16
-T = 32
 TOLERANCE = 1e-5
-
-DENSE = ModelConfig(
-    vocab_size=128,
-    num_layers=4,
-    embed_dim=64,
-    mlp_dim=96,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=4,
-    max_length=T,
-)
-EXPERTS = dataclasses.replace(
-    DENSE,
-    family="mixtral",
-    mlp_dim=32,
-    moe=MoeConfig(num_experts=8, experts_per_token=2),
-    routing=RoutingConfig(balance=0.01, balance_scope="global"),
-)
-RING = {"attention": "ring"}
-
-
-class Case(NamedTuple):
-    """A mesh, and what else is asked for.
-
-    Attributes:
-        model: whose layers are split.
-        axes: sizes of axes other than 1.
-        changes: keys of the model.
-        accumulation: micro-batches of a step.
-    """
-
-    model: ModelConfig
-    axes: Mapping[str, int]
-    changes: Mapping[str, Any] = {}
-    accumulation: int = 1
-
-    @property
-    def name(self) -> str:
-        parts = [f"{axis}{size}" for axis, size in self.axes.items()]
-        if self.model is EXPERTS:
-            parts.insert(0, "moe")
-        if self.accumulation > 1:
-            parts.append(f"accumulation{self.accumulation}")
-        if self.changes.get("attention") == "ring":
-            parts.append("ring")
-        if "pipeline" in self.changes:
-            parts.append(f"rounds{self.changes['pipeline'].rounds}")
-        return "-".join(parts)
-
-
-CASES = (
-    Case(DENSE, {"data": 8}),
-    Case(DENSE, {"fsdp": 8}),
-    Case(DENSE, {"tensor": 8}),
-    Case(DENSE, {"context": 8}, RING),
-    Case(DENSE, {"context": 8}),
-    Case(DENSE, {"stage": 4, "data": 2}),
-    Case(DENSE, {"data": 2, "fsdp": 4}, {"remat": "full"}),
-    Case(DENSE, {"fsdp": 4, "tensor": 2}),
-    Case(DENSE, {"fsdp": 2, "tensor": 4}, {"scan_layers": False}),
-    Case(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, accumulation=2),
-    Case(DENSE, {"fsdp": 4, "context": 2}, RING),
-    Case(DENSE, {"fsdp": 2, "context": 2, "tensor": 2}),
-    Case(DENSE, {"data": 2, "context": 2, "tensor": 2}, RING, 2),
-    Case(DENSE, {"stage": 2, "fsdp": 4}),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, 2),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "context": 2}, RING),
-    Case(DENSE, {"stage": 2, "tensor": 4}),
-    Case(DENSE, {"stage": 2, "data": 4}, {"pipeline": PipelineConfig(rounds=2)}),
-    Case(EXPERTS, {"fsdp": 8}),
-    Case(EXPERTS, {"expert": 8}),
-    Case(EXPERTS, {"fsdp": 2, "expert": 4}),
-    Case(EXPERTS, {"data": 2, "expert": 4}, accumulation=2),
-    Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}),
-    Case(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING),
-    Case(EXPERTS, {"fsdp": 4, "tensor": 2}),
-    Case(EXPERTS, {"stage": 2, "fsdp": 4}),
-)
+# Numbers of processes that share the devices.
+SEVERAL = (2, 4)
+# Characters of what processes said that are told if one fails.
+_MOST_SAID = 4000
 
 
 class Found(NamedTuple):
     """What a mesh computes; gradients by the path of their array."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[tuple, np.ndarray]
+    losses: np.ndarray
+    norms: np.ndarray
+    gradients: dict[str, np.ndarray]
+    seconds: float
+
+    def write(self, file: Path) -> None:
+        scalars = {"losses": self.losses, "norms": self.norms, "seconds": np.array(self.seconds)}
+        np.savez(file, **scalars, **self.gradients)
+
+    @classmethod
+    def read(cls, file: Path) -> "Found":
+        with np.load(file) as stored:
+            arrays = dict(stored)
+        seconds = float(arrays.pop("seconds"))
+        return cls(arrays.pop("losses"), arrays.pop("norms"), arrays, seconds)
 
 
 class Apart(NamedTuple):
@@ -168,30 +107,37 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
 
 
 def computed(case: Case) -> Found:
-    """The steps of a case on its mesh."""
+    """The steps of a case on its mesh, of the devices of all processes."""
+    began = time.perf_counter()
     config = dataclasses.replace(case.model, **case.changes)
     mesh_config = MeshConfig(**{"fsdp": 1} | dict(case.axes))
     count = math.prod(case.axes.values())
     mesh = make_mesh(mesh_config, jax.devices()[:count])
     with jax.set_mesh(mesh):
-        model = _model(config, mesh)
-        parts = training(model, mesh, (STEPS, B, T + 1), case.accumulation)
-        first = parts.layout.to_global(batch_of(0))
+        model = _model(config, mesh, case.rules)
+        rules = stored_rules(case.rules)
+        parts = training(model, mesh, (STEPS, B, T + 1), case.accumulation, rules=rules)
+        first = _placed(parts, 0)
         grads = _first_gradients(parts, first, case.accumulation)
         state = parts.state
         losses = []
         norms = []
         for step in range(STEPS):
-            batch = parts.layout.to_global(batch_of(step))
-            state, metrics = parts.step(state, batch)
+            state, metrics = parts.step(state, _placed(parts, step))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-    return Found(losses, norms, grads)
+    seconds = time.perf_counter() - began
+    return Found(np.array(losses), np.array(norms), grads, seconds)
 
 
-def _model(config: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
+def _placed(parts: Training, step: int) -> dict[str, jax.Array]:
+    """The batch of a step on its mesh."""
+    return parts.layout.to_global(parts.layout.own_part(batch_of(step)))
+
+
+def _model(config: ModelConfig, mesh: jax.sharding.Mesh, rules: RulesConfig) -> Any:
     """The same weights on every mesh."""
-    graphdef, abstract = abstract_model(config, FLOAT32, mesh)
+    graphdef, abstract = abstract_model(config, FLOAT32, mesh, stored_rules(rules))
     plain = dataclasses.replace(config, scan_layers=True)
 
     @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
@@ -203,17 +149,58 @@ def _model(config: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
 
 def _first_gradients(
     parts: Training, batch: dict[str, jax.Array], accumulation: int
-) -> dict[tuple, np.ndarray]:
+) -> dict[str, np.ndarray]:
     models = models_from({POLICY: parts.graphdef}, buffers=parts.state.buffers)
 
     @jax.jit
     def compute(params: nnx.State, batch: dict[str, jax.Array]) -> nnx.State:
         return gradients(models, params, batch, PLAIN, PLAIN.scales(batch), accumulation)[1]
 
+    grads = compute(parts.state.trainable, batch)
+    # Whole on each device, so that every process can read them.
+    grads = jax.jit(lambda tree: tree, out_shardings=NamedSharding(parts.mesh, PartitionSpec()))(
+        grads
+    )
     found = {}
-    for path, variable in nnx.to_flat_state(compute(parts.state.trainable, batch)):
-        found[path] = np.asarray(variable.get_value())
+    for path, variable in nnx.to_flat_state(grads):
+        found[".".join(map(str, path))] = np.asarray(variable.get_value())
     return found
+
+
+def on_processes(cases: Sequence[Case], count: int) -> Iterator[Found]:
+    """The steps of cases on the devices of several processes, one case after the other.
+
+    RuntimeError: a process failed; with what they said last.
+    """
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.meshes", "--worker", folder]
+        for case in cases:
+            command += ["--only", case.name]
+        log = Path(folder, "log")
+        job = Processes()
+        with log.open("wb") as output:
+            try:
+                for index, address in enumerate(addresses(count)):
+                    job.add(index, start_process(command, address, output.fileno()))
+                ended = job.wait(SETTLE, lambda: math.inf)
+            finally:
+                job.end_all()
+        if ended.code:
+            said = log.read_text(errors="replace")[-_MOST_SAID:]
+            raise RuntimeError(f"of {count} processes, some ended with {ended.failed}:\n{said}")
+        for case in cases:
+            yield Found.read(Path(folder, f"{case.name}.npz"))
+
+
+def work(cases: Sequence[Case], folder: Path) -> None:
+    """What each process of a job does; the first one writes what was found."""
+    count = int(os.environ["JAX_NUM_PROCESSES"])
+    mesh = MeshConfig(platform="cpu", simulated_devices=DEVICES // count)
+    distributed.start(mesh, compilation_cache=None)
+    for case in cases:
+        found = computed(case)
+        if jax.process_index() == 0:
+            found.write(folder / f"{case.name}.npz")
 
 
 @functools.cache
@@ -222,12 +209,9 @@ def on_one_device(experts: bool) -> Found:
     return computed(Case(EXPERTS if experts else DENSE, {"fsdp": 1}))
 
 
-def apart(case: Case) -> Apart:
-    """A case against one device."""
+def apart(case: Case, found: Found) -> Apart:
+    """What a mesh has found for a case, against one device."""
     expected = on_one_device(case.model is EXPERTS)
-    began = time.perf_counter()
-    found = computed(case)
-    seconds = time.perf_counter() - began
     worst = 0.0
     for path, gradient in expected.gradients.items():
         difference = np.abs(found.gradients[path] - gradient).max()
@@ -236,36 +220,61 @@ def apart(case: Case) -> Apart:
         _relative(found.losses, expected.losses),
         _relative(found.norms, expected.norms),
         worst,
-        seconds,
+        found.seconds,
     )
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    return float(np.max(np.abs(np.asarray(found) / np.asarray(expected) - 1)))
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(found / expected - 1)))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.meshes", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", choices=names, action="append", help="this mesh; may be repeated")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        choices=(1, *SEVERAL),
+        action="append",
+        help="so many processes; may be repeated (default: 1, 2 and 4)",
+    )
+    parser.add_argument("--write", action="store_true", help=f"also to {RESULTS.name}")
+    # What the processes of a job are started with: the folder for what they find.
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs and prints the table; 1: a mesh is too far from one device."""
-    parser = argparse.ArgumentParser("python -m benchmarks.meshes", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    names = [case.name for case in CASES]
-    parser.add_argument("--only", choices=names, action="append", help="these meshes")
-    parser.add_argument("--write", action="store_true", help=f"also to {RESULTS.name}")
-    asked = parser.parse_args(argv)
+    asked = _parse(argv)
+    cases = [case for case in CASES if not asked.only or case.name in asked.only]
+    if asked.worker:
+        work(cases, asked.worker)
+        return 0
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
-    lines = ["| mesh | loss | norm | gradients | s |", "|---|--:|--:|--:|--:|"]
+    lines = [
+        "| mesh | processes | loss | norm | gradients | s |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     print("\n".join(lines), flush=True)
     failed = []
-    for case in CASES:
-        if asked.only and case.name not in asked.only:
-            continue
-        found = apart(case)
-        cells = [f"{number:.1e}" for number in found[:3]]
-        lines.append(f"| {' | '.join([case.name, *cells, f'{found.seconds:.0f}'])} |")
-        print(lines[-1], flush=True)
-        if not found.is_close():
-            failed.append(case.name)
+    for count in asked.processes or (1, *SEVERAL):
+        some = cases
+        found_of = map(computed, some)
+        if count > 1:
+            some = [case for case in cases if case.is_shared]
+            found_of = on_processes(some, count)
+        for case, result in zip(some, found_of, strict=True):
+            found = apart(case, result)
+            cells = [f"{number:.1e}" for number in found[:3]]
+            cells = [case.name, f"{count}", *cells, f"{found.seconds:.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+            if not found.is_close():
+                failed.append(f"{case.name} of {count}")
     if failed:
         print(f"further than {TOLERANCE:.0e} from one device: {', '.join(failed)}", file=sys.stderr)
     if asked.write:
@@ -283,7 +292,9 @@ def report(lines: Sequence[str]) -> str:
         f"{STEPS} AdamW steps in float32 of {B} rows of {T} tokens, packed, with a dense model and "
         "one with experts (`moe`), against the same steps on one device: the largest relative "
         "difference of a loss, of a gradient's norm, and of a gradient of the first step, relative "
-        "to the largest of its array. Seconds have compilation."
+        "to the largest of its array. With several processes, each has its share of the devices, "
+        "and they talk through gloo. `stored-elsewhere`: with `mesh.rules` of all that is split. "
+        "Seconds have compilation."
     )
     return "\n\n".join(["# Meshes", about, what, "\n".join(lines)]) + "\n"
 

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from maxtrain.config.sections.rules import rule_words
 from maxtrain.fitting import AXES, Fit
 from maxtrain.observe import human
 from maxtrain.parallel.memory import size
@@ -21,14 +22,18 @@ _MUCH_MORE = 1.15
 
 
 def mesh_words(found: Fit) -> str:
-    """The axes of the mesh that split something."""
+    """The axes of the mesh that split something, and the rules that are not the usual ones."""
     mesh = found.config.mesh
     axes = []
     for name in AXES:
         count = getattr(mesh, name)
         if count > 1:
             axes.append(f"{name}={count}")
-    return " ".join(axes) or "one device"
+    words = " ".join(axes) or "one device"
+    rules = rule_words(mesh.rules)
+    if rules:
+        words += f" with rules {rules}"
+    return words
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from maxtrain.config import RunConfig
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import row_shards
+from maxtrain.config.sections.rules import changed_rules
 from maxtrain.job import Parts
 from maxtrain.models.cost import TokenFlops, product_weights, token_flops
 from maxtrain.models.decoder import Decoder
@@ -132,6 +133,7 @@ class Fit(NamedTuple):
             "device": self.device,
             "devices": self.num_devices,
             "mesh": {axis: getattr(mesh, axis) for axis in AXES},
+            "rules": changed_rules(mesh.rules),
             "rows": self.batch.rows,
             "seq_length": self.batch.length,
             "accumulation": self.config.optimizer.micro_batches,

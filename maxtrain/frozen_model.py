@@ -29,6 +29,7 @@ from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import REFERENCE, Objective
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.hardware import hardware_of
+from maxtrain.parallel.sharding import RULES, Rules
 from maxtrain.storage.reading import readable_model
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
@@ -66,8 +67,9 @@ class FrozenModel:
         model with the same weights."""
         return function_of(self.model, self.precision)
 
-    def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-        """The structure, and the parameters as shapes with shardings on this mesh.
+    def abstract(self, mesh: Mesh, rules: Rules = RULES) -> tuple[nnx.GraphDef, nnx.State]:
+        """The structure, and the parameters as shapes with shardings on this mesh, by the rules of
+        where they are stored.
 
         Raises:
             ConfigError: a dim that the mesh does not divide, or a kernel that its devices lack.
@@ -78,7 +80,7 @@ class FrozenModel:
             problems = list(device_problems(kernel, hardware))
             if problems:
                 raise ConfigError(problems)
-            return abstract_model(self.model, self.precision, mesh)
+            return abstract_model(self.model, self.precision, mesh, rules)
 
     def with_kernel(self, run: RunConfig, hardware: Hardware) -> "FrozenModel":
         """The same with the kernel that attends in it beside the policy of a run, whose rows it

@@ -53,6 +53,7 @@ from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
 from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import stored_rules
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.storage.reading import readable_model
@@ -486,6 +487,7 @@ def make_parts(
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
+    rules = stored_rules(config.mesh.rules)
     objective = objective_of(config, num_sources)
     frozen_model = find_for(objective, config)
     if frozen_model is not None:
@@ -500,7 +502,7 @@ def make_parts(
             other.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
-        graphdef, variables = abstract_model(config.model, config.precision, mesh)
+        graphdef, variables = abstract_model(config.model, config.precision, mesh, rules)
         params, buffers = split_buffers(variables)
         trainable, frozen = split(params, frozen_paths(config.train, params))
         rule = "adam"
@@ -509,10 +511,12 @@ def make_parts(
         factors = learning_rate_factors(trainable, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, trainable, factors)
         zero = config.optimizer.zero
-        abstract = abstract_state(trainable, optimizer, mesh, loss_scale, zero, frozen, buffers)
+        abstract = abstract_state(
+            trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules
+        )
         graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
         if frozen_model is not None:
-            structure, shapes = frozen_model.abstract(mesh)
+            structure, shapes = frozen_model.abstract(mesh, rules)
             graphdefs[frozen_model.role] = structure
             abstract = with_frozen(abstract, {frozen_model.role: shapes})
         elif REFERENCE in objective.models:

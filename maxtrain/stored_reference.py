@@ -41,7 +41,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import from_first, gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import compiler_options
-from maxtrain.parallel.sharding import constrain
+from maxtrain.parallel.sharding import constrain, stored_rules
 from maxtrain.reference_file import ReferenceFile
 from maxtrain.training.partition import merged_models
 from maxtrain.training.state import TrainState, policy_variables
@@ -107,7 +107,8 @@ class StoredReference:
         require_one_number(reference.model)
         self._progress.phase(f"reading the reference from {reference.describe()}")
         with self._clock.during("restore"):
-            graphdef, abstract = reference.abstract(self._job.mesh)
+            rules = stored_rules(self._job.config.mesh.rules)
+            graphdef, abstract = reference.abstract(self._job.mesh, rules)
             params = reference.load(abstract)
             digest = digest_of(params, reference.function())
         program = _program(lambda params: nnx.merge(graphdef, params))

@@ -45,6 +45,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.config.run_path import run_path, run_url
 from maxtrain.config.sections.mesh import slow_axes_of
+from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import ACCUMULATION, Job, launch_fields, open_job
@@ -473,7 +474,8 @@ def describe(progress: Progress, job: Job) -> None:
     progress.message(job.attention.line)
     slow = slow_axes_of(config.mesh)
     by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
-    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes()):
+    rules = rule_words(config.mesh.rules)
+    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes(), rules):
         progress.message(line)
     describe_experts(progress, config, devices[0].platform)
     if job.abstract.frozen[POLICY]:

@@ -98,6 +98,8 @@ TESTED_ELSEWHERE = {
         "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
     ),
     FITTED + "h100:8 optimizer.accumulation=16": "tests/test_fit.py::test_a_step_on_gpus",
+    "python -m maxtrain.train config=quickstart run_name=stored mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 "
+    "model.attention=ring mesh.rules.embed='[fsdp, context]'": VARIANTS,
     FITTED + "v5p:4x4x4 --search --tries 12": "tests/test_fit.py::test_a_search_on_tpus",
     "maxtrain probe config=quickstart": (
         "tests/test_probe.py::test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train"

@@ -15,7 +15,7 @@ from maxtrain import fit_search
 from maxtrain.cli import main
 from maxtrain.config import load_config
 from maxtrain.config.across.attention_choice import Choice
-from maxtrain.fit_report import advice
+from maxtrain.fit_report import advice, mesh_words
 from maxtrain.fit_search import Mesh, meshes, search
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
 from maxtrain.models.cost import TokenFlops
@@ -112,6 +112,24 @@ def test_a_step_on_gpus(fitted):
     assert "data.packing=stream puts several into one" in record["attention_reason"]
     assert "an estimate from data sheets, not measured" in shown
     assert "needed, of 59.33 GiB: fits" in shown
+
+
+@pytest.mark.slow
+@on_linux_x86
+def test_a_rule_changes_what_is_stored_and_sent(fitted):
+    """The width of the model, by 8 in place of 4."""
+    words = ["topology=h100:8", "optimizer.accumulation=1", "mesh.fsdp=4", "mesh.context=2"]
+    rule = "mesh.rules.embed=[fsdp, context]"
+    record, shown = fitted(*words, rule)
+    assert record["rules"] == {"embed": ["fsdp", "context"]}
+    # Lines are broken where the window ends.
+    assert "mesh fsdp=4 context=2 with rules embed=[fsdp, context]" in " ".join(shown.split())
+    assert record["memory_bytes"]["parameters"] == 4 * (WEIGHTS // 8 + NORMS)
+    assert record["memory_bytes"]["optimizer"] == pytest.approx(
+        8 * (WEIGHTS // 8 + NORMS), rel=0.01
+    )
+    assert by_kind(record)["all-gather", "fsdp", "context"][0] > 0
+    assert record["compiler_warnings"] == []
 
 
 @pytest.mark.long
@@ -287,6 +305,13 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
         compile_seconds=1.0,
     )
     return found._replace(**others)
+
+
+def test_the_words_for_a_mesh_have_the_rules_that_are_set():
+    ruled = load_config([*SMALL, "mesh.fsdp=4", "mesh.rules.embed=[]", "mesh.rules.mlp=[tensor]"])
+    assert mesh_words(a_fit(ruled)) == "fsdp=4 with rules embed=[]"
+    assert a_fit(ruled).record()["rules"] == {"embed": ()}
+    assert mesh_words(a_fit()) == "fsdp=4"
 
 
 def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():

@@ -1,8 +1,8 @@
 """The same run on one, two and four processes: the batches of all steps, where it ends, and what is
 left of it by kills.
 
-All jobs have four simulated devices in the same mesh, and train a tiny model on three epochs of a
-tiny corpus.
+All jobs have four simulated devices, most of them in the same mesh, and train a tiny model on three
+epochs of a tiny corpus.
 """
 
 import contextlib
@@ -71,7 +71,8 @@ def config(tmp_path_factory) -> Path:
         "log_interval": 1,
         "eval_interval": 0,
         "checkpoint_interval": 5,
-        "model": TINY_MODEL,
+        # Of bytes, made even, so that a tensor axis divides it.
+        "model": TINY_MODEL | {"vocab_size": 260},
         "data": {
             "sources": sources,
             "on_exhausted": "renormalize",
@@ -278,6 +279,14 @@ def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone, g
     )
 
 
+@pytest.mark.slow
+def test_parameters_may_be_split_over_four_processes_by_rows_and_within_layers(config, alone):
+    axes = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
+    with Job(config, "on-4-tensor", 4, "checkpoint_interval=0", *axes) as job:
+        job.end()
+    assert_same(trained(config, "on-4-tensor"), alone)
+
+
 def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config, alone, request):
     """A run on one process and one on four have evaluated one set in batches of two sizes, at their
     ends: four results, of every target of the set."""
@@ -424,7 +433,6 @@ def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices
         "mesh.tensor=-1",
         "model.num_heads=4",
         "model.num_kv_heads=4",
-        "model.vocab_size=260",
         "steps=12",
     ]
     name = f"{devices}-{mesh[-1]}"

@@ -90,6 +90,8 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
         "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
         "run_name=long mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring",
+        "run_name=stored mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring "
+        "'mesh.rules.embed=[fsdp, context]'",
         "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
         "run_name=kept model.remat=named 'model.kept.on_device=[attention, gate_up]' 'model.kept.on_host=[qkv]'",
         "run_name=fitting optimizer.accumulation=auto",
@@ -121,6 +123,8 @@ def test_readme_variants_train(clone, more):
         (launch,) = read_launches(clone / "runs" / "meshed")
         held = launch["device_bytes"]
         assert held["optimizer_state"] > held["parameters"] > held["batch"] > 0
+    if "stored" in more:
+        assert "  parameters are stored by embed=[fsdp, context]\n" in result.stdout
     assert "2 steps" in result.stdout
 
 

@@ -22,6 +22,7 @@ from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import RULES, Rules
 from maxtrain.training.loss_scale import initial
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
@@ -133,12 +134,13 @@ class Tiny:
         precision=EXACT,
         optimizer: OptimizerConfig = OPTIMIZER,
         step=None,
+        rules: Rules = RULES,
         **model: Any,
     ) -> Parts:
         """A step with these options, and functions for new states, on a mesh of (data, fsdp,
         tensor)."""
         config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
-        graphdef, params = abstract_model(config, precision, mesh)
+        graphdef, params = abstract_model(config, precision, mesh, rules)
         rule, options = make_optimizer(optimizer, SCHEDULE, STEPS, params), step or {}
         options = {
             "zero": optimizer.zero,
@@ -146,7 +148,7 @@ class Tiny:
         } | options
         schedule = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS)
         loss_scale = options.get("loss_scale")
-        abstract = abstract_state(params, rule, mesh, loss_scale, optimizer.zero)
+        abstract = abstract_state(params, rule, mesh, loss_scale, optimizer.zero, rules=rules)
         train_step = make_train_step(
             abstract, {POLICY: graphdef}, objective, rule, schedule, accumulation, **options
         )

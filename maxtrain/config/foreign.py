@@ -127,6 +127,11 @@ _MAXTEXT = (
         "generation has one device",
         "ici_autoregressive_parallelism dcn_autoregressive_parallelism",
     ),
+    (
+        "mesh.rules.embed",
+        "mesh.rules has a key for each dim of parameters; that of activations is fixed",
+        "logical_axis_rules",
+    ),
     ("checkpoint.asynchronous", _SAME, "async_checkpointing"),
 )
 _HUGGING_FACE = (

@@ -52,6 +52,7 @@ from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.ppo import value_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
+from maxtrain.config.sections.rules import rule_problems
 from maxtrain.config.sections.schedule import pieces_problems
 
 
@@ -231,6 +232,7 @@ def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from activation_problems(config.precision)
     yield from loss_scale_problems(config.loss_scale, config.precision.compute)
     yield from axis_problems(config.mesh)
+    yield from rule_problems(config.mesh.rules)
     yield from process_problems(config.mesh)
     yield from shapes.auto_accumulation_problems(config)
     yield from shapes.division_problems(config)

@@ -30,7 +30,14 @@ from maxtrain.config.words import divisors, nearest
 from maxtrain.models.context import Context, Noise, Rotation
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
-from maxtrain.parallel.sharding import LENGTH, STAGE, batch_shards, constrain, stages
+from maxtrain.parallel.sharding import (
+    LENGTH,
+    STAGE,
+    batch_shards,
+    constrain,
+    constrain_weight,
+    stages,
+)
 
 # x [B, T, D] through some layers, whose inputs are stacked, [L, ...]; with what is kept of each.
 Block = Callable[[Array, Context, Any], tuple[Array, Any]]
@@ -94,7 +101,7 @@ def pipelined(
         micro = item % M
         number = jnp.clip(item // M, 0, R - 1)
         of_rows = jax.tree.map(lambda leaf: leaf[micro], rows)
-        own = _split_as_stored(jax.tree.map(lambda leaf: leaf[number], weights))
+        own = _split_as_used(jax.tree.map(lambda leaf: leaf[number], weights))
         return block(x, _with_rows(context, of_rows), own)
 
     def iterate(
@@ -146,7 +153,7 @@ def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L 
     return by_round.swapaxes(0, 1)
 
 
-def _split_as_stored(weights: Any) -> Any:
+def _split_as_used(weights: Any) -> Any:
     """The layers of a block, whose gradients of each micro-batch are split as they are: XLA would
     add them up whole on all devices."""
 
@@ -156,7 +163,7 @@ def _split_as_stored(weights: Any) -> Any:
             return variable
         axes = variable.get_metadata("axes")
         stacked = (None,) * (variable.ndim - len(axes))
-        return variable.replace(constrain(variable.get_value(), *stacked, *axes))
+        return variable.replace(constrain_weight(variable.get_value(), *stacked, *axes))
 
     return jax.tree.map(split, weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import LoraConfig
 from maxtrain.ops.quantized import WEIGHTS_PER_CODE, Form, Quantized, dequantize, quantize
-from maxtrain.parallel.sharding import RULES, Axes, named_sharding
+from maxtrain.parallel.sharding import RULES, Axes, Rules, named_sharding, parts_of
 
 CODES = "codes"
 SCALES = "scales"
@@ -281,13 +281,12 @@ def require_whole_blocks(sizes: Mapping[str, int], lora: LoraConfig) -> None:
     )
 
 
-def axes_on(variable: nnx.Variable, mesh_shape: Mapping[str, int]) -> Axes:
+def axes_on(variable: nnx.Variable, mesh_shape: Mapping[str, int], rules: Rules = RULES) -> Axes:
     """The logical names of the dims of codes or scales, without that of layers. Blocks are not
-    split
-    over a mesh that does not divide them: each device then has all of them."""
+    split over a mesh that does not divide them: each device then has all of them."""
     axes = list(variable.get_metadata("axes"))
     shape = variable.get_metadata("stands_for")
-    if shape.num_blocks % _parts(shape.input_axis, mesh_shape):
+    if shape.num_blocks % parts_of(shape.input_axis, mesh_shape, rules):
         axes[len(shape.experts)] = None
     return tuple(axes)
 
@@ -314,13 +313,6 @@ def require_blocks_of_experts(abstract: nnx.State, mesh_shape: Mapping[str, int]
             f"inputs of the experts' {name}, which mesh.tensor={tensor} must divide. "
             f"{_mend([inputs // tensor], shape.form, shape.block)}"
         )
-
-
-def _parts(axis: str | None, mesh_shape: Mapping[str, int]) -> int:
-    """How many parts a dim of this name is split into."""
-    if axis is None:
-        return 1
-    return math.prod(mesh_shape.get(name, 1) for name in RULES[axis])
 
 
 def _mend(sizes: Iterable[int], form: str, block: int) -> str:

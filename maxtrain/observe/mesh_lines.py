@@ -15,7 +15,7 @@ _SPLIT = {
 
 
 def mesh_lines(
-    shape: Mapping[str, int], slow: Mapping[str, int], held: Mapping[str, int]
+    shape: Mapping[str, int], slow: Mapping[str, int], held: Mapping[str, int], rules: str = ""
 ) -> list[str]:
     """A table of the axes that split something, and a line of bytes; empty with one device.
 
@@ -23,6 +23,7 @@ def mesh_lines(
         shape: sizes of the axes by name, outer to inner.
         slow: by how many parts of an axis a slow network connects, where it does.
         held: bytes of each part of a run on a device, by name.
+        rules: of where parameters are stored, as `rule_words` has them.
     """
     axes = {axis: parts for axis, parts in shape.items() if parts > 1}
     if not axes:
@@ -35,6 +36,8 @@ def mesh_lines(
         if axis in slow:
             line += f" ({slow[axis]:,} over the slow network)"
         lines.append(line)
+    if rules:
+        lines.append(f"  parameters are stored by {rules}")
     parts_held = ", ".join(f"{size(count)} {name}" for name, count in held.items())
     lines.append(f"  a device holds {parts_held}")
     return lines

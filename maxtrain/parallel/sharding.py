@@ -3,43 +3,43 @@
 Modules name their dims with logical axes; only this file knows which mesh axis that is. Outside a
 mesh (`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one
 device.
+
+What is computed is split by `RULES`, always: kernels of attention, the exchange of tokens between
+experts, stages and losses send what they send over these axes. Where parameters and their optimizer
+state are stored, between their uses, is for the config to say (`stored_rules`); XLA moves them from
+there to where they are used, and their gradients back.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import ConfigError
+from maxtrain.config.sections.rules import RulesConfig
 
 Axes = tuple[str | None, ...]
+Rules = Mapping[str, tuple[str, ...]]
 LENGTH = "activation_length"
 STAGE = "stage"
 
-# Over `expert`, experts are split by their number, and other weights as over `fsdp`.
-RULES: dict[str, tuple[str, ...]] = {
-    "embed": ("fsdp", "expert"),
-    "expert_embed": ("fsdp",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    # Stages have parts of what is before and behind the layers.
-    "vocab": ("stage", "tensor"),
+_SETTABLE: Rules = dataclasses.asdict(RulesConfig())
+RULES: Rules = {
+    **_SETTABLE,
     "score": (),
-    "norm": (),
-    "positions": (),
-    "layers": ("stage",),
-    "exp": ("expert",),
-    "router": (),
-    "rank": (),
-    "latent": ("fsdp", "expert"),
+    "layers": (STAGE,),
     "activation_batch": ("data", "fsdp", "expert"),
     LENGTH: ("context",),
     "activation_embed": (),
 }
+
+
+def stored_rules(config: RulesConfig) -> Rules:
+    """Those of parameters and their optimizer state, where they are stored."""
+    return {**RULES, **dataclasses.asdict(config)}
 
 
 def partition_spec(
@@ -47,6 +47,7 @@ def partition_spec(
     mesh_shape: Mapping[str, int],
     shape: tuple[int, ...] | None = None,
     name: str = "array",
+    rules: Rules = RULES,
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dims have these logical names.
 
@@ -55,6 +56,7 @@ def partition_spec(
         mesh_shape: devices along each mesh axis.
         shape: sizes of the dims, checked for divisibility when given.
         name: what to call the array in a message.
+        rules: of parameters, `stored_rules`.
 
     Raises:
         ConfigError: an unknown name; two dims on the same mesh axis; a dim that its mesh axes don't
@@ -64,17 +66,18 @@ def partition_spec(
     used: dict[str, str | None] = {}
     problems = []
     for i, axis in enumerate(axes):
-        if axis is not None and axis not in RULES:
+        if axis is not None and axis not in rules:
             raise ConfigError(
-                f"{name}: unknown logical axis {axis!r}. Use one of {', '.join(sorted(RULES))}."
+                f"{name}: unknown logical axis {axis!r}. Use one of {', '.join(sorted(rules))}."
             )
-        split = tuple(m for m in RULES.get(axis or "", ()) if mesh_shape.get(m, 1) > 1)
+        split = tuple(m for m in rules.get(axis or "", ()) if mesh_shape.get(m, 1) > 1)
         for m in split:
             if m in used:
-                both = f"{used[m]!r} and {axis!r}"
+                both = (used[m], axis)
+                settable = [f"mesh.rules.{one}" for one in both if one in _SETTABLE]
                 problems.append(
-                    f"{name}: dims {both} are both split over mesh axis {m!r}. "
-                    "Change one of them in RULES."
+                    f"{name}: dims {both[0]!r} and {axis!r} are both split over mesh axis {m!r}. "
+                    f"Set {' or '.join(settable)} without {m}."
                 )
             used[m] = axis
         parts = math.prod(mesh_shape[m] for m in split)
@@ -82,6 +85,8 @@ def partition_spec(
             product = " * ".join(f"mesh.{m}={mesh_shape[m]}" for m in split)
             rule = f"dim {axis!r} of size {shape[i]} must be divisible by {product} = {parts}"
             mend = f"Use a divisor of {shape[i]}, or change the size"
+            if axis in _SETTABLE:
+                mend += f", or set mesh.rules.{axis} to fewer axes"
             problems.append(f"{name}: {rule}. {mend}.")
         if len(split) == 1:
             spec.append(split[0])
@@ -133,22 +138,38 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     It does nothing outside a mesh. A length that can't be split, such as that of a few tokens of
     generation, is whole on all devices.
     """
+    return _constrained(x, axes, {LENGTH})
+
+
+def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
+    """As `constrain`, of a parameter while it is used. A dim that can't be split there, but perhaps
+    is where it is stored, is whole."""
+    return _constrained(x, axes, set(axes))
+
+
+def _constrained(x: jax.Array, axes: Axes, may_be_whole: Container[str | None]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
     kept = []
     for size, axis in zip(x.shape, axes, strict=True):
-        if axis == LENGTH and size % length_shards():
+        if axis in may_be_whole and size % parts_of(axis, mesh.shape):
             kept.append(None)
         else:
             kept.append(axis)
     return jax.lax.with_sharding_constraint(x, partition_spec(tuple(kept), mesh.shape))
 
 
+def parts_of(axis: str | None, mesh_shape: Mapping[str, int], rules: Rules = RULES) -> int:
+    """How many parts a dim of this name is split into."""
+    if axis is None:
+        return 1
+    return math.prod(mesh_shape.get(name, 1) for name in rules[axis])
+
+
 def length_shards() -> int:
     """Number of parts that the tokens of a row are split into on the current mesh."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape.get(m, 1) for m in RULES[LENGTH])
+    return parts_of(LENGTH, jax.sharding.get_abstract_mesh().shape)
 
 
 def stages() -> int:
@@ -158,12 +179,15 @@ def stages() -> int:
 
 def batch_shards() -> int:
     """Number of parts that the rows of a batch are split into on the current mesh."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape.get(m, 1) for m in RULES["activation_batch"])
+    return parts_of("activation_batch", jax.sharding.get_abstract_mesh().shape)
 
 
 def named_sharding(
-    mesh: Mesh, axes: Axes, shape: tuple[int, ...] | None = None, name: str = "array"
+    mesh: Mesh,
+    axes: Axes,
+    shape: tuple[int, ...] | None = None,
+    name: str = "array",
+    rules: Rules = RULES,
 ) -> NamedSharding:
     """The sharding of an array on a real mesh; raises like `partition_spec`."""
-    return NamedSharding(mesh, partition_spec(axes, mesh.shape, shape, name))
+    return NamedSharding(mesh, partition_spec(axes, mesh.shape, shape, name, rules))

@@ -25,7 +25,7 @@ from maxtrain.models.quantized import (
 )
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
-from maxtrain.parallel.sharding import named_sharding, spread
+from maxtrain.parallel.sharding import RULES, Rules, named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 from maxtrain.training.optimizer import average_or_params, paths
 from maxtrain.training.partition import join, nothing, only_policy, split, split_buffers
@@ -173,7 +173,7 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _shard(tree: Any, mesh: Mesh) -> Any:
+def _shard(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     """The tree with a sharding on every abstract leaf.
 
     A parameter's, and its optimizer state's, is from its logical axes.
@@ -187,25 +187,29 @@ def _shard(tree: Any, mesh: Mesh) -> Any:
         value = x.get_value()
         axes = logical_axes(x)
         if is_quantized(x):
-            own = axes_on(x, mesh.shape)
+            own = axes_on(x, mesh.shape, rules)
             axes = axes[: len(axes) - len(own)] + own
-        sharding = named_sharding(mesh, axes, value.shape, name)
+        sharding = named_sharding(mesh, axes, value.shape, name, rules)
         return x.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_variable)
 
 
 def abstract_model(
-    model: ModelConfig, precision: PrecisionConfig, mesh: Mesh
+    model: ModelConfig, precision: PrecisionConfig, mesh: Mesh, rules: Rules = RULES
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure, and its parameters and buffers as shapes with shardings.
 
+    Args:
+        rules: where they are stored (`stored_rules`).
+
     Raises:
-        ConfigError: a dim that the mesh does not divide.
+        ConfigError: a dim that the mesh does not divide, or two of an array that would be split
+            over one axis.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(model, precision)))
     require_blocks_of_experts(params, mesh.shape)
-    return graphdef, _shard(params, mesh)
+    return graphdef, _shard(params, mesh, rules)
 
 
 def spread_tree(tree: PyTree) -> PyTree:
@@ -289,6 +293,7 @@ def abstract_state(
     zero: int = 0,
     frozen: nnx.State | None = None,
     buffers: nnx.State | None = None,
+    rules: Rules = RULES,
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters.
 
@@ -299,6 +304,7 @@ def abstract_state(
             too.
         frozen: the policy's other parameters; None: all train.
         buffers: the policy's; None: it has none.
+        rules: as of `abstract_model`.
     """
     if frozen is None:
         frozen = nothing()
@@ -309,7 +315,7 @@ def abstract_state(
         return _init(trainable, frozen, buffers, optimizer, loss_scale)
 
     shapes = jax.eval_shape(init, trainable, frozen, buffers)
-    state: TrainState = _shard(shapes, mesh)
+    state: TrainState = _shard(shapes, mesh, rules)
     if zero >= 1:
         state = dataclasses.replace(state, opt_state=spread_tree(state.opt_state))
     if zero == 3:

@@ -1,15 +1,38 @@
 """Steps on every mesh of eight devices are those of one device."""
 
+import functools
+
 import pytest
 
-from benchmarks.meshes import CASES, TOLERANCE, apart
+from benchmarks.meshes import CASES, SEVERAL, TOLERANCE, Found, apart, computed, on_processes
+
+SHARED = [case for case in CASES if case.is_shared]
+
+
+def assert_close(found):
+    assert found.losses <= TOLERANCE
+    assert found.norms <= TOLERANCE
+    assert found.gradients <= TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optax_dtypes")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_ten_steps_and_all_gradients_are_those_of_one_device(case):
-    found = apart(case)
-    assert found.losses <= TOLERANCE
-    assert found.norms <= TOLERANCE
-    assert found.gradients <= TOLERANCE
+    assert_close(apart(case, computed(case)))
+
+
+@functools.cache
+def found_by(count: int) -> dict[str, Found]:
+    """What so many processes find for each mesh that they share."""
+    found = on_processes(SHARED, count)
+    return {case.name: of_case for case, of_case in zip(SHARED, found, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("optax_dtypes")
+@pytest.mark.parametrize("case", SHARED, ids=[case.name for case in SHARED])
+@pytest.mark.parametrize("count", SEVERAL)
+def test_they_are_too_where_several_processes_share_the_devices(case, count):
+    assert_close(apart(case, found_by(count)[case.name]))

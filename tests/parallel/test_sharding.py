@@ -64,7 +64,7 @@ def test_two_dims_on_one_mesh_axis_are_refused():
     with pytest.raises(ConfigError) as error:
         partition_spec(("heads", "mlp"), SIZES, name="decoder.odd")
     assert error.value.problems == [
-        "decoder.odd: dims 'heads' and 'mlp' are both split over mesh axis 'tensor'. Change one of them in RULES."
+        "decoder.odd: dims 'heads' and 'mlp' are both split over mesh axis 'tensor'. Set mesh.rules.heads or mesh.rules.mlp without tensor."
     ]
     assert partition_spec(("heads", "mlp"), {"data": 8, "tensor": 1}) == PartitionSpec(None, None)
 
@@ -73,8 +73,10 @@ def test_a_dim_that_cannot_be_divided_is_refused_with_its_numbers():
     with pytest.raises(ConfigError) as error:
         partition_spec(("embed", "mlp"), {"fsdp": 4, "tensor": 8}, (30, 60), "up")
     assert error.value.problems == [
-        "up: dim 'embed' of size 30 must be divisible by mesh.fsdp=4 = 4. Use a divisor of 30, or change the size.",
-        "up: dim 'mlp' of size 60 must be divisible by mesh.tensor=8 = 8. Use a divisor of 60, or change the size.",
+        "up: dim 'embed' of size 30 must be divisible by mesh.fsdp=4 = 4. Use a divisor of 30, or change the size, "
+        "or set mesh.rules.embed to fewer axes.",
+        "up: dim 'mlp' of size 60 must be divisible by mesh.tensor=8 = 8. Use a divisor of 60, or change the size, "
+        "or set mesh.rules.mlp to fewer axes.",
     ]
     with pytest.raises(
         ConfigError,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import key
+from maxtrain.config.sections.rules import RulesConfig
 from maxtrain.config.words import choices
 
 
@@ -33,6 +34,9 @@ class MeshConfig:
         "none",
         "what axes that are not set are: all fsdp; replicas of 8; or up to 8 parts of layers, "
         "experts or rows, the rest fsdp",
+    )
+    rules: RulesConfig = key(
+        RulesConfig(), "over which axes dims of parameters are split where they are stored"
     )
     dcn_data: int = key(
         1,
