@@ -122,7 +122,7 @@ def measure(case: Case, model: tuple[str, ...] = MODEL) -> Fit:
 
 def row(case: Case, found: Fit) -> str:
     """Of the table."""
-    sent = dict.fromkeys(_KINDS, 0.0)
+    sent: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
     for line in found.lines:
         sent[line.kind] += line.num_bytes
     assert found.total is not None
