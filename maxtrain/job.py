@@ -20,7 +20,15 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
 from data_pipeline.plan import Shape
 from data_pipeline.teacher_files import TeacherFiles
-from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves, with_accumulation
+from maxtrain.config import (
+    RunConfig,
+    fewer_settings,
+    fit_to_devices,
+    fit_to_fewer,
+    fit_to_planned,
+    leaves,
+    with_accumulation,
+)
 from maxtrain.config.across.attention_choice import Choice, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
@@ -366,7 +374,8 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
 
     Args:
         saved: the run at the checkpoint to go on from, if there is one.
-        as_launched: the config is that of a launch on record, which is as it is.
+        as_launched: the config is that of a launch on record, which is as it is, for any number of
+            processes.
 
     Raises:
         UserError: data, config and devices do not fit together.
@@ -406,12 +415,16 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
         return fit_to_fewer(asked_for, had, count, usual) is not None
 
+    mesh = config.mesh
+    if as_launched:
+        # Accumulation is what it was with the processes of that launch.
+        mesh = dataclasses.replace(mesh, min_processes=None, planned_processes=None)
     cache = config.observe.compilation_cache
-    had = distributed.start(config.mesh, cache, config.determinism == "full", suffices)
+    had = distributed.start(mesh, cache, config.determinism == "full", suffices)
     count = jax.process_count()
-    # No device gets more rows at a time than it had.
-    if count < had:
-        asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
+    asked, of_fewer = _with_fewer(asked, had, count)
+    if of_fewer:
+        notes.append(of_fewer)
     fitted = fit_to_devices(asked, jax.device_count())
     had = None
     if saved is not None:
@@ -435,6 +448,32 @@ def _stored_teachers(
     for read in (data, *sets.values()):
         if read.teacher is not None:
             yield read.teacher
+
+
+def _with_fewer(config: RunConfig, had: int, count: int) -> tuple[RunConfig, str]:
+    """The config for the processes that are here, where it is meant for more of them, and a line
+    about what that changes. No device gets more rows at a time than it had.
+
+    Args:
+        had: that it is meant for.
+        count: that are here.
+    """
+    if count >= had:
+        return config, ""
+    devices = jax.device_count() // count
+    if config.mesh.planned_processes == had:
+        fewer = fit_to_planned(config, count, devices)
+    else:
+        # When it was decided to go on, devices were not here to be counted.
+        fewer = fit_to_fewer(config, had, count, devices) or config
+    settings = fewer_settings(config, fewer)
+    settings.pop("mesh.planned_processes", None)
+    if fewer.optimizer.accumulation == config.optimizer.accumulation:
+        settings.pop(ACCUMULATION)
+    if not settings:
+        return fewer, ""
+    changes = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return fewer, f"processes: {count} of the {had} that the settings are meant for; so {changes}"
 
 
 def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[RunConfig, str]:

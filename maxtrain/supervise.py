@@ -202,7 +202,7 @@ class Supervisor:
 
         No device gets more rows at a time than it had.
         """
-        had = self._options.processes
+        had = max(self._options.processes, self._config.mesh.planned_processes or 0)
         devices = usual_devices(self._folder, self._config.mesh.simulated_devices)
         config = self._config
         decided = decided_accumulation(self._folder)
@@ -218,7 +218,9 @@ class Supervisor:
             settings = [f"{name}={value}" for name, value in changed.items()]
             self._command = [*kept, *settings]
             self._slots = rest[:count]
-            said = f"goes on with {count} of {had} processes, {' '.join(settings)}"
+            said = (
+                f"goes on with {count} of {self._options.processes} processes, {' '.join(settings)}"
+            )
             self._tell(f"process {slot} is lost; {said}")
             return True
         return False

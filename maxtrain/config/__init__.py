@@ -6,6 +6,7 @@ from maxtrain.config.across.shapes import (
     fewer_settings,
     fit_to_devices,
     fit_to_fewer,
+    fit_to_planned,
     with_accumulation,
 )
 from maxtrain.config.load import (
@@ -26,6 +27,7 @@ __all__ = [
     "fewer_settings",
     "fit_to_devices",
     "fit_to_fewer",
+    "fit_to_planned",
     "from_command_line",
     "leaves",
     "load_config",

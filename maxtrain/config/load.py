@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from data_pipeline.errors import ConfigError, UsageError, UserError, ending_with_reader
+from data_pipeline.errors import (
+    ConfigError,
+    StorageError,
+    UsageError,
+    UserError,
+    ending_with_reader,
+)
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import read_config
 from maxtrain.config.help import help_text
@@ -175,6 +181,9 @@ def _name_model(
         return []
     try:
         found = models.named(place)
+    except StorageError as error:
+        # No problem of the config: it may pass, and who starts runs again tries it again.
+        raise StorageError(f"model={show(place)}: {error}") from error
     except UserError as error:
         problems.append(ValueProblem("model", f"model={show(place)}: {error}"))
         return []
@@ -209,6 +218,8 @@ def _fill_model(
     key = "checkpoint.init_from"
     try:
         theirs = models.of_weights(directory)
+    except StorageError as error:
+        raise StorageError(f"{key}={show(directory)}: {error}") from error
     except UserError as error:
         problems.append(ValueProblem(key, f"{key}={show(directory)}: {error}"))
         return []

@@ -10,8 +10,10 @@ from maxtrain.launch.tpu import TPUS
 
 _ABOUT = """starts a job of one or many processes: writes a batch script of Slurm or a JobSet of
 Kubernetes, or runs processes on this machine. The config is checked first."""
-_AFTER = """What is printed can be read and changed before it is submitted. Restarts follow the exit
+_WRITTEN = """What is printed can be read and changed before it is submitted. Restarts follow the exit
 codes of a run: 74, 75 and signals are tried again, 64, 65, 70 and 78 are not."""
+_HERE = """Nothing is started again; `maxtrain supervise --processes N` does that. The exit code is that
+of the first process that failed, which ends the others."""
 
 
 class _Option(NamedTuple):
@@ -148,7 +150,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         usage=f"{prog} TARGET [OPTION ...] config=NAME key=value ... [-- OPTION OF THE JOB ...]",
         description=f"{_ABOUT}\n\nTARGET:\n" + "\n".join(lines),
-        epilog=f"{_AFTER} `{prog} TARGET --help` says more.",
+        epilog=f"`{prog} TARGET --help` says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", choices=TARGETS, help=argparse.SUPPRESS)
@@ -157,11 +159,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _parser_of(target: str, prog: str) -> argparse.ArgumentParser:
     about, _ = TARGETS[target]
+    after = _WRITTEN
+    if target == "local":
+        after = _HERE
     parser = argparse.ArgumentParser(
         prog=f"{prog} {target}",
         usage=f"{prog} {target} [OPTION ...] config=NAME key=value ... [-- OPTION OF THE JOB ...]",
         description=about,
-        epilog=_AFTER,
+        epilog=after,
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="config and its settings")
     parser.add_argument("--job", choices=VERBS, default="train", help="default: train")

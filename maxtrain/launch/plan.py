@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_pipeline.errors import ConfigError, UsageError
-from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer
+from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, fit_to_planned
 from maxtrain.config.across.attention_choice import Hardware, choose
 from maxtrain.config.kernels import AUTO
 from maxtrain.config.load import Models, load_with_notes
@@ -167,7 +167,7 @@ def make_plan(
         here = config
         if planned > given.processes:
             per_process = count // given.processes
-            here = fit_to_fewer(config, planned, given.processes, per_process) or config
+            here = fit_to_planned(config, given.processes, per_process)
         fitted = fit_to_devices(here, count)
         _require_slices(fitted, given)
         _tell_attention(fitted, given)

@@ -1,6 +1,7 @@
 """The curves of a run as a picture. Works on records of `read_metrics`."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from maxtrain.observe.series import LEAST_SMOOTHED, columns, evaluation_series, 
 from maxtrain.ops.quantity import NLL, Quantity
 
 _PANEL_INCHES = 1.2
+# Letters in a line of small print.
+_SUBTITLE_WIDTH = 110
 _LEFT_OUT = "left out"
 
 
@@ -95,14 +98,18 @@ def plot_curves(
 
 
 def _write_title(axes: Any, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
+    # The layout makes room for all text, and a plan of many stages is wider than the picture.
+    lines = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
+    pad = 22 + 11 * max(0, len(lines) - 1)
+    axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=pad, parse_math=False)
     axes.annotate(
-        subtitle,
+        "\n".join(lines),
         (0, 1),
         xytext=(0, 7),
         xycoords="axes fraction",
         textcoords="offset points",
         size=9,
+        parse_math=False,
     )
 
 

@@ -192,6 +192,7 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
     if jax.distributed.is_initialized():
         return count
     if count == 1:
+        _require_least(config, 1, suffices)
         return None
     given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
     missing = [name for name, value in given.items() if value is None]
@@ -199,12 +200,16 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
     if missing:
         place = find_place(config.connect_seconds, config.platform in ("auto", "tpu"))
     if place is None and len(missing) == 3:
+        _require_least(config, 1, suffices)
         return None
     if place is None and missing:
         told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         names = " and ".join(missing)
+        verb = "describes"
+        if len(missing) == 1:
+            verb = "describe"
         raise ConfigError(
-            f"{told} describe only part of a job; {names} must be known too. "
+            f"{told} {verb} only part of a job; {names} must be known too. "
             f"Set {names}, or none of the three."
         )
     if place is not None:
@@ -218,6 +223,7 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         if index is None:
             index = place.index
     asked = int(count or 0)
+    _require_least(config, asked, suffices)
     least = config.min_processes
     planned = max(asked, config.planned_processes or 0)
 
@@ -244,6 +250,26 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         heartbeat_timeout_seconds=config.heartbeat_seconds,
     )
     return asked
+
+
+def _require_least(
+    config: MeshConfig, count: int, suffices: Callable[[int, int], bool] | None
+) -> None:
+    """ConfigError: mesh.min_processes is more than the job has, and it is a job to which that
+    matters.
+
+    A process that did not find the others would train alone, and nobody would know.
+    """
+    least = config.min_processes
+    if suffices is None or least is None or least <= count:
+        return
+    job = f"this job has {count} processes"
+    if count == 1:
+        job = "this process is the only one of its job, or has not found the others"
+    raise ConfigError(
+        f"mesh.min_processes={least}, and {job}. Set mesh.min_processes to at most {count}, or "
+        "start all processes of the job."
+    )
 
 
 def tell_end(code: int) -> None:

@@ -65,6 +65,10 @@ def meet(
     if not 0 <= index < count:
         rule = f"mesh.process_id={index} must be less than mesh.num_processes={count}"
         raise ConfigError(f"{rule}. It counts from 0.")
+    if len(places) > count:
+        rule = f"has {len(places)} addresses, and the job has mesh.num_processes={count}"
+        mend = "Set one for process 0, and at most one for each process after it"
+        raise ConfigError(f"mesh.coordinator={addresses} {rule}. {mend}.")
     if suffices is None:
         # Process 0 must be there as well.
         places = places[:1]

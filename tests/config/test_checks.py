@@ -12,6 +12,7 @@ from maxtrain.config import (
     fewer_settings,
     fit_to_devices,
     fit_to_fewer,
+    fit_to_planned,
     load_config,
 )
 from tests.config.checking import load, problems
@@ -176,7 +177,7 @@ def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
 
 def test_fewer_processes_leave_open_what_has_not_been_decided():
     config = load_config(["config=quickstart", "data.batch_size=48", "optimizer.accumulation=auto"])
-    assert fit_to_fewer(config, 4, 3, 1) is config
+    assert fit_to_fewer(config, 4, 3, 1) == config
     assert fit_to_fewer(config, 8, 7, 1) is None
     assert config.optimizer.least_micro_batches == 1
     with pytest.raises(AssertionError, match="has not been decided"):
@@ -233,9 +234,38 @@ def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(
     fewer = fit_to_fewer(config, had, count, devices)
     assert (fewer and fewer.optimizer.accumulation) == accumulation
     if fewer:
-        rows = config.data.batch_size / config.optimizer.accumulation / (had * devices)
-        assert config.data.batch_size / fewer.optimizer.accumulation / (count * devices) <= rows
+        rows = config.data.batch_size / config.optimizer.micro_batches / (had * devices)
+        assert config.data.batch_size / fewer.optimizer.micro_batches / (count * devices) <= rows
         assert dataclasses.replace(fewer, optimizer=config.optimizer) == config
+
+
+def test_fewer_processes_than_planned_are_fitted_to_once():
+    """What is written of them can be read again, and is the same."""
+    words = ["config=quickstart", "data.batch_size=48"]
+    config = load_config([*words, "mesh.planned_processes=4"])
+    fewer = fit_to_planned(config, 2, 1)
+    assert fewer.optimizer.accumulation == 2
+    assert fewer.mesh.planned_processes is None
+    settings = [f"{key}={value}" for key, value in fewer_settings(config, fewer).items()]
+    assert settings == ["optimizer.accumulation=2", "mesh.planned_processes=null"]
+    assert load_config([*words, *settings]) == fewer
+
+
+@pytest.mark.parametrize(
+    ("planned", "count", "message"),
+    [
+        (
+            64,
+            1,
+            r"mesh\.planned_processes=64: no optimizer\.accumulation divides data\.batch_size=48",
+        ),
+        (64, 5, r"data\.batch_size=48 must be divisible by mesh\.data=1 times mesh\.fsdp=5"),
+    ],
+)
+def test_fewer_processes_than_planned_that_nothing_fits_are_refused(planned, count, message):
+    words = ["config=quickstart", "data.batch_size=48", f"mesh.planned_processes={planned}"]
+    with pytest.raises(ConfigError, match=message):
+        fit_to_planned(load_config(words), count, 1)
 
 
 @pytest.mark.parametrize(

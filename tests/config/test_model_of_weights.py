@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError
 from maxtrain.config.load import Models, NamedModel, load_config, load_with_notes
 from maxtrain.config.schema import DataConfig
 
@@ -120,6 +120,20 @@ def test_what_names_nothing_is_refused():
         load_with_notes(["config=quickstart", "model=nowhere"], MODELS)
     with pytest.raises(ConfigError, match="model=released can't be looked up here"):
         load_config(["config=quickstart", "model=released"])
+
+
+@pytest.mark.parametrize(
+    "words", [BASE, ["config=quickstart", "model=there"]], ids=["init_from", "model"]
+)
+def test_a_store_that_does_not_answer_is_no_problem_of_the_config(words):
+    """The exit code says that the same command may be tried again."""
+
+    def unreachable(place):
+        raise StorageError("reading failed 5 times. Check the network.")
+
+    rule = f"{words[1]}: reading failed 5 times"
+    with pytest.raises(StorageError, match=rule):
+        load_with_notes(words, Models(unreachable, unreachable))
 
 
 def test_a_named_model_needs_no_config():

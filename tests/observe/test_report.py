@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import warnings
 
 import matplotlib.image
 import numpy as np
@@ -50,6 +51,19 @@ def test_the_picture_shows_losses_evaluations_speed_and_rate(tmp_path):
     assert image.shape[0] > 800 and image.shape[1] > 1200
     for color in ((31, 119, 180), (255, 127, 14), (140, 86, 75), (44, 160, 44), (148, 103, 189)):
         assert has_color(image, *color), color
+
+
+def test_small_print_of_many_stages_leaves_room_for_the_curves(tmp_path):
+    """In one line it was wider than the picture, and all charts were squeezed to nothing."""
+    stages = "; ".join(f"from step {n}00 on 8 rows x {n}96 tokens" for n in range(1, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_curves(RUN, tmp_path / "curves.png", "a run", f"{stages}; $cost 5% $")
+    image = matplotlib.image.imread(tmp_path / "curves.png")
+    # The curve of training goes from the left to the right.
+    blue = np.abs(image[..., :3] - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.02
+    columns = np.flatnonzero(blue.any(axis=0))
+    assert columns[-1] - columns[0] > 0.7 * image.shape[1]
 
 
 def test_where_a_run_went_on_and_where_batches_changed_is_marked(tmp_path):

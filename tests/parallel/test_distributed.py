@@ -139,6 +139,17 @@ def test_who_says_that_it_is_alone_is(bare):
     start(MeshConfig(num_processes=1), None)
 
 
+@pytest.mark.parametrize("environment", [{}, {"JAX_NUM_PROCESSES": "1"}])
+def test_who_is_alone_and_should_not_be_is_told(bare, environment):
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"mesh\.min_processes=2, and this process is the only"):
+        start(MeshConfig(min_processes=2), None, suffices=lambda had, count: True)
+    start(MeshConfig(min_processes=1), None, suffices=lambda had, count: True)
+    # Such as doctor, which measures what is there.
+    start(MeshConfig(min_processes=2), None)
+
+
 def test_a_slice_of_tpus_is_never_smaller(bare):
     bare.setattr(
         "maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2)

@@ -231,6 +231,11 @@ def test_an_address_that_is_none_is_refused(address):
         meet(address, 2, 0, 1)
 
 
+def test_more_addresses_than_processes_are_refused():
+    with pytest.raises(ConfigError, match=r"has 3 addresses, and the job has mesh\.num_proc"):
+        meet("a:1,b:2,c:3", 2, 0, 1)
+
+
 def test_codes_and_texts_of_any_error_are_passed_on(monkeypatch, together):
     monkeypatch.setattr(lobby, "_misfit", lambda *args: UserError("some rule. Some mend."))
     assert [str(error) for error in together((2, 0), (2, 1))] == ["some rule. Some mend."] * 2

@@ -211,11 +211,13 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
 
     Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
     stays as it is. Where it has not been decided yet (auto), it will be on the fewer devices. Of
-    slices only whole ones are left.
+    slices only whole ones are left. What is found is meant for `count` processes, whatever
+    mesh.planned_processes was, so that it is not changed again when it is read again.
     """
     mesh = _with_fewer_slices(config.mesh, had, count)
     if mesh is None:
         return None
+    mesh = dataclasses.replace(mesh, planned_processes=None)
     config = dataclasses.replace(config, mesh=mesh)
     if config.optimizer.accumulation == "auto":
         tried = [config]
@@ -228,6 +230,24 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
             fit_to_devices(fewer, count * devices)
             return fewer
     return None
+
+
+def fit_to_planned(config: RunConfig, count: int, devices: int) -> RunConfig:
+    """The config for `count` processes of so many devices each, which are fewer than
+    mesh.planned_processes. ConfigError: it can't do with so few."""
+    planned = config.mesh.planned_processes
+    assert planned is not None and planned > count
+    fewer = fit_to_fewer(config, planned, count, devices)
+    if fewer is None:
+        # If the batch or the model can't be divided by these devices at all, that is the reason.
+        fit_to_devices(config, count * devices)
+        raise ConfigError(
+            f"mesh.planned_processes={planned}: no optimizer.accumulation divides "
+            f"data.batch_size={config.data.batch_size} so that no device gets more rows at a time "
+            f"than with {planned} processes. Set mesh.planned_processes=null and "
+            "optimizer.accumulation to a number of your choice."
+        )
+    return fewer
 
 
 def _with_fewer_slices(mesh: MeshConfig, had: int, count: int) -> MeshConfig | None:
@@ -253,4 +273,6 @@ def fewer_settings(config: RunConfig, fewer: RunConfig) -> dict[str, str]:
         size = getattr(fewer.mesh, name)
         if size != getattr(config.mesh, name):
             settings[f"mesh.{name}"] = str(size)
+    if config.mesh.planned_processes is not None:
+        settings["mesh.planned_processes"] = "null"
     return settings
