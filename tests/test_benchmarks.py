@@ -1,7 +1,9 @@
 """The benchmarks run and print their tables; their figures are not judged here."""
 
 import dataclasses
+import math
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,9 +24,12 @@ from benchmarks import (
     remote,
     rl_speed,
     serving,
+    stages,
     train_step,
+    weak_scaling,
     zero,
 )
+from maxtrain.parallel.compiled.roofline import Line, Roofline
 
 
 @pytest.mark.slow
@@ -379,3 +384,85 @@ def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_pa
     ]
     assert rows[4:] == ["| llama3_8b | h100:8x8 | all-gather | fsdp | 3 | 1.000 | 0.500 |"]
     assert rows[1] in capsys.readouterr().out
+
+
+def test_weak_scaling_keeps_rows_that_are_not_measured(monkeypatch, tmp_path, capsys):
+    lines = [
+        Line("all-gather", ("fsdp",), 3, 2.0 * 2**20, 1.0),
+        Line("all-gather", ("data",), 1, 1.0 * 2**20, 1.0),
+        Line("all-reduce", ("fsdp",), 1, 4.0 * 2**20, 1.0),
+    ]
+    found = SimpleNamespace(
+        lines=lines,
+        total=5 << 20,
+        times=Roofline(0.001, 0.002, 0.003),
+        model_share=6e9,
+        flops=7e9,
+        compile_seconds=1.0,
+        warnings=[],
+    )
+    written = tmp_path / "weak_scaling.md"
+    monkeypatch.setattr(weak_scaling, "RESULTS", written)
+    monkeypatch.setattr(weak_scaling, "measure", lambda case: found)
+    # Not that of h100:8x8 beside it.
+    assert weak_scaling.main(["--only", "fsdp on h100:8 ", "--write"]) == 0
+    written.write_text(f"{written.read_text()}\n## What grows\n\nBytes.\n")
+    larger = SimpleNamespace(**vars(found) | {"total": 8 << 20})
+    monkeypatch.setattr(weak_scaling, "measure", lambda case: larger)
+    assert weak_scaling.main(["--only", "fsdp on v5p:2x2x2", "--write"]) == 0
+    text = written.read_text()
+    rows = [row for row in text.splitlines() if ":" in row and row.startswith("| ")]
+    sent = "3.00 | 0.00 | 4.00 | 0.00 | 0.00 | 3.000 | 3.000 |"
+    assert rows == [
+        f"| fsdp | v5p:2x2x2 | 6.0 | 7.0 | 8.00 | {sent}",
+        f"| fsdp | h100:8 | 6.0 | 7.0 | 5.00 | {sent}",
+    ]
+    assert rows[0] in capsys.readouterr().out
+    assert text.endswith("\n\n## What grows\n\nBytes.\n")
+
+
+def test_each_device_has_as_many_rows_on_any_mesh_of_weak_scaling():
+    found = weak_scaling.cases()
+    assert len({(case.mesh, case.topology) for case in found}) == len(found)
+    for case in found:
+        _, _, shape = case.topology.partition(":")
+        assert math.prod(map(int, shape.split("x"))) == case.num_devices
+        rows = case.config(weak_scaling.MODEL).data.batch_size
+        assert rows == weak_scaling.ROWS_OF_A_DEVICE * case.num_devices
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 32])
+def test_1f1b_waits_and_keeps_what_its_order_says(rows):
+    """The order, iteration by iteration: stage s has micro-batch i forward in i + s and backward in
+    i + 2 (S - 1) - s."""
+    S = stages.STAGES
+    last = rows - 1 + 2 * (S - 1)
+    busy = 0
+    most = 0
+    for stage in range(S):
+        for now in range(last + 1):
+            forward = {i for i in range(rows) if i + stage <= now}
+            before = {i for i in range(rows) if i + 2 * (S - 1) - stage < now}
+            most = max(most, len(forward - before))
+            busy += now - stage in range(rows)
+            busy += now - 2 * (S - 1) + stage in range(rows)
+    parts = 2 * S * (last + 1)
+    assert stages.waiting_of_1f1b(rows) == pytest.approx(1 - busy / parts)
+    assert stages.kept_by_1f1b(rows) == most
+    if rows == 1:
+        return
+    # Two passes wait as long.
+    two = stages.Case(rows, accumulation=2)
+    assert two.form.waiting() == pytest.approx(stages.waiting_of_1f1b(rows))
+    if rows == 2 * S:
+        assert two.kept == most
+
+
+@pytest.mark.slow
+def test_two_passes_keep_less_as_the_compiler_counts_it():
+    devices = jax.devices()[: stages.STAGES]
+    with jax.numpy_dtype_promotion("standard"):
+        one = stages.temporaries(stages.Case(16), devices)
+        two = stages.temporaries(stages.Case(16, accumulation=2), devices)
+    less = stages.Case(16).kept - stages.Case(16, accumulation=2).kept
+    assert one - two > less * stages.UNIT

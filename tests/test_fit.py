@@ -261,6 +261,23 @@ def test_weights_are_gathered_on_many_tpus(fitted, topology, attention):
     assert summed <= 1.05 * 2 * 4 * (3 * of_layer + 2 * head)
 
 
+@pytest.mark.slow
+@on_linux_x86
+def test_a_step_on_many_hosts_of_gpus(fitted):
+    """As those of one host: all weights but a 64th are gathered, and gradients summed."""
+    words = ["mesh.fsdp=64", "data.batch_size=64", "optimizer.accumulation=1"]
+    record, _ = fitted("topology=h100:8x8", *words, "model.scan_layers=true")
+    assert record["devices"] == 64
+    assert record["compiler_warnings"] == []
+    found = by_kind(record)
+    # Gradients in float32, each part summed on its device or on all.
+    scattered = found["reduce-scatter", "fsdp"][1]
+    summed = found["all-reduce", "fsdp"][1]
+    assert scattered + summed / 2 == pytest.approx(4 * WEIGHTS * 63 / 64, rel=0.05)
+    # In bfloat16, at least once in each pass.
+    assert found["all-gather", "fsdp"][1] > 2 * 2 * WEIGHTS * 63 / 64
+
+
 CONFIG = load_config([*SMALL, "mesh.fsdp=4", "mesh.data=1", "optimizer.accumulation=2"])
 LINE = Line("all-gather", ("fsdp",), 3, 1e6, 0.2)
 

@@ -105,8 +105,10 @@ def _gpus(asked: GpuHosts) -> Sequence[Any]:
     from jax.experimental import topologies  # noqa: PLC0415
 
     target = (_TARGETS / f"{asked.card}.txtpb").read_text()
+    # Slices, hosts of each, GPUs of each. NVLink ends with the host: GPUs of one slice are taken to
+    # reach each other's memory, and the kernels for that can't be compiled for dozens.
     described = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x{asked.hosts}x{asked.gpus}"
+        platform="cuda", target_config=target, topology=f"{asked.hosts}x1x{asked.gpus}"
     )
     return described.devices
 
