@@ -228,7 +228,8 @@ def _tell_attention(config: RunConfig, given: Devices) -> None:
     if platform is None:
         return
     choice = choose(Hardware(platform, f"{platform.upper()}s"), config)
-    if config.model.attention == AUTO:
+    # On CPUs it is the same for all, and processes here say it themselves.
+    if config.model.attention == AUTO and platform != "cpu":
         note = "a run that goes on keeps the kernel that it has"
         print(f"maxtrain launch: {choice.line} ({note})", file=sys.stderr)
 

@@ -59,8 +59,7 @@ class MeshConfig:
     )
     coordinator: str | None = key(
         None,
-        "host:port of process 0; with mesh.min_processes also of the next ones, with commas "
-        "between them, of which the first that is there takes its place; "
+        "host:port of process 0, or of the first ones; "
         "null: JAX_COORDINATOR_ADDRESS, or the cluster's own",
     )
     num_processes: int | None = key(
@@ -77,9 +76,8 @@ class MeshConfig:
     )
     planned_processes: int | None = key(
         None,
-        "processes that these settings are meant for; where there are fewer, "
-        "optimizer.accumulation is higher, and mesh.dcn_data and dcn_fsdp are lower; "
-        "null: as many as are asked for",
+        "processes that the settings are meant for; with fewer, accumulation grows and slices "
+        "shrink; null: as many as there are",
         low=1,
         high=1 << 20,
     )

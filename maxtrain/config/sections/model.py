@@ -250,8 +250,8 @@ class ModelConfig:
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
     attention: Literal["auto", "eager", "xla", "cudnn", "flash", "ring"] = key(
         "auto",
-        "kernel: plain reference, blocks in XLA, cuDNN on GPUs, flash on TPUs, or a ring over "
-        "mesh.context; auto: as devices, mesh, rows and model need",
+        "kernel: slow reference, XLA's blocks, for GPUs, for TPUs, or for mesh.context; "
+        "auto: the one that suits the run",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"

@@ -87,7 +87,7 @@ class OptimizerConfig:
     accumulation: int | Literal["auto"] = key(
         1,
         "micro-batches in one step; must divide data.batch_size; "
-        "auto: the fewest whose step fits into memory, decided when the run begins",
+        "auto: the fewest whose step fits into memory",
         low=1,
     )
     normalize: Literal["tokens", "sequences", "constant"] = key(
