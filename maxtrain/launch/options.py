@@ -10,10 +10,10 @@ from maxtrain.launch.tpu import TPUS
 
 _ABOUT = """starts a job of one or many processes: writes a batch script of Slurm or a JobSet of
 Kubernetes, or runs processes on this machine. The config is checked first."""
-_WRITTEN = """What is printed can be read and changed before it is submitted. Restarts follow the exit
-codes of a run: 74, 75 and signals are tried again, 64, 65, 70 and 78 are not."""
-_HERE = """Nothing is started again; `maxtrain supervise --processes N` does that. The exit code is that
-of the first process that failed, which ends the others."""
+_WRITTEN = """What is printed can be read and changed before it is submitted. Restarts follow the
+exit codes of a run: 74, 75 and signals are tried again, 64, 65, 70 and 78 are not."""
+_HERE = """Nothing is started again; `maxtrain supervise --processes N` does that. The exit code is
+that of the first process that failed, which ends the others."""
 
 
 class _Option(NamedTuple):

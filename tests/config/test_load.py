@@ -170,7 +170,8 @@ def test_what_is_not_key_value_is_a_usage_error(argument):
 def test_without_a_config_the_available_ones_are_listed():
     with pytest.raises(
         UsageError,
-        match=r"Add config=NAME, for example config=quickstart. Available: grpo_qwen2_5_1_5b, grpo_word_problems, llama3_1b, llama3_70b, llama3_8b, quick",
+        match=r"Add config=NAME, for example config=quickstart. Available: grpo_qwen2_5_1_5b, grpo_word_problems, "
+        r"llama3_1b, llama3_70b, llama3_8b, quick",
     ):
         load_config(["steps=3"])
 
