@@ -68,12 +68,12 @@ def test_a_bucket_that_will_not_do_is_named_with_the_mend(
         s3.begin([fault])
     if fault is not None and fault.seconds:
         _wait_little(monkeypatch)
-    words = [f"config={config}", "run_name=x", f"output_dir=s3://{bucket}/runs"]
+    words = [f"config={config}", "run_name=nowhere", f"output_dir=s3://{bucket}/runs"]
     assert main(load_config([*words, f"local_dir={tmp_path}"])) == 74
     error = capsys.readouterr().err
     s3.begin([])
-    assert f"s3://{bucket}/runs/x" in error and said in error and "Traceback" not in error
-    assert not any(name.startswith("runs/x/") for name in s3.contents(""))
+    assert f"s3://{bucket}/runs/nowhere" in error and said in error and "Traceback" not in error
+    assert not any(name.startswith("runs/nowhere/") for name in s3.contents(""))
 
 
 def _wait_little(monkeypatch):
