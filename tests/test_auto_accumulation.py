@@ -141,6 +141,7 @@ def test_a_run_keeps_what_was_chosen_when_it_began(machine, needs, monkeypatch):
     assert re.search(r"optimizer\.accumulation=1: a step needs [^;]*\. ", machine.said)
 
 
+@pytest.mark.slow
 def test_what_was_chosen_and_fits_no_more_is_refused(machine, needs):
     plenty = 4 * needs[1]
     assert machine.run("less", AUTO, each=plenty, until=2) == 70

@@ -148,7 +148,7 @@ def test_make_test_leaves_out_the_long_tests_and_nothing_else():
     assert "--dose 3 " in dry_run("test-all", "DOSE=3")
     assert "--compile-quickly" not in dry_run("test-all")
     run = (ROOT / ".ci" / "run").read_text()
-    assert "make --keep-going lint test-all HYPOTHESIS=quick DOSE=8\n" in run
+    assert "make --keep-going lint test-all HYPOTHESIS=quick DOSE=12\n" in run
 
 
 def test_make_test_visits_every_room():
