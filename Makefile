@@ -42,7 +42,7 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 test: $(READY_DEV)  ## run the tests, without the long ones, compiled quickly; more options by ARGS="-k packing"
 	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick $(ARGS)
 
-test-all: $(READY_DEV)  ## run all tests but those marked slow (50 minutes at most, with DOSE=12 35)
+test-all: $(READY_DEV)  ## run all tests but those marked slow (an hour on 2 cores, less with DOSE)
 	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) --dose $(DOSE) $(ARGS)
 
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
