@@ -13,7 +13,7 @@ import jax
 from data_pipeline.errors import ConfigError
 from data_pipeline.plan import Shape
 from maxtrain.config import RunConfig, accumulations, with_accumulation
-from maxtrain.job import ACCUMULATION, Job
+from maxtrain.job import ACCUMULATION, Job, as_decided
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import gather
@@ -93,8 +93,8 @@ def _as_recorded(
             f"{', '.join(map(str, choices))}, or the mesh as it was."
         )
     decided = _with_count(job, recorded)
-    line = f"optimizer.accumulation={recorded}, as it was decided when the run began."
-    return Decided(decided, Programs(decided.make_step(), progress, clock), line)
+    programs = Programs(decided.make_step(), progress, clock)
+    return Decided(decided, programs, as_decided(recorded))
 
 
 def _with_count(job: Job, count: int) -> Job:

@@ -482,8 +482,12 @@ def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[Ru
     count = kept.get(ACCUMULATION)
     if config.optimizer.accumulation != "auto" or count is None:
         return config, ""
-    line = f"optimizer.accumulation={count}, as it was decided when the run began."
-    return with_accumulation(config, count), line
+    return with_accumulation(config, count), as_decided(count)
+
+
+def as_decided(count: int) -> str:
+    """A line about a number of micro-batches that an earlier launch has chosen."""
+    return f"optimizer.accumulation={count}, as it was decided when the run began."
 
 
 def _with_warmup_of_plan(

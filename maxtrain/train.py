@@ -69,6 +69,7 @@ from maxtrain.parallel.agreement import (
     is_loss,
     losing_others,
     raise_together,
+    raising_together,
     require_agreement,
 )
 from maxtrain.parallel.distributed import leave, tell_end
@@ -224,12 +225,8 @@ def launch(
 def require_room(job: Job) -> None:
     """ConfigError, in all processes: a device of one of them has no room for the training state."""
     state = "the training state (weights, moments of the optimizer)"
-    refused = None
-    try:
+    with raising_together(ConfigError):
         require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
-    except ConfigError as error:
-        refused = error
-    raise_together(refused)
 
 
 def train_until_done(run: Run) -> None:

@@ -17,7 +17,7 @@ from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import as_storage_error, complete
 from maxtrain.checkpoint.writing import described, flatten
 from maxtrain.ops.digest import by_name, digests
-from maxtrain.parallel.agreement import gather, raise_together
+from maxtrain.parallel.agreement import gather, raising_together
 
 
 class Constant:
@@ -60,16 +60,12 @@ class Constant:
         TryAgainError, in all processes: the steps there were saved with others.
         """
         lacks = False
-        error = None
-        if jax.process_index() == 0:
-            doing = f"looking at {self._directory / frozen.FOLDER}"
-            advice = "Permit that, then run the same command again."
-            try:
+        doing = f"looking at {self._directory / frozen.FOLDER}"
+        advice = "Permit that, then run the same command again."
+        with raising_together(StorageError, TryAgainError):
+            if jax.process_index() == 0:
                 with as_storage_error(doing, advice):
                     lacks = self._look_for(wanted)
-            except (StorageError, TryAgainError) as problem:
-                error = problem
-        raise_together(error)
         primary, *_ = gather({"lacks": lacks})
         return primary["lacks"]
 

@@ -13,7 +13,7 @@ from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.integrity import find_damage, read_commit, survey
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
-from maxtrain.parallel.agreement import gather, raise_together
+from maxtrain.parallel.agreement import gather, raise_together, raising_together
 
 
 def put_aside(damage: DamagedError) -> None:
@@ -26,18 +26,14 @@ def put_aside(damage: DamagedError) -> None:
     if at_url.url_of(path) is not None:
         _put_aside_at_url(path, damage)
         return
-    error = None
-    if jax.process_index() == 0:
-        try:
+    with raising_together(StorageError):
+        if jax.process_index() == 0:
             aside = rename_aside(path).name
             what = f"{path} is damaged: {damage.what}."
             then = f"It is put aside as {aside}; the run goes on from the checkpoint before it."
             if frozen.is_store(path):
                 then = f"It is put aside as {aside}; the run goes on if there is a copy of it."
             print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
-        except StorageError as problem:
-            error = problem
-    raise_together(error)
 
 
 def _put_aside_at_url(path: Path, damage: DamagedError) -> None:

@@ -46,7 +46,7 @@ from maxtrain.checkpoint.reading import Part, read_parts, require_same
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.checkpoint.writing import Found, Step, StepWriter, described, flatten
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.parallel.agreement import await_first, gather, raise_together
+from maxtrain.parallel.agreement import await_first, gather, raising_together
 from maxtrain.run_state import best_steps
 
 
@@ -291,14 +291,9 @@ class Checkpoints:
             why = "the newest, which stays on this host,"
             kept = 1
         more = max(1, kept + 1 - len(self.steps()))
-        warning = ""
-        error = None
-        try:
-            needed = Needed(_num_bytes(abstract_state), once, more, key, why)
+        needed = Needed(_num_bytes(abstract_state), once, more, key, why)
+        with raising_together(StorageError):
             warning = require_space(self.directory, needed)
-        except StorageError as problem:
-            error = problem
-        raise_together(error)
         return warning
 
     def discard_after(self, step: int) -> None:
@@ -307,14 +302,10 @@ class Checkpoints:
         StorageError, in all processes: one can't be removed.
         """
         self.wait()
-        error = None
-        if jax.process_index() == 0:
-            try:
+        # This also waits until process 0 is done.
+        with raising_together(StorageError):
+            if jax.process_index() == 0:
                 self._remove_after(step)
-            except StorageError as problem:
-                error = problem
-        # This also waits until process 0 is here.
-        raise_together(error)
         self.refresh()
         if self._second and jax.process_index() == 0:
             self._second.discard_after(step)

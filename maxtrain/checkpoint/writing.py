@@ -29,7 +29,7 @@ from maxtrain.checkpoint.orbax_files import writer_of
 from maxtrain.checkpoint.plain import is_part_of_array
 from maxtrain.ops.digest import by_name, digests, leaf_names
 from maxtrain.ops.finite import begin_finite
-from maxtrain.parallel.agreement import gather, raise_together, report
+from maxtrain.parallel.agreement import gather, raising_together, report
 
 _VERSIONS = {
     "maxtrain": maxtrain.__version__,
@@ -131,16 +131,12 @@ class StepWriter:
         StorageError, in all processes: it can't make room.
         """
         there = False
-        error = None
-        if jax.process_index() == 0:
-            try:
+        with raising_together(StorageError):
+            if jax.process_index() == 0:
                 with self.saving(step):
                     there = step in complete(self.directory)
                     if not there:
                         self._make_room(step)
-            except StorageError as problem:
-                error = problem
-        raise_together(error)
         # A shared file system may tell others late.
         primary, *_ = gather({"there": there})
         if primary["there"]:
@@ -151,14 +147,10 @@ class StepWriter:
 
     def _make_own_room(self, step: int) -> None:
         """As `_make_room`, of the processes that share no directory with process 0."""
-        error = None
-        if jax.process_index() != 0:
-            try:
+        with raising_together(StorageError):
+            if jax.process_index() != 0:
                 with self.saving(step):
                     self._make_room(step)
-            except StorageError as problem:
-                error = problem
-        raise_together(error)
 
     def _make_room(self, step: int) -> None:
         # What is left of a process that was killed.

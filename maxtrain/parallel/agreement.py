@@ -364,6 +364,18 @@ def raise_together(error: Exception | None) -> None:
     raise together from error
 
 
+@contextlib.contextmanager
+def raising_together(*kinds: type[Exception]) -> Iterator[None]:
+    """All processes raise what one of them raises within, as `raise_together` does, if it is of
+    these kinds. Others are a process's own."""
+    error = None
+    try:
+        yield
+    except kinds as problem:
+        error = problem
+    raise_together(error)
+
+
 def _code_and_text(error: Exception | None) -> dict[str, Any]:
     """What a process tells the others of its error; the code is 0 if it has none."""
     if error is None:

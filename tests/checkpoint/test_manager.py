@@ -573,10 +573,10 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
 
     def tell(error):
         told.append(error)
-        agreement.raise_together(error)
+        together(error)
 
-    for module in (manager, writing):
-        monkeypatch.setattr(module, "raise_together", tell)
+    together = agreement.raise_together
+    monkeypatch.setattr(agreement, "raise_together", tell)
     checkpoints = Checkpoints(tmp_path, SYNC)
     for step in (1, 2):
         checkpoints.save(step, small(), {})
