@@ -7,9 +7,11 @@ step would keep the command alive so long, so that a thread ends the process the
 
 import atexit
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ MESSAGE = "interrupted. Run the same command again."
 _SECONDS = 1.5
 # That removing has, while threads of a library go on writing.
 _REMOVING_SECONDS = 1.0
+# In which a process can end after that, and which another thread may keep it waiting.
+_UNDISTURBED_SECONDS = 0.3
 # What a command is writing, and nobody is to find.
 _unfinished: set[Path] = set()
 # Files in the place of what Ctrl-C has left of it, until the process ends.
@@ -123,7 +127,15 @@ def _put_file_in_place_of(directory: Path) -> None:
 
 @atexit.register
 def _remove_places() -> None:
-    """The last thing that a process does, so that no thread has time to write there again."""
+    """The last thing that a process does. No thread of Python runs between this and the end: it
+    would write there again."""
+    if not _places:
+        return
+    # Whoever waits for the interpreter asks for it after this time, and not after 5 ms; those who
+    # have asked get it during the sleep.
+    sys.setswitchinterval(_UNDISTURBED_SECONDS)
+    time.sleep(0.05)
+    keeping_the_interpreter = ctypes.PyDLL(None)
     for place in tuple(_places):
-        with contextlib.suppress(OSError):
-            place.unlink()
+        # `os.unlink` would hand the interpreter to another thread while the kernel works.
+        keeping_the_interpreter.unlink(os.fsencode(place))
