@@ -8,9 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from maxtrain.config.sections.rules import rule_words
-from maxtrain.fitting import AXES, Fit
+from maxtrain.fitting import Fit
 from maxtrain.observe import human
 from maxtrain.parallel.memory import size
+from maxtrain.parallel.mesh import AXES
 
 _LIMITS = {
     "products": "matrix products",
@@ -168,6 +169,8 @@ def advice(found: Fit) -> str:
         return f"{share}. {fewer.capitalize()}, if it fits, gives each gathered weight more tokens."
     if "tensor" in line.axes:
         return f"{share}. A lower mesh.tensor sends fewer activations; mesh.fsdp takes its place."
+    if "expert" in line.axes:
+        return f"{share}. A lower mesh.expert exchanges fewer tokens; mesh.fsdp takes its place."
     return f"{share}. A lower mesh.context sends fewer keys and values."
 
 

@@ -31,6 +31,7 @@ from maxtrain.parallel.memory import (
     is_out_of_memory,
     size,
 )
+from maxtrain.parallel.mesh import AXES
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.rl.rows import count_rows
 from maxtrain.serve.engine import cache_room
@@ -39,10 +40,6 @@ from maxtrain.training.state import policy_variables
 
 _USED = re.compile(r"Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB}
-
-
-# Of the mesh, outer to inner.
-AXES = ("data", "stage", "fsdp", "context", "tensor")
 
 
 class Shape(NamedTuple):

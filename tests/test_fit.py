@@ -314,6 +314,14 @@ def test_the_words_for_a_mesh_have_the_rules_that_are_set():
     assert mesh_words(a_fit()) == "fsdp=4"
 
 
+def test_all_axes_are_told_and_recorded():
+    """Also those that only some models have."""
+    meshed = dataclasses.replace(CONFIG.mesh, expert=2, stage=2)
+    split = dataclasses.replace(CONFIG, mesh=meshed)
+    assert mesh_words(a_fit(split)) == "stage=2 fsdp=4 expert=2"
+    assert a_fit(split).record()["mesh"]["expert"] == 2
+
+
 def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
     require_fit(a_fit())
     too_large = r"a step of 8 rows x 256 tokens on 4 x TPU v5 needs 3\.00 GiB of the 2\.00 GiB"
@@ -339,6 +347,7 @@ def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
         (a_fit(), "all-gather over mesh.fsdp is 67% of it. A lower optimizer.accumulation, if it"),
         (a_fit(lines=[LINE._replace(axes=("tensor",))]), "A lower mesh.tensor sends fewer"),
         (a_fit(lines=[LINE._replace(axes=("context",))]), "A lower mesh.context sends fewer keys"),
+        (a_fit(lines=[LINE._replace(axes=("expert",))]), "A lower mesh.expert exchanges fewer"),
         (a_fit(seconds=(0.1, 0.4, 0.3)), "4 rows at a time use each weight for few tokens"),
         (a_fit(seconds=(0.5, 0.4, 0.3)), "1.56 times what the model needs. model.remat=dots or"),
         (a_fit(seconds=(0.5, 0.4, 0.3), flops=2.6e9), "More devices make it faster"),

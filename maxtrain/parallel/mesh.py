@@ -1,8 +1,9 @@
 """The device mesh: axis names, sizes, devices."""
 
 import collections
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +36,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     shape = tuple(inner * outer for inner, outer in zip(fast, slow, strict=True))
     assert math.prod(shape) == len(devices), f"{shape} of {len(devices)} devices"
     if not slow_axes_of(config) and len(_numbers(devices, "slice_index")) == 1:
-        return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
+        placed = _placed(functools.partial(mesh_utils.create_device_mesh, shape), devices)
+        return Mesh(placed, AXES, axis_types=axis_types)
     return Mesh(over_slices(config, devices), AXES, axis_types=axis_types)
+
+
+def _placed(create: Callable[..., np.ndarray], devices: Sequence[Any]) -> np.ndarray:
+    """What a function of mesh_utils makes of devices. An axis takes whole dims of a TPU's torus
+    where sizes allow it, as those are closed to rings; where they do not, as with 8 devices of
+    4 x 4 x 4, it takes a part of one.
+    """
+    if devices[0].device_kind not in _FLAT:
+        try:
+            return create(devices=devices)
+        except NotImplementedError:
+            # It says that an axis is not a product of dims.
+            pass
+    return create(devices=devices, allow_split_physical_axes=True)
 
 
 def _shape(sizes: dict[str, int], prefix: str) -> tuple[int, ...]:
@@ -82,13 +98,10 @@ def over_slices(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
     if not slow:
         outer = _outermost(inner, len(counts))
         inner = tuple(size // part for size, part in zip(inner, outer, strict=True))
-    return mesh_utils.create_hybrid_device_mesh(
-        inner,
-        outer,
-        devices,
-        process_is_granule=by_process,
-        allow_split_physical_axes=devices[0].device_kind in _FLAT,
+    create = functools.partial(
+        mesh_utils.create_hybrid_device_mesh, inner, outer, process_is_granule=by_process
     )
+    return _placed(create, devices)
 
 
 def _require_slices(slow: dict[str, int], count: int, units: str) -> None:

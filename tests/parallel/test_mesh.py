@@ -120,6 +120,29 @@ def test_outer_axes_are_split_over_slices():
     assert slices_along((2, 2), MeshConfig(data=1, fsdp=1, tensor=4), (4,)) == [0, 0, 1, 1]
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip(Device):
+    """Of a torus."""
+
+    coords: tuple[int, int, int] = (0, 0, 0)
+    core_on_chip: int = 0
+
+
+def test_an_axis_takes_whole_dims_of_a_torus_or_else_a_part_of_one():
+    places = list(np.ndindex(4, 4, 4))
+    chips = [Chip(i, 0, 0, "TPU v5", "tpu", place) for i, place in enumerate(places)]
+    whole = make_mesh(MeshConfig(fsdp=16, tensor=4), chips).devices.reshape(16, 4)
+    for group in whole:
+        # A ring, which is a row of the torus.
+        assert sum(len({chip.coords[dim] for chip in group}) == 4 for dim in range(3)) == 1
+    part = make_mesh(MeshConfig(fsdp=8, tensor=8), chips).devices.reshape(8, 8)
+    assert sorted(chip.id for chip in part.flat) == list(range(64))
+    for group in part:
+        # A block: 4 and 2 along two dims.
+        extents = sorted(len({chip.coords[dim] for chip in group}) for dim in range(3))
+        assert extents == [1, 2, 4]
+
+
 def test_slices_of_different_sizes_are_refused():
     with pytest.raises(
         ConfigError, match=r"4 in number 0, 2 in number 1\. Start the job on slices"
