@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 # How many random examples test-all takes: thorough or quick.
 HYPOTHESIS ?= thorough
-# Of each long test, test-all runs one in DOSE of its parameters, other ones with each commit.
+# With DOSE, test-all runs half of the long tests of each file, and one in DOSE of the parameters of each of these;
+# other ones with each commit.
 DOSE ?= 1
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 

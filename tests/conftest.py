@@ -124,7 +124,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each long test, run one in N of its parameters, other ones with each commit",
+        help="run half of the long tests of each file, and one in N of their parameters; "
+        "other ones with each commit; 1: all",
     )
 
 
@@ -160,19 +161,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
-    """All but one in `dose` of the parameters of each long test, rounded up."""
-    of_tests = collections.defaultdict(list)
+    """All but one in two of the long tests of a file, and all but one in `dose` of the parameters of
+    each of these; rounded up."""
+
+    def drawn(name: str) -> bytes:
+        return hashlib.blake2b(commit + name.encode()).digest()
+
+    of_files = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         if item.get_closest_marker("long"):
-            of_tests[item.nodeid.split("[")[0]].append(item)
-
-    def drawn(item: pytest.Item) -> bytes:
-        return hashlib.blake2b(commit + item.nodeid.encode()).digest()
-
+            test = item.nodeid.split("[")[0]
+            of_files[test.split("::")[0]][test].append(item)
     left_out = []
-    for test in of_tests.values():
-        test.sort(key=drawn)
-        left_out += test[math.ceil(len(test) / dose) :]
+    for tests in of_files.values():
+        names = sorted(tests, key=drawn)
+        half = math.ceil(len(names) / 2)
+        for name in names[:half]:
+            parameters = sorted(tests[name], key=lambda item: drawn(item.nodeid))
+            left_out += parameters[math.ceil(len(parameters) / dose) :]
+        for name in names[half:]:
+            left_out += tests[name]
     return left_out
 
 

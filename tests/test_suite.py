@@ -89,18 +89,23 @@ class Item(NamedTuple):
         return self.is_long or None
 
 
-def test_a_dose_is_a_share_of_the_parameters_of_long_tests_and_changes_with_the_commit():
+def test_a_dose_is_a_share_of_long_tests_and_their_parameters_and_changes_with_the_commit():
     many = [Item(f"a.py::many[{number}]") for number in range(7)]
     two = [Item("a.py::two[x]"), Item("a.py::two[y]")]
+    plain = [Item("a.py::one"), Item("a.py::another"), Item("a.py::a_third")]
+    alone = [Item("b.py::alone")]
     short = [Item(f"a.py::short[{number}]", is_long=False) for number in range(9)]
-    items = [*many, *two, Item("a.py::one"), *short]
+    items = [*many, *two, *plain, *alone, *short]
     drawn = []
-    for commit in range(20):
+    for commit in range(40):
         left_out = beyond_the_dose(items, 3, b"%d" % commit)
-        assert len(left_out) == 5
-        assert len(set(many) & set(left_out)) == 4 and len(set(two) & set(left_out)) == 1
         assert set(left_out) == set(beyond_the_dose(items[::-1], 3, b"%d" % commit))
-        drawn += [item for item in items if item not in left_out]
+        taken = [item for item in items if item not in left_out]
+        assert {*alone, *short} <= set(taken)
+        # Of the five long tests of a.py.
+        assert len({item.nodeid.split("[")[0] for item in taken if item in items[:12]}) == 3
+        assert len(set(many) & set(taken)) in (0, 3) and len(set(two) & set(taken)) in (0, 1)
+        drawn += taken
     assert set(drawn) == set(items), "each is in some dose"
 
 

@@ -97,7 +97,8 @@ def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(s3, url, told, mon
     taken.free()
 
 
-def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(s3, url, told):
+def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(s3, url, told, monkeypatch):
+    monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
     lock = {"pattern": "GET .*/lock/.*", "flip": True}
     s3.begin([Fault(**lock, times=2)])
     Lease(url, told.append).free()
