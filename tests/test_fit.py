@@ -182,7 +182,7 @@ def test_a_search_on_tpus(fitted):
         assert flops < tried["model_flops_per_token"]["full"]
     assert "what fits, fastest first" in shown
     assert "Raise --tries from 2" in shown
-    assert "mesh.fsdp=4 mesh.context=1 mesh.tensor=1 data.batch_size=8" in shown
+    assert "mesh.fsdp=4 mesh.context=1 mesh.expert=1 mesh.tensor=1 data.batch_size=8" in shown
 
 
 @pytest.mark.long

@@ -42,12 +42,24 @@ def quickstart(clone: Path, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=400)
 
 
-@pytest.mark.long
-@pytest.mark.processes
-def test_quickstart_does_the_whole_job_and_says_so(clone):
+@pytest.fixture(scope="module")
+def quickstart_shown(clone) -> str:
+    """What `make quickstart` prints; its data and its run are in the clone from then on."""
     first = quickstart(clone)
     assert first.returncode == 0, first.stdout + first.stderr
-    shown = first.stdout
+    return first.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(clone, quickstart_shown) -> Path:
+    """The clone after `make quickstart`."""
+    return clone
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_quickstart_does_the_whole_job_and_says_so(clone, quickstart_shown):
+    shown = quickstart_shown
     assert (
         "-m data_pipeline.prepare data/stdlib --python-stdlib" in shown
     )  # the plain commands are printed
@@ -99,11 +111,11 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
     ],
     ids=lambda more: more.split()[0],
 )
-def test_readme_variants_train(clone, more):
-    """The README's other runs, a few steps of them; the quickstart test has prepared the data."""
+def test_readme_variants_train(finished, more):
+    """The README's other runs, a few steps of them, on the quickstart's data."""
     if "docs" in more:
         options = ["--text", "*.md", "--holdout", "0.3", "--tokenizer", "data/stdlib/train"]
-        made = python(clone, "data_pipeline.prepare", "data/docs", *options)
+        made = python(finished, "data_pipeline.prepare", "data/docs", *options)
         assert made.returncode == 0, made.stdout + made.stderr
     small = [key for key in SMALL.split() if key.split("=")[0] not in more]
     short = [
@@ -115,12 +127,12 @@ def test_readme_variants_train(clone, more):
     ]
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
     result = python(
-        clone, "maxtrain.train", "config=quickstart", *small, *short, *shlex.split(more)
+        finished, "maxtrain.train", "config=quickstart", *small, *short, *shlex.split(more)
     )
     assert result.returncode == 0, result.stdout + result.stderr
     if "meshed" in more:
         assert "  tensor  2  heads, hidden units and vocabulary\n" in result.stdout
-        (launch,) = read_launches(clone / "runs" / "meshed")
+        (launch,) = read_launches(finished / "runs" / "meshed")
         held = launch["device_bytes"]
         assert held["optimizer_state"] > held["parameters"] > held["batch"] > 0
     if "stored" in more:
@@ -128,10 +140,10 @@ def test_readme_variants_train(clone, more):
     assert "2 steps" in result.stdout
 
 
-def written(clone: Path, *options: str) -> str:
+def written(finished: Path, *options: str) -> str:
     """What a finished run writes after the prompt."""
     command = ["maxtrain.cli", "generate", "runs/quickstart", "--prompt", "def main(", *options]
-    result = python(clone, *command)
+    result = python(finished, *command)
     assert result.returncode == 0, result.stdout + result.stderr
     (before, *after) = result.stdout.split("def main(", 1)
     assert after and not before.strip(), "it begins with the prompt"
@@ -141,30 +153,30 @@ def written(clone: Path, *options: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_finished_run_writes_text(clone):
+def test_a_finished_run_writes_text(finished):
     """More than the prompt: the more tokens, the more text, which begins with the same."""
-    short = written(clone, "--max-tokens", "8")
-    longer = written(clone, "--max-tokens", "16")
+    short = written(finished, "--max-tokens", "8")
+    longer = written(finished, "--max-tokens", "16")
     assert short
     assert longer.startswith(short) and len(longer) > len(short)
 
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_steps_of_a_finished_run_are_the_same_again(clone):
-    result = python(clone, "maxtrain.cli", "replay", "runs/quickstart", "--steps", "3:6")
+def test_steps_of_a_finished_run_are_the_same_again(finished):
+    result = python(finished, "maxtrain.cli", "replay", "runs/quickstart", "--steps", "3:6")
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"[1-9]\d* numbers .*all the same bit for bit", result.stdout)
 
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_finished_run_is_exported_as_it_offers(clone):
+def test_a_finished_run_is_exported_as_it_offers(finished):
     words = ["runs/quickstart", "exported/quickstart", "--format", "hf"]
-    result = python(clone, "maxtrain.cli", "export", *words)
+    result = python(finished, "maxtrain.cli", "export", *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "bit for bit" in result.stdout
-    found = {path.name for path in (clone / "exported/quickstart").iterdir()}
+    found = {path.name for path in (finished / "exported/quickstart").iterdir()}
     assert found == {
         "README.md",
         "config.json",
@@ -177,19 +189,19 @@ def test_a_finished_run_is_exported_as_it_offers(clone):
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_finished_run_is_a_file_for_llama_cpp(clone):
+def test_a_finished_run_is_a_file_for_llama_cpp(finished):
     """With the tokenizer that was trained for it, and text to go on with."""
     words = ["runs/quickstart", "quickstart.gguf", "--format", "gguf", "--quant", "q8_0"]
-    result = python(clone, "maxtrain.cli", "export", *words)
+    result = python(finished, "maxtrain.cli", "export", *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "its tensors and keys are what was written" in result.stdout
     assert result.stdout.splitlines()[-1] == "run it: llama-cli -m quickstart.gguf"
-    theirs = LlamaCpp(clone / "quickstart.gguf")
+    theirs = LlamaCpp(finished / "quickstart.gguf")
     text = "def main(\n    self, \u00e9):"
-    tokenizer = load_tokenizer(clone / "data/stdlib")
+    tokenizer = load_tokenizer(finished / "data/stdlib")
     ids = [tokenizer.eod_id, *tokenizer.encode(text).tolist()]
     assert theirs.tokenize(text, begin=True) == ids
     likely = theirs.log_probabilities(ids, tokenizer.vocab_size)
     assert np.exp(likely).sum() == pytest.approx(1, abs=1e-3)
-    again = python(clone, "maxtrain.cli", "export", *words)
+    again = python(finished, "maxtrain.cli", "export", *words)
     assert again.returncode == 64 and "exists. Name a file" in again.stderr

@@ -1,0 +1,238 @@
+"""What `maxtrain fit` counts of a step, beside what that step takes where it can run: on this
+machine's CPU.
+
+    python -m benchmarks.fit_here [--steps 7] [--write]
+
+Two tables. Times: the products and the memory traffic that fit counts in the compiled step, at the
+rates that this CPU reaches in one product and in one copy, beside the measured step. Memory: of a
+step of some rows, the straight line through two smaller ones, by which `maxtrain probe` chooses
+what to compile next, beside what the compiler then says; `maxtrain fit` itself always tells what
+the compiler says.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import one_core
+from maxtrain.config import RunConfig, load_config
+from maxtrain.fitting import Shape
+from maxtrain.models.cost import token_flops
+from maxtrain.parallel.compiled.hlo import parse
+from maxtrain.parallel.compiled.roofline import Roofline, roofline
+from maxtrain.parallel.compiled.work import work_of
+from maxtrain.parallel.hardware import Links, measure_matmul
+from maxtrain.parallel.memory import program_bytes
+from maxtrain.step_memory import StepPrograms
+
+RESULTS = Path(__file__).parent / "results" / "fit_here.md"
+MIB = 1 << 20
+_COPIED_BYTES = 256 * MIB
+# Of the same model, so that the tables speak of shapes and kinds and not of sizes alone.
+_SMALL = (
+    "config=llama3_8b",
+    "model.vocab_size=4096",
+    "model.num_layers=4",
+    "model.embed_dim=256",
+    "model.mlp_dim=768",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.remat=none",
+    "precision.compute=float32",
+    "mesh.fsdp=1",
+)
+_EXPERTS = (
+    "model.family=qwen3_moe",
+    "model.moe.num_experts=8",
+    "model.moe.experts_per_token=2",
+    "model.moe.expert_dim=256",
+)
+
+
+class Case(NamedTuple):
+    """A step."""
+
+    name: str
+    words: tuple[str, ...]
+    batch: Shape
+
+    @property
+    def config(self) -> RunConfig:
+        rows, length = self.batch
+        shape = (f"data.batch_size={rows}", f"data.seq_length={length}")
+        # The last word counts.
+        words = {word.partition("=")[0]: word for word in (*_SMALL, *self.words, *shape)}
+        return load_config(list(words.values()))
+
+    def with_rows(self, rows: int) -> "Case":
+        return self._replace(batch=self.batch._replace(rows=rows))
+
+
+CASES = (
+    Case("dense", (), Shape(8, 512)),
+    Case("dense, wide", ("model.embed_dim=512", "model.mlp_dim=2048"), Shape(8, 512)),
+    Case("dense, long rows", (), Shape(2, 2048)),
+    Case("dense, few tokens", (), Shape(1, 64)),
+    Case("remat=full", ("model.remat=full",), Shape(8, 512)),
+    Case("accumulation=4", ("optimizer.accumulation=4",), Shape(16, 512)),
+    Case("large vocabulary", ("model.vocab_size=32768",), Shape(4, 512)),
+    Case("experts", _EXPERTS, Shape(8, 512)),
+)
+
+
+def copied_per_second() -> float:
+    """Bytes that are read and written in a second by one program that copies a large array."""
+    array = jnp.ones(_COPIED_BYTES // 4, jnp.float32)
+    # In place: new memory costs more than what is copied.
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0)
+    seconds = []
+    for _ in range(9):
+        start = time.perf_counter()
+        array = copy(array).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * _COPIED_BYTES / min(seconds)
+
+
+def programs_of(case: Case) -> StepPrograms:
+    """On one device of this CPU."""
+    return StepPrograms(case.config, jax.devices()[:1])
+
+
+def estimate(
+    case: Case, programs: StepPrograms, compiled: jax.stages.Compiled, peak: float, copied: float
+) -> Roofline:
+    """As `maxtrain fit` makes it for devices that are not here."""
+    work = work_of(parse(compiled.as_text() or ""), has_small_memories=False)
+    model = token_flops(programs.parts.config.model, case.batch.length, 0).causal
+    tokens = case.batch.rows * case.batch.length
+    return roofline(work, model * tokens, peak, [], Links(copied, 1.0, None))
+
+
+def measured(
+    programs: StepPrograms, compiled: jax.stages.Compiled, batch: Shape, steps: int
+) -> float:
+    """The median of the seconds of some steps on random tokens, after one that does not count."""
+    with jax.set_mesh(programs.parts.mesh):
+        state = programs.parts.initial_state()
+        arrays = random_batch(programs, batch)
+        seconds = []
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            state, metrics = compiled(state, arrays)
+            jax.block_until_ready(metrics)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def random_batch(programs: StepPrograms, shape: Shape) -> dict[str, jax.Array]:
+    """Rows that are one document each."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for name, array in programs.batch(*shape).items():
+        if name in ("inputs", "targets"):
+            values = rng.integers(1, 4096, array.shape)
+        elif name == "positions":
+            values = np.broadcast_to(np.arange(array.shape[-1]), array.shape)
+        else:
+            values = np.ones(array.shape)
+        arrays[name] = jax.device_put(values.astype(array.dtype), array.sharding)
+    return arrays
+
+
+def time_row(case: Case, steps: int, peak: float, copied: float) -> str:
+    """Of the first table."""
+    programs = programs_of(case)
+    compiled = programs.compile(*case.batch)
+    times = estimate(case, programs, compiled, peak, copied)
+    took = measured(programs, compiled, case.batch, steps)
+    cells = [
+        case.name,
+        f"{case.batch.rows} x {case.batch.length:,}",
+        f"{1e3 * times.products:,.0f}",
+        f"{1e3 * times.memory:,.0f}",
+        f"{1e3 * times.seconds:,.0f}",
+        f"{1e3 * times.without_overlap:,.0f}",
+        f"{1e3 * took:,.0f}",
+        f"{took / times.seconds:.2f}",
+        f"{took / times.without_overlap:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def memory_row(case: Case) -> str:
+    """Of the second table: the line through the compiled steps of one and two units of rows, at
+    four and eight."""
+    programs = programs_of(case)
+    unit = programs.unit
+    needed = {}
+    for units in (1, 2, 4, 8):
+        rows = units * unit
+        compiled = programs_of(case.with_rows(rows)).compile(rows, case.batch.length)
+        needed[units] = program_bytes(compiled)
+    cells = [case.name, f"{unit} x {case.batch.length:,}"]
+    cells += [f"{needed[units] / MIB:,.0f}" for units in (1, 2)]
+    for units in (4, 8):
+        line = needed[1] + (units - 1) * (needed[2] - needed[1])
+        apart = line / needed[units] - 1
+        cells += [f"{line / MIB:,.0f}", f"{needed[units] / MIB:,.0f}", f"{apart:+.1%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def tables(steps: int) -> Sequence[str]:
+    """Lines of Markdown; printed as they come."""
+    lines: list[str] = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    peak = measure_matmul("float32", 1.0)
+    copied = copied_per_second()
+    show(f"Products: {peak / 1e9:,.0f} GFLOP/s; copies: {copied / 1e9:,.1f} GB/s.\n")
+    show(
+        "| step | rows x tokens | products, ms | memory, ms | if all overlaps | if nothing does "
+        "| measured | of the first | of the second |"
+    )
+    show("|:--|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for case in CASES:
+        show(time_row(case, steps, peak, copied))
+    show("")
+    show(
+        "| step | unit of rows | 1 unit, MiB | 2 | 4: line | compiled | apart "
+        "| 8: line | compiled | apart |"
+    )
+    show("|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for case in CASES:
+        show(memory_row(case))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_here")
+    parser.add_argument("--steps", type=int, default=7, help="measured (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="write results/fit_here.md")
+    asked = parser.parse_args(argv)
+    lines = tables(asked.steps)
+    if asked.write:
+        head = (
+            "# What fit counts, and what a step takes\n\n"
+            "`python -m benchmarks.fit_here --write`: float32 steps on one device, "
+            f"{one_core.processor()}, jax {jax.__version__}.\n"
+        )
+        RESULTS.write_text("\n".join([head, *lines]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    sys.exit(main())
