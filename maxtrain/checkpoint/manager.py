@@ -212,7 +212,8 @@ class Checkpoints:
         if self._of_hosts is None:
             self._of_hosts = self._orbax
             # Where several hosts have the same, one of them may be lost.
-            if jax.process_count() > 1 and copies_are_complete(leaves):
+            layouts = {(leaf.sharding, leaf.shape) for leaf in leaves}
+            if jax.process_count() > 1 and copies_are_complete(layouts):
                 self._of_hosts = new_checkpointer(shares_directory=False, with_copies=True)
         return self._of_hosts
 

@@ -49,14 +49,16 @@ def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.A
     return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
 
 
-def copies_are_complete(leaves: Iterable[jax.Array]) -> bool:
+def copies_are_complete(layouts: Iterable[tuple[Any, tuple[int, ...]]]) -> bool:
     """Whether all parts of arrays are written, if each process writes copies.
 
     Of the copies of parts, numbered in the order of devices, a process writes those with the number
     that its first device's has: where devices of a process lie far apart in the mesh, that need not
     be all that it holds.
+
+    Args:
+        layouts: the sharding and the shape of each array.
     """
-    layouts = {(leaf.sharding, leaf.shape) for leaf in leaves}
     for sharding, shape in layouts:
         copies: dict[str, int] = collections.Counter()
         firsts: dict[int, int] = {}

@@ -1,5 +1,7 @@
 """Steps on the disks of hosts: which are whole, what becomes of them, and what goes on from them."""
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from maxtrain.checkpoint import damage
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.orbax_files import copies_are_complete
 from maxtrain.checkpoint.whole import Held, Whole, what_is_missing, whole_steps
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import MetricsLog
@@ -60,6 +63,32 @@ def test_a_step_is_whole_just_if_nothing_of_it_is_missing(files, lost):
     if lost < len(held):
         rest = [*held[:lost], {}, *held[lost + 1 :]]
         assert (7 in whole_steps(rest)) <= (7 in whole_steps(held))
+
+
+class Layout:
+    """How an array lies on devices: the process of each, and the part that it has."""
+
+    def __init__(self, *devices):
+        self._parts = {Mock(process_index=process): (part,) for process, part in devices}
+
+    def devices_indices_map(self, shape):
+        return self._parts
+
+
+@pytest.mark.parametrize(
+    ("devices", "complete"),
+    [
+        ([(0, "a"), (1, "b")], True),
+        ([(0, "a"), (0, "b"), (1, "a"), (1, "b")], True),
+        ([(0, "a"), (0, "a"), (1, "a"), (1, "a")], True),
+        # The second of process 0 is a second copy where its first is none, and so with process 1.
+        ([(0, "a"), (1, "b"), (1, "a"), (0, "b")], True),
+        ([(0, "a"), (2, "b"), (1, "a"), (1, "b"), (0, "b"), (2, "a")], True),
+        ([(2, "b"), (0, "a"), (1, "a"), (1, "c"), (0, "b"), (2, "c")], False),
+    ],
+)
+def test_where_copies_would_leave_a_part_out_none_are_written(devices, complete):
+    assert copies_are_complete([(Layout(*devices), (4,))]) == complete
 
 
 def state(value):
