@@ -247,6 +247,7 @@ class Checkpoints:
     def _commit(self, step: Step) -> None:
         """In the background: when the arrays are written, makes the step a checkpoint, and retires
         old ones."""
+        self._retire_on_hosts()
         with self._writer.saving(step.number):
             self._orbax.wait_until_finished()
             self._writer.finish(step)
@@ -261,11 +262,18 @@ class Checkpoints:
     def _commit_locally(self, step: Step) -> None:
         """As `_commit`, of a step on the disks of hosts alone."""
         assert self.local is not None and self._of_hosts is not None
-        # What was saved last counts in all processes: `wait` has asked them.
-        self.local.retire()
+        self._retire_on_hosts()
         with self.local.writer.saving(step.number):
             self._of_hosts.wait_until_finished()
             self.local.writer.finish(step)
+
+    def _retire_on_hosts(self) -> None:
+        """Removes steps of the disk of this host that are not kept.
+
+        What was saved last counts in all processes: `wait` has asked them.
+        """
+        if self.local is not None:
+            self.local.retire()
 
     def restore(
         self,
