@@ -72,7 +72,7 @@ NOT_DRAWN = re.compile(
     r"|data\.(cache|cache_bytes|accept_changes|workers)"
     r"|mesh\.(platform|simulated_devices|dcn_data|dcn_fsdp|coordinator|num_processes|process_id|min_processes"
     r"|connect_seconds|heartbeat_seconds)"
-    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)"
+    r"|checkpoint\.(copy_to|local|init_from|init_partial|minutes|grace_seconds)"
     r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"
     r"|.*\.NAME\.?.*"
 )
@@ -185,6 +185,8 @@ HINTS: dict[str, Sequence[str]] = {
     "model.kept.on_host": ["[]", "[attention]", "[product]"],
     "model.routing.exchange_factor": ["null", "0.1", "1", "100"],
     "checkpoint.keep": ["1", "2", "3"],
+    "checkpoint.local_keep": ["2", "3"],
+    "checkpoint.upload_every": ["2", "10"],
 }
 # Values that need a device that this machine does not have.
 FOREIGN = {"model.attention": ["cudnn", "flash"]}
@@ -254,6 +256,8 @@ THEMES: Sequence[Sequence[str]] = (
     ("checkpoint.asynchronous=false",),
     ("checkpoint.keep_best=true", "checkpoint.keep=1"),
     ("checkpoint.copy_to={folder}/second",),
+    # Refused: the runs here are on a disk.
+    ("checkpoint.local={folder}/fast", "checkpoint.local_keep=2", "checkpoint.upload_every=2"),
     ("model.rope_scaling=llama3",),
     ("model.rope_scaling=linear",),
     ("model.rope_scaling=dynamic", "model.rope_original_length=16"),

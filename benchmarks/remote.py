@@ -1,9 +1,11 @@
 """How fast shards behind a URL are read, with an empty cache and with a full one, compared with the
 same shards on disk; and how fast checkpoints behind one are saved and restored, compared with the
-plain upload and download of as many bytes.
+plain upload and download of as many bytes; and how long saves take that are uploaded, and those
+between uploads.
 
     python -m benchmarks.remote shards [URL]
     python -m benchmarks.remote checkpoints [URL] [--mib 256] [--rounds 3]
+    python -m benchmarks.remote between [URL] [--mib 256] [--rounds 3]
 
 URL is a folder to write to, such as s3://bucket/bench or file:///tmp/bench; without one, it is in a
 bucket of moto's server, in a process of its own on this machine. Prints a table of Markdown.
@@ -29,6 +31,7 @@ from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import Manifest, ShardWriter, token_dtype
 from maxtrain.checkpoint import at_url
+from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 
@@ -36,6 +39,8 @@ _BATCHES = 200
 _REPEATS = 5
 _ROWS = 8
 _LENGTH = 4096
+# Bytes of records that are uploaded before a checkpoint counts.
+_RECORDS = 100_000
 
 
 def make(folder: Path, shards: int = 8, documents: int = 8000) -> Path:
@@ -121,6 +126,33 @@ def checkpoints(url: str, mib: int, rounds: int) -> None:
     print("\n".join(times.table(mib)))
 
 
+def between(url: str, mib: int, rounds: int) -> None:
+    """Measure saves that are uploaded and those that are not, in turns, and print.
+
+    The loop of a run waits until the state may change, and before its next save until this one
+    counts.
+    """
+    state = make_state(mib)
+    times = Times()
+    home = RemotePath(url) / "run" / "checkpoints"
+    records = RemotePath(url) / "run" / "metrics.jsonl"
+    publish = functools.partial(records.write_bytes, b"x" * _RECORDS)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "fast").mkdir()
+        local = LocalSteps(Path(name, "fast"), 2, publish)
+        config = CheckpointConfig(keep=1)
+        saving = Checkpoints(Path(name, "here"), config, None, None, home, publish, local)
+        for number in range(rounds):
+            for what, uploaded in (("uploaded", True), ("on the disk", False)):
+                step = 2 * number + (not uploaded)
+                save = functools.partial(saving.save, step, state, {}, None, uploaded)
+                times.note(f"{what}: until the state may change", save)
+                times.note(f"{what}: from there until it counts", saving.wait)
+        saving.close()
+    home.parent.remove()
+    print("\n".join(times.table(mib)))
+
+
 def _restore(
     directory: Path, config: CheckpointConfig, home: RemotePath, state: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
@@ -134,7 +166,7 @@ def _restore(
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.remote", description=__doc__)
-    parser.add_argument("what", choices=["shards", "checkpoints"])
+    parser.add_argument("what", choices=["shards", "checkpoints", "between"])
     parser.add_argument("url", nargs="?", help="a folder to write to")
     parser.add_argument("--mib", type=int, default=256, help="of the state (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of checkpoints (%(default)s)")
@@ -148,7 +180,10 @@ def main() -> None:
         shards(url)
     else:
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}\n")
-        checkpoints(url, asked.mib, asked.rounds)
+        measured = checkpoints
+        if asked.what == "between":
+            measured = between
+        measured(url, asked.mib, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class Save(Hook):
 
     def __call__(self, after: AfterStep) -> None:
         run = self._run
-        run.save()
+        run.save(uploaded=after.is_last or after.stop or bool(run.health.ending))
         if run.validation.due(after.step, after.is_last):
             # An evaluation that came out finite judges this step as the next one would.
             run.checkpoints.confirm(after.step)

@@ -612,7 +612,8 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     # Norms of layers are a part of the program, which is the same everywhere.
     observe = r"observe\.(?!layer_norms_interval).*"
-    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?|local_dir")
+    places = r".*\.path|data\.cache(_bytes)?|local_dir|checkpoint\.local"
+    own = re.compile(rf"{observe}|{mesh}|{places}")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid

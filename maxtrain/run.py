@@ -346,6 +346,13 @@ class Run:
             )
         return f"has all {self.num_steps:,} steps."
 
+    def upload_newest(self) -> None:
+        """Saves the step that the run has come to, if it is on the disks of hosts alone: this one
+        has nothing left to do, and its steps are to be where the run is kept."""
+        is_uploaded = self.step in self.checkpoints.steps()
+        if self.step in self.checkpoints.on_hosts() and not is_uploaded:
+            self.save(uploaded=True)
+
     def require_saved(self) -> None:
         """DivergedError: the run has come to its end, and its last steps were not finite, so that
         nothing is saved of it."""
@@ -362,6 +369,8 @@ class Run:
         longest = self.config.watchdog.save_seconds / 2 or _LONGEST_COPY
         with self.clock.during("save"):
             self.checkpoints.wait()
+            if self.done():
+                self.checkpoints.drop_local()
             warning = self.checkpoints.settle(min(_LONGEST_COPY, longest))
             if warning:
                 self.progress.message(warning, style="yellow")
@@ -586,7 +595,7 @@ class Run:
             watch = self.state.control.watch
             going_on = jax.device_put(np.zeros((), bool), watch.halted.sharding)
             self.state = with_watch(self.state, watch._replace(halted=going_on))
-            is_saved = self.save()
+            is_saved = self.save(uploaded=True)
             self.checkpoints.wait()
         saved = "nothing was saved"
         if is_saved:
@@ -674,12 +683,17 @@ class Run:
             self.checkpoints.directory,
             lambda saved: saved.went_with(rollbacks),
             self.checkpoints.second,
+            self.checkpoints.on_hosts(),
         )
 
     # Saving and stopping
 
-    def save(self) -> bool:
+    def save(self, uploaded: bool = False) -> bool:
         """Saves a checkpoint of this step, in the background if the config says so.
+
+        Args:
+            uploaded: whether it must be where the run is kept; otherwise the config says whether it
+                may stay on the disks of the hosts.
 
         Returns:
             False if the last steps were not finite: the weights may be the cause even if they are
@@ -704,8 +718,10 @@ class Run:
             changing = changing_part(self.state)
             constant = constant_part(self.state)
             record = self.remembered().to_record()
-            if self.checkpoints.save(self.step, changing, record, constant):
-                self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
+            uploaded = uploaded or self.checkpoints.uploads(self.step, record)
+            if self.checkpoints.save(self.step, changing, record, constant, uploaded):
+                where = "" if uploaded else ", on the disks of the hosts"
+                self.progress.message(f"checkpoint: step {self.step:,}{where}", style="dim")
         return True
 
     def remembered(self) -> RunState:
@@ -736,7 +752,7 @@ class Run:
 
     def stop_and_save(self) -> NoReturn:
         """Saves and ends the launch because somebody asked to stop. TryAgainError: always."""
-        is_saved = self.save()
+        is_saved = self.save(uploaded=True)
         self.settle()
         asked = self.stop.name or "a signal to another process"
         done = f"stopped and saved at step {self.step:,} of {self.num_steps:,}"

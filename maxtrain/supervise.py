@@ -36,7 +36,7 @@ from data_pipeline.errors import (
 )
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fewer_settings, fit_to_fewer, load_config, with_accumulation
-from maxtrain.config.run_path import process_number, run_path
+from maxtrain.config.run_path import local_folder, process_number, run_path
 from maxtrain.config.schema import RunConfig
 from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
@@ -75,8 +75,9 @@ class Supervisor:
         self._options = options
         self._command = list(command)
         self._config = config
-        # Of a run behind a URL, where this host works on it.
+        # Of a run behind a URL, where this host works on it, and has steps that are not uploaded.
         self._folder = run_path(config)
+        self._local = local_folder(config)
         self._least = options.min_processes or config.mesh.min_processes or options.processes
         # The processes of this machine, by number, and the one that ended the last attempt.
         self._slots = list(range(options.processes))
@@ -169,7 +170,7 @@ class Supervisor:
             self._processes.tell(signal.SIGTERM)
         code = self._wait()
         end = time.time()
-        saved, since = saved_step(self._folder)
+        saved, since = saved_step(self._folder, self._local)
         reason = _words(code)
         if self._asked:
             reason = f"asked to stop by {self._asked}"

@@ -41,9 +41,10 @@ from maxtrain import failpoints
 from maxtrain.accumulation import decide
 from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.listing import latest_state, second_of
+from maxtrain.checkpoint.local import LocalSteps, OtherStep
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoint.rollback import read_rollbacks
-from maxtrain.config.run_path import run_path, run_url
+from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
+from maxtrain.config.run_path import local_folder, run_path, run_url
 from maxtrain.config.sections.mesh import slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
@@ -68,7 +69,6 @@ from maxtrain.parallel.agreement import (
     connect_peers,
     is_loss,
     losing_others,
-    raise_together,
     raising_together,
     require_agreement,
 )
@@ -82,7 +82,9 @@ from maxtrain.parallel.memory import (
 )
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder, require_trained
+from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.storage.local import why_not
 from maxtrain.storage.store import Store, open_store
 from maxtrain.training.state import (
     changing_part,
@@ -110,14 +112,20 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
             tried again.
     """
     failpoints.arm()
+    local = local_folder(config)
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
-        for attempt in itertools.count():  # each has a checkpoint less
-            with open_store(run_path(config), run_url(config)) as store:
+        # Each has a checkpoint less, or knows what other hosts have.
+        for attempt in itertools.count():
+            with open_store(
+                run_path(config), run_url(config), local, config.checkpoint.local_keep
+            ) as store:
                 try:
                     with Trackers() as trackers:
                         return launch(config, attempt, stop, trackers, store)
                 except DamagedError as damage:
                     put_aside(damage)
+                except OtherStep:
+                    pass
 
 
 def launch(
@@ -127,26 +135,32 @@ def launch(
 
     Args:
         attempt: how many attempts this process has made before this one; each found a damaged
-            checkpoint.
+            checkpoint, or that hosts have other parts of checkpoints than it went by.
         trackers: started here, once the run is open. The caller finishes them.
         store: where the run is kept.
 
     Raises:
         DamagedError: what the newest checkpoint holds is not what was saved. All processes raise
             it, also those whose own part of the checkpoint is whole.
+        OtherStep: in all processes: the newest checkpoint that is whole is not the one that some
+            process has begun with, which could not ask the others then.
     """
     clock = Stopwatch()
     folder = store.folder
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
-    saved = latest_state(folder / "checkpoints", lambda found: found.went_with(rollbacks), second)
+    look_on_disks(store.local, run_folder, rollbacks, attempt)
+    newest = functools.partial(newest_state, store, rollbacks, second)
+    saved = newest()
     require_trained(folder, saved)
     run_folder.require_checkpoints(config.checkpoint.start_over)
     if rollbacks is None:
         rollbacks = list(saved.rollbacks) if saved else []
     with clock.during("start"):
         job = open_job(config, saved)
+    if attempt == 0:
+        require_whole(store.local, saved, newest)
     config = job.config
     is_primary = jax.process_index() == 0
     checkpoints = Checkpoints(
@@ -156,6 +170,7 @@ def launch(
         run_folder.note_saved,
         store.checkpoints,
         store.publish,
+        store.local,
     )
     rows = job.data.describe_rows
     board = Board("watchdog") if jax.process_count() > 1 else None
@@ -167,6 +182,7 @@ def launch(
         Progress(shown, job.data.plan.num_steps, units=job.units) as progress,
     ):
         describe(progress, job)
+        tell_passed_over(progress, store.local, saved)
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
         require_agreement(f"launch {attempt}", fields)
         connect_peers(job.mesh)
@@ -177,17 +193,8 @@ def launch(
         decided = decide(job, run_folder.accumulation, progress, clock)
         job = decided.job
         describe_micro_batches(progress, job, decided.line)
-        refused = None
-        try:
-            # Not before it is known that all go on: this makes the folder.
-            if is_primary:
-                told = functools.partial(progress.message, style="bold red")
-                take_locks(held, store, second, told)
-                held.callback(run_folder.withdraw)
-                run_folder.begin(told, job.kept.get(ACCUMULATION))
-        except (ConfigError, StorageError, TryAgainError, OSError) as error:
-            refused = error
-        raise_together(refused)
+        # Not before it is known that all go on: this makes the folder.
+        begin_folder(held, store, second, run_folder, progress, job.kept.get(ACCUMULATION))
         for line in put_aside_incomplete(checkpoints.directory):
             progress.message(line, style="bold red")
         run = Run(
@@ -222,6 +229,64 @@ def launch(
     conclude(run)
 
 
+def newest_state(
+    store: Store, rollbacks: list[Rollback] | None, second: Path | None
+) -> RunState | None:
+    """The run at its newest checkpoint that went with its rollbacks; None: there is none."""
+    also = None
+    if store.local is not None:
+        also = store.local.whole
+    return latest_state(
+        store.folder / "checkpoints", lambda found: found.went_with(rollbacks), second, also
+    )
+
+
+def step_of(saved: RunState | None) -> int:
+    """The step that a launch begins at."""
+    if saved is None:
+        return 0
+    return saved.step
+
+
+def look_on_disks(
+    local: LocalSteps | None,
+    run_folder: RunFolder,
+    rollbacks: list[Rollback] | None,
+    attempt: int,
+) -> None:
+    """Finds the steps of a run that are on the disks of its hosts alone; `attempt`: as of `launch`.
+
+    In a first attempt processes can't ask each other yet, and each goes by what it has a part of.
+    """
+    if local is None:
+        return
+    run_id = run_folder.id
+    if run_folder.starts_over:
+        run_id = ""
+    local.look(lambda record: why_not(record, run_folder.path, run_id, rollbacks))
+    if attempt > 0:
+        local.agree(f"steps of hosts, attempt {attempt}")
+
+
+def require_whole(
+    local: LocalSteps | None, saved: RunState | None, newest: Callable[[], RunState | None]
+) -> None:
+    """Returns, with devices started, if the step that is newest on the disks of all hosts together,
+    or at the URL, is the one that each has begun with. OtherStep, in all processes: it is not."""
+    if local is None:
+        return
+    local.agree("steps of hosts")
+    local.require_same("steps of hosts", step_of(newest()) == step_of(saved))
+
+
+def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunState | None) -> None:
+    """A line about each step on the disks of hosts that the run can't go on from."""
+    if local is None:
+        return
+    for line in local.told(step_of(saved)):
+        progress.message(line, style="yellow")
+
+
 def require_room(job: Job) -> None:
     """ConfigError, in all processes: a device of one of them has no room for the training state."""
     state = "the training state (weights, moments of the optimizer)"
@@ -242,6 +307,7 @@ def train_until_done(run: Run) -> None:
         style = "yellow" if run.health.ending else "green"
         name = run_url(run.config) or run.folder.path
         run.progress.message(f"Nothing to do: {name} {run.why_done()}", style=style)
+        run.upload_newest()
         return
     warning = run.checkpoints.require_space(
         changing_part(run.job.abstract), constant_part(run.job.abstract)
@@ -363,6 +429,30 @@ def conclude(run: Run) -> None:
         )
     if problem:
         raise DivergedError(problem)
+
+
+def begin_folder(
+    held: contextlib.ExitStack,
+    store: Store,
+    second: Path | None,
+    run_folder: RunFolder,
+    progress: Progress,
+    accumulation: int | None,
+) -> None:
+    """Has process 0 lock the run until `held` is closed, and make the folder its own.
+
+    Args:
+        accumulation: as of `RunFolder.begin`.
+
+    Raises:
+        ConfigError, StorageError, TryAgainError: in all processes: that failed.
+    """
+    with raising_together(ConfigError, StorageError, TryAgainError, OSError):
+        if jax.process_index() == 0:
+            told = functools.partial(progress.message, style="bold red")
+            take_locks(held, store, second, told)
+            held.callback(run_folder.withdraw)
+            run_folder.begin(told, accumulation)
 
 
 def take_locks(

@@ -205,6 +205,11 @@ def test_remote_saves_and_restores_beside_plain_copies(tmp_path, capsys):
     shown = capsys.readouterr().out
     for row in ("one file, uploaded", "save", "one file, downloaded", "restore to an empty disk"):
         assert f"| {row} | 1 |" in shown
+    remote.between(f"file://{tmp_path}/there", mib=16, rounds=1)
+    shown = capsys.readouterr().out
+    for what in ("uploaded", "on the disk"):
+        assert f"| {what}: until the state may change | 1 |" in shown
+        assert f"| {what}: from there until it counts | 1 |" in shown
     assert not list(tmp_path.rglob("*.json")) and not list(tmp_path.rglob("plain"))
 
 

@@ -37,10 +37,17 @@ def test_the_commands_work_in_order(tmp_path):
     assert "ended with SIGKILL" in disturbed and "Goes on from step 4" in disturbed
     assert any("integrity.repeat_interval" in command for command in outputs)
     listed = list(outputs.values())
-    (far,) = (out for command, out in outputs.items() if " status file" in command)
+    (often,) = (
+        out for command, out in outputs.items() if " status file" in command and "often" in command
+    )
+    assert "file://bucket/runs/often: step 12 on record, step 12 saved" in often
+    assert any("step 3, on the disks of the hosts" in out for out in outputs.values())
+    (far,) = (
+        out for command, out in outputs.items() if " status file" in command and "far" in command
+    )
     assert "file://bucket/runs/far: step 8 on record, step 8 saved" in far
     assert any("steps=8" in command and "step 4" in out for command, out in outputs.items())
-    assert len(listed) == 22
+    assert len(listed) == 24
     assert (
         "3 whole of 3" in listed[2]
         and listed[3].count("all hashes") == 3

@@ -110,7 +110,7 @@ def test_a_run_that_is_to_stop_leaves_its_evaluation_to_the_next_launch():
 def test_an_evaluated_step_is_confirmed_when_it_is_saved(sets):
     run = run_with(sets=sets)
     hooks_of(run)["Save"](after())
-    run.save.assert_called_once_with()
+    run.save.assert_called_once_with(uploaded=False)
     assert run.checkpoints.confirm.called == bool(sets)
 
 

@@ -54,9 +54,10 @@ def train(folder, run, *overrides, disk=None):
     return main(load_config(options(folder, run, *overrides, disk=disk)))
 
 
-def in_a_process(folder, run, disk, failpoint=""):
+def in_a_process(folder, run, disk, failpoint="", overrides=()):
     """The exit code of a training in a process of its own, and what it said."""
-    command = [sys.executable, "-m", "maxtrain.train", *options(folder, run, disk=disk)]
+    words = options(folder, run, *overrides, disk=disk)
+    command = [sys.executable, "-m", "maxtrain.train", *words]
     environment = os.environ | {failpoints.VARIABLE: failpoint}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
@@ -80,7 +81,7 @@ def numbers(run):
     for record in read_metrics(run):
         values = {}
         for name, value in record.items():
-            if not re.search(r"second|mfu|bytes", name):
+            if not re.search(r"second|mfu|bytes|slowest_process", name):
                 values[name] = value.hex() if isinstance(value, float) else value
         kept.append(values)
     return kept
@@ -292,7 +293,7 @@ def test_a_supervisor_restarts_a_run_at_a_url(folder, s3):
     assert_same(folder, "kept")
 
 
-def on_two_hosts(folder, run, disks, failpoint=""):
+def on_two_hosts(folder, run, disks, failpoint="", overrides=()):
     """What two processes said that share no disk (or one, if `disks` is empty), and their codes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -300,7 +301,8 @@ def on_two_hosts(folder, run, disks, failpoint=""):
     processes = []
     for index in range(2):
         disk = disks[index] if disks else None
-        words = options(folder, run, "mesh.simulated_devices=4", disk=disk)
+        own = [word.format(index=index) for word in overrides]
+        words = options(folder, run, "mesh.simulated_devices=4", *own, disk=disk)
         words += [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2"]
         words.append(f"mesh.process_id={index}")
         command = [sys.executable, "-m", "maxtrain.train", *words]
@@ -335,3 +337,150 @@ def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3,
     assert (right / "00000009" / "commit.json").exists()
     assert checkpoints.main(["verify", url_of(run)]) == 0
     assert generate.main([url_of(run), "--prompt", "the", "--max-tokens", "4"]) == 0
+
+
+def between_uploads(folder, name="fast", every=4):
+    """Overrides of a run that saves each step, and uploads few."""
+    return [
+        "checkpoint_interval=1",
+        f"checkpoint.local={folder / name}",
+        f"checkpoint.upload_every={every}",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_killed_between_uploads_it_goes_on_from_the_disk_of_its_host(folder, s3, capsys):
+    words = between_uploads(folder)
+    code, said = in_a_process(folder, "fast", "ten", "before_commit:kill:7", words)
+    assert code == -signal.SIGKILL and steps_at("fast") == [4], said
+    assert not any("0000006" in name for name in names_below(RemotePath(url_of("fast"))))
+    assert train(folder, "fast", *words, disk="ten") == 0
+    assert f"Goes on from step 6 in {folder / 'fast'}" in capsys.readouterr().out
+    assert_same(folder, "fast")
+    # 5 and 6 stayed there; of 7 and 8, the second is the fourth in a row. The end is uploaded.
+    assert steps_at("fast") == [8, 9]
+    assert not list((folder / "fast").rglob("commit.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("place", "begun_at"),
+    [
+        ("during_save:kill:6", 5),
+        ("before_commit:kill:6", 5),
+        ("after_commit:kill:6", 6),
+        ("during_upload:kill:4", 3),
+        ("before_upload_counts:kill:4", 3),
+        ("after_upload:kill:4", 4),
+        ("during_save:kill:1", None),
+        ("after_commit:kill:1", 1),
+    ],
+)
+def test_killed_anywhere_it_goes_on_from_the_newest_step_bit_for_bit(folder, s3, place, begun_at):
+    run = f"between-{place.replace(':', '-')}"
+    words = between_uploads(folder)
+    code, said = in_a_process(folder, run, "eleven", place, words)
+    assert code == -signal.SIGKILL, said
+    code, said = in_a_process(folder, run, "eleven", "", words)
+    assert code == 0, said
+    if begun_at is not None:
+        assert f"Goes on from step {begun_at} " in said
+    assert_same(folder, run)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_without_its_disk_or_with_damage_there_it_goes_on_from_what_is_whole(folder, s3, capsys):
+    for what, begun_at in (("lost", 4), ("damaged", 6), ("left", 5)):
+        words = between_uploads(folder, what)
+        code, said = in_a_process(folder, what, "twelve", "before_commit:kill:8", words)
+        assert code == -signal.SIGKILL and steps_at(what) == [4], said
+        capsys.readouterr()
+        place = folder / what / "s3" / "faulty" / "runs" / what
+        if what == "lost":
+            shutil.rmtree(folder / what)
+        if what == "damaged":
+            (file, *_) = place.glob("0/00000007/arrays/params.*kernel/[0-9]*")
+            file.write_bytes(flipped(file.read_bytes()))
+        if what == "left":
+            # The run goes on without this host, which is there again later.
+            place.rename(place.with_name("away"))
+            code, said = in_a_process(folder, what, "twelve", "before_commit:kill:6", words)
+            assert "Goes on from step 4 in" in said and code == -signal.SIGKILL
+            shutil.move(place.with_name("away") / "0" / "00000007", place / "0")
+        assert train(folder, what, *words, disk="twelve") == 0
+        told = capsys.readouterr()
+        assert f"Goes on from step {begun_at} in" in told.out
+        assert ("00000007 is damaged" in told.err) == (what == "damaged")
+        assert ("the run has gone on without it" in told.out) == (what == "left")
+        assert_same(folder, what)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_that_is_to_have_no_more_steps_than_its_disk_has_uploads_them(folder, s3, capsys):
+    words = between_uploads(folder, "fewer")
+    code, said = in_a_process(folder, "fewer", "fourteen", "before_commit:kill:7", words)
+    assert code == -signal.SIGKILL and steps_at("fewer") == [4], said
+    capsys.readouterr()
+    assert train(folder, "fewer", *words, "steps=5", disk="fourteen") == 0
+    assert "has 6 steps, more than the 5" in capsys.readouterr().out
+    assert steps_at("fewer") == [4, 6] and not list((folder / "fewer").rglob("commit.json"))
+    assert train(folder, "fewer", *words, disk="fifteen") == 0
+    assert_same(folder, "fewer")
+
+
+@pytest.mark.slow
+def test_a_stop_is_uploaded_and_a_rollback_goes_back_to_a_disk(folder, s3, monkeypatch, capsys):
+    words = between_uploads(folder, "stopped")
+    monkeypatch.setenv(failpoints.VARIABLE, "before_step:term:6")
+    assert train(folder, "stopped", *words, disk="thirteen") == 75
+    assert steps_at("stopped") == [4, 6]
+    monkeypatch.setenv(failpoints.VARIABLE, "data:nan:8")
+    back = ["anomaly.non_finite=rollback", "anomaly.leave_out=1"]
+    assert train(folder, "stopped", *words, *back, disk="thirteen") == 0
+    said = capsys.readouterr().out
+    assert "goes back to step 7" in said and f"Goes on from step 7 in {folder / 'stopped'}" in said
+    assert train(folder, "rolled", *back, "checkpoint_interval=1") == 0
+    ours = readable(url_of("stopped"))
+    assert numbers(ours) == numbers(folder / "runs" / "rolled")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("mesh", [("mesh.data=1",), ("mesh.data=2", "mesh.fsdp=4")])
+@pytest.mark.parametrize("lost", ["none", "first", "second", "swapped"])
+def test_hosts_go_on_from_what_their_disks_have_together(folder, s3, mesh, lost):
+    """With parameters split over both hosts, each has a half; with a copy on each, both have all,
+    and one may be lost."""
+    run = f"together-{len(mesh)}-{lost}"
+    shared = f"together-{len(mesh)}"
+    if not (folder / "runs" / shared).exists():
+        codes, said = on_two_hosts(folder, shared, (), overrides=mesh)
+        assert codes == [0, 0], said
+    words = [*between_uploads(folder, f"{run}-{{index}}"), *mesh]
+    # Whether step 7 is whole by then is a matter of time.
+    codes, said = on_two_hosts(folder, run, ("left", "right"), "before_step:kill:8", words)
+    assert codes == [-signal.SIGKILL] * 2 and steps_at(run) == [4], said
+    places = [folder / f"{run}-{index}" for index in range(2)]
+    begun_at = "[67]"
+    if lost in ("first", "second"):
+        shutil.rmtree(places[lost == "second"])
+        if len(mesh) == 1:
+            begun_at = "4"
+    if lost == "swapped":
+        places[0].rename(folder / "aside")
+        places[1].rename(places[0])
+        (folder / "aside").rename(places[1])
+    codes, said = on_two_hosts(folder, run, ("left", "right"), "", words)
+    assert codes == [0, 0], said
+    assert len(re.findall(rf"Goes on from step {begun_at} in", said)) == 1, said
+    if begun_at == "4":
+        assert re.search(r"Step 6 in checkpoint.local is passed over: \d+ of its", said), said
+    ours = readable(url_of(run))
+    assert numbers(ours) == numbers(folder / "runs" / shared)
+    digests = saved_digests(ours / "checkpoints")
+    assert digests[STEPS] == saved_digests(folder / "runs" / shared / "checkpoints")[STEPS]
+    assert not [path for place in places for path in place.rglob("commit.json")]

@@ -273,6 +273,9 @@ def test_how_far_a_run_has_come_ignores_what_is_torn_or_unfinished(tmp_path):
     assert (reached_step(tmp_path), saved_step(tmp_path)[0]) == (6, 4)
     (tmp_path / "metrics.jsonl").unlink()
     assert reached_step(tmp_path) == 4
+    (tmp_path / "fast" / "0" / "00000007").mkdir(parents=True)
+    (tmp_path / "fast" / "0" / "00000007" / "commit.json").write_text("{}")
+    assert saved_step(tmp_path, tmp_path / "fast")[0] == 7 and saved_step(tmp_path)[0] == 4
 
 
 @pytest.fixture(scope="module")

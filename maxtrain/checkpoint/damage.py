@@ -13,6 +13,7 @@ from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.integrity import find_damage, read_commit, survey
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
+from maxtrain.checkpoint.local import is_local
 from maxtrain.parallel.agreement import gather, raise_together, raising_together
 
 
@@ -23,6 +24,9 @@ def put_aside(damage: DamagedError) -> None:
     it can't be renamed.
     """
     path = damage.path
+    if is_local(path):
+        _put_aside_on_hosts(path, damage)
+        return
     if at_url.url_of(path) is not None:
         _put_aside_at_url(path, damage)
         return
@@ -34,6 +38,21 @@ def put_aside(damage: DamagedError) -> None:
             if frozen.is_store(path):
                 then = f"It is put aside as {aside}; the run goes on if there is a copy of it."
             print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
+
+
+def _put_aside_on_hosts(path: Path, damage: DamagedError) -> None:
+    """As `put_aside`, of a step that is on the disks of hosts alone.
+
+    Those whose files are damaged put aside theirs; all do so, if nobody's are.
+    """
+    hosts = [said["damaged"] for said in gather({"damaged": _is_damaged_here(path)})]
+    with raising_together(StorageError):
+        if hosts[jax.process_index()] or not any(hosts):
+            rename_aside(path)
+    if jax.process_index() == 0:
+        what = f"{path} is damaged: {damage.what}."
+        then = "It is put aside; the run goes on without it."
+        print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
 
 
 def _put_aside_at_url(path: Path, damage: DamagedError) -> None:

@@ -36,6 +36,9 @@ CHUNK_BYTES = 1 << 20
 SMALL_FILES = ("record.json",)
 # In a step directory, says that its files are at this URL where they are not here; see at_url.py.
 URL_FILE = "url"
+# In a step directory, says that files which are not here are on the disks of other hosts; see
+# local.py.
+LOCAL_FILE = "local.json"
 
 # By path below the step directory: `bytes`, and `crc32` of each block as 8 hex digits.
 Files = dict[str, dict[str, Any]]
@@ -138,7 +141,7 @@ def defect(path: Path) -> str:
         return f"commit.json is not readable ({error})"
     if path.name.isdecimal() and step != int(path.name):
         return f"it is a copy of step {step}"
-    is_elsewhere = (path / URL_FILE).exists()
+    is_elsewhere = (path / URL_FILE).exists() or (path / LOCAL_FILE).exists()
     for name, entry in files.items():
         size = _size(path / name)
         if size is None and is_elsewhere and name not in SMALL_FILES:

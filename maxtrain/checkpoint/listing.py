@@ -6,7 +6,7 @@ Needs no device.
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,15 @@ def second_of(directory: Path, config: CheckpointConfig) -> Path | None:
     return root / directory.parent.name / directory.name
 
 
-def complete(directory: Path, second: Path | None = None) -> dict[int, Path]:
+def complete(
+    directory: Path, second: Path | None = None, also: Mapping[int, Path] | None = None
+) -> dict[int, Path]:
     """The complete steps by number, ascending.
 
-    Of a step that is in both directories, the one in the first counts.
+    Of a step that is in both directories, the one in the first counts. `also` has those that are
+    known to be elsewhere, and count if they are in neither.
     """
-    found = {}
+    found = dict(also or {})
     places = [directory]
     if second:
         places = [second, directory]
@@ -60,11 +63,13 @@ def latest_record(
     directory: Path,
     accept: Callable[[dict[str, Any]], bool] | None = None,
     second: Path | None = None,
+    also: Mapping[int, Path] | None = None,
 ) -> dict[str, Any] | None:
     """The record of the newest complete checkpoint below a directory, or a second one.
 
     Args:
         accept: says whether a record will do; None: every one will.
+        also: as of `complete`.
 
     Returns:
         None if there is no such checkpoint.
@@ -74,7 +79,7 @@ def latest_record(
             that.
     """
     directory = directory.expanduser()
-    for path in reversed(complete(directory, second).values()):
+    for path in reversed(complete(directory, second, also).values()):
         record = read_record(path)
         if accept is None or accept(record):
             return record
@@ -133,13 +138,14 @@ def latest_state(
     directory: Path,
     accept: Callable[[RunState], bool] | None = None,
     second: Path | None = None,
+    also: Mapping[int, Path] | None = None,
 ) -> RunState | None:
     """The run at its newest complete checkpoint; arguments and errors as of `latest_record`."""
 
     def will_do(record: dict[str, Any]) -> bool:
         return accept is None or accept(RunState.from_record(record))
 
-    record = latest_record(directory, will_do, second)
+    record = latest_record(directory, will_do, second, also)
     if record is None:
         return None
     return RunState.from_record(record)

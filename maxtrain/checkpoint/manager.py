@@ -24,7 +24,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ from maxtrain.checkpoint.copying import remove_here_and_at_url
 from maxtrain.checkpoint.integrity import FORMAT, defect, read_commit, survey
 from maxtrain.checkpoint.keeping import Judged, Needed, require_space, superfluous
 from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
-from maxtrain.checkpoint.orbax_files import new_checkpointer, quieten
+from maxtrain.checkpoint.local import LocalSteps, is_local, saves_since_upload
+from maxtrain.checkpoint.orbax_files import copies_are_complete, new_checkpointer, quieten
 from maxtrain.checkpoint.reading import Part, read_parts, require_same
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.checkpoint.writing import Found, Step, StepWriter, described, flatten
@@ -57,7 +58,8 @@ class Checkpoints:
     as well, and new ones are copied there. `on_commit` is called on process 0, in the background,
     with each step that has come to count. With a `home`, the steps are those at that URL, each
     process has a directory of its own, and `before_commit` is called on process 0 before a step
-    counts there.
+    counts there. Steps that are saved without an upload are on the disks of hosts, as `local` has
+    them; None: there are none.
     """
 
     # Of the saves of this process, below any directory.
@@ -71,15 +73,23 @@ class Checkpoints:
         on_commit: Callable[[int], object] | None = None,
         home: RemotePath | None = None,
         before_commit: Callable[[], object] | None = None,
+        local: LocalSteps | None = None,
     ):
         self.directory = Path(directory).expanduser().absolute()
+        self.local = local
         self._config = config
         self._on_commit = on_commit
         self._home = home
         self._writer = StepWriter(self.directory, home, before_commit)
         self._orbax = new_checkpointer(shares_directory=home is None)
+        # Of steps on the disks of hosts alone; None: none was saved yet.
+        self._of_hosts: ocp.AsyncCheckpointer | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
+        # The step that is being saved on the disks of hosts alone; None: none is.
+        self._saving_locally: int | None = None
+        # Saves in a row without an upload.
+        self._since_upload = 0
         self._abandoned = False
         self.second = second
         self._second: SecondDirectory | None = None
@@ -100,13 +110,19 @@ class Checkpoints:
         """All complete steps in ascending order, read from the disk."""
         return list(complete(self.directory))
 
+    def on_hosts(self) -> dict[int, Path]:
+        """The steps that are on the disks of hosts alone, by number."""
+        if self.local is None:
+            return {}
+        return self.local.whole
+
     def place(self, step: int) -> Path:
-        """The directory, of the two, that a complete step is read from."""
-        return complete(self.directory, self.second)[step].parent
+        """The directory that a complete step is read from."""
+        return complete(self.directory, self.second, self.on_hosts())[step].parent
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
-        return max(self.steps(), default=None)
+        return max([*self.steps(), *self.on_hosts()], default=None)
 
     def due(self) -> bool:
         """Whether checkpoint.minutes, if set, have passed since the last save, by this process's
@@ -115,12 +131,22 @@ class Checkpoints:
             return False
         return time.monotonic() - self._last >= 60 * self._config.minutes
 
+    def uploads(self, step: int, record: dict[str, Any]) -> bool:
+        """Whether the next save, of this step, is to be uploaded, where not all are."""
+        if self.local is None or self._since_upload + 1 >= self._config.upload_every:
+            return True
+        every = self._config.keep_every
+        if every is not None and step % every == 0:
+            return True
+        return self._config.keep_best and step in best_steps(record).values()
+
     def save(
         self,
         step: int,
         state: PyTree[jax.Array],
         record: dict[str, Any],
         constant: PyTree[jax.Array] = None,
+        uploaded: bool = True,
     ) -> bool:
         """Saves one step, after any save under way.
 
@@ -131,6 +157,7 @@ class Checkpoints:
             record: what belongs beside the arrays, as strict JSON.
             constant: what no step changes. It is written by the first save of a run, which waits
                 for that; later ones refer to it.
+            uploaded: False: to the disks of hosts alone.
 
         Returns:
             False if that step is complete on the disk already; it is left alone.
@@ -143,27 +170,52 @@ class Checkpoints:
         """
         self.wait()
         self._last = time.monotonic()
-        if not self._writer.prepare(step):
+        writer = self._writer
+        if not uploaded:
+            assert self.local is not None
+            writer = self.local.writer
+        if not writer.prepare(step):
             return False
         refers = self._save_constant(constant)
         text = json.dumps(record | {"format": FORMAT}, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = flatten(state)
         arrays = described(names, leaves)
-        with self._writer.saving(step):
+        with writer.saving(step):
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place
             # meanwhile, which is as good: jax does not reuse the buffer of a donated array that
             # somebody still reads.
             what = ocp.args.PyTreeSave(dict(zip(names, leaves)))
-            self._orbax.save(self._writer.staging(step) / "arrays", args=what)
+            orbax = self._orbax
+            if not uploaded:
+                orbax = self._orbax_of_hosts(leaves)
+            orbax.save(writer.staging(step) / "arrays", args=what)
         # Computed while files are written. A process whose save failed has raised by now: here it
         # would wait for its peers, who wait for it in Orbax.
         found = Found.begin(state)
-        self._newest = step
         saved = Step(step, text, arrays, refers, found, next(self._numbers))
-        self._pending = self._thread.submit(self._commit, saved)
+        if uploaded:
+            self._newest = step
+            self._since_upload = 0
+            self._pending = self._thread.submit(self._commit, saved)
+        else:
+            assert self.local is not None
+            self._since_upload += 1
+            self.local.writer.since_upload = self._since_upload
+            self._saving_locally = step
+            self._pending = self._thread.submit(self._commit_locally, saved)
         if not self._config.asynchronous:
             self.wait()
         return True
+
+    def _orbax_of_hosts(self, leaves: Sequence[jax.Array]) -> ocp.AsyncCheckpointer:
+        """What writes arrays on the disks of hosts alone."""
+        if self._of_hosts is None:
+            self._of_hosts = self._orbax
+            # Where several hosts have the same, one of them may be lost.
+            layouts = {(leaf.sharding, leaf.shape) for leaf in leaves}
+            if jax.process_count() > 1 and copies_are_complete(layouts):
+                self._of_hosts = new_checkpointer(shares_directory=False, with_copies=True)
+        return self._of_hosts
 
     def _save_constant(self, constant: PyTree[jax.Array]) -> str | None:
         """Sees to it that arrays that no step changes are on the disk, and are what they were.
@@ -195,6 +247,7 @@ class Checkpoints:
     def _commit(self, step: Step) -> None:
         """In the background: when the arrays are written, makes the step a checkpoint, and retires
         old ones."""
+        self._retire_on_hosts()
         with self._writer.saving(step.number):
             self._orbax.wait_until_finished()
             self._writer.finish(step)
@@ -205,6 +258,22 @@ class Checkpoints:
         self._best = set(best_steps(json.loads(step.record)).values())
         self._retire()
         self.copy_newest()
+
+    def _commit_locally(self, step: Step) -> None:
+        """As `_commit`, of a step on the disks of hosts alone."""
+        assert self.local is not None and self._of_hosts is not None
+        self._retire_on_hosts()
+        with self.local.writer.saving(step.number):
+            self._of_hosts.wait_until_finished()
+            self.local.writer.finish(step)
+
+    def _retire_on_hosts(self) -> None:
+        """Removes steps of the disk of this host that are not kept.
+
+        What was saved last counts in all processes: `wait` has asked them.
+        """
+        if self.local is not None:
+            self.local.retire()
 
     def restore(
         self,
@@ -247,6 +316,9 @@ class Checkpoints:
             sharding = getattr(leaf, "sharding", None) or home
             targets[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         arrays = read_parts(parts, targets, check, self._orbax, self.directory)
+        self._since_upload = 0
+        if is_local(path):
+            self._since_upload = saves_since_upload(path)
         return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
 
     def frozen_names(self, step: int | None = None) -> set[str]:
@@ -294,7 +366,16 @@ class Checkpoints:
         needed = Needed(_num_bytes(abstract_state), once, more, key, why)
         with raising_together(StorageError):
             warning = require_space(self.directory, needed)
+            if self.local is not None:
+                warning = warning or self._require_local_space(self.local, abstract_state)
         return warning
+
+    def _require_local_space(self, local: LocalSteps, abstract_state: PyTree) -> str:
+        """As `require_space`, of what this process keeps of steps that are not uploaded."""
+        more = max(1, local.keep + 1 - len(local.whole))
+        why = f"checkpoint.local_keep={local.keep}"
+        each = _num_bytes_here(abstract_state)
+        return require_space(local.directory, Needed(each, 0, more, "checkpoint.local", why))
 
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: the run goes on from this one on another way.
@@ -306,6 +387,10 @@ class Checkpoints:
         with raising_together(StorageError):
             if jax.process_index() == 0:
                 self._remove_after(step)
+            if self.local is not None:
+                doing = f"removing steps after {step} of {self.local.directory}"
+                with as_storage_error(doing, "Permit that, then run the same command again."):
+                    self.local.discard_after(step)
         self.refresh()
         if self._second and jax.process_index() == 0:
             self._second.discard_after(step)
@@ -356,6 +441,8 @@ class Checkpoints:
         pending = self._take_pending()
         if not pending:
             return
+        locally = self._saving_locally
+        self._saving_locally = None
         failure = pending.exception()
         if jax.process_count() > 1:
             said = gather({"failed": failure is not None})
@@ -365,7 +452,18 @@ class Checkpoints:
                 failure = StorageError(f"{where}. See its message there.")
         if failure:
             raise failure
-        self.refresh()
+        if locally is None:
+            self.refresh()
+        else:
+            assert self.local is not None
+            self.local.note_saved(locally)
+
+    def drop_local(self) -> None:
+        """Removes the steps on the disk of this host that are not newer than what is uploaded: the
+        run is at its end."""
+        self.wait()
+        if self.local is not None:
+            self.local.clear(max(self.steps(), default=-1))
 
     def refresh(self) -> None:
         """Sees the steps that process 0 has made count, or removed, at a URL.
@@ -404,6 +502,8 @@ class Checkpoints:
             self._thread.shutdown(wait=not self._abandoned)
             if not self._abandoned:
                 self._orbax.close()
+                if self._of_hosts is not None and self._of_hosts is not self._orbax:
+                    self._of_hosts.close()
                 if self._second:
                     self._second.close()
 
@@ -414,7 +514,7 @@ class Checkpoints:
         """
         self.wait()
         found = survey(self.directory)
-        whole = complete(self.directory, self.second)
+        whole = complete(self.directory, self.second, self.on_hosts())
         if not whole:
             lines = "".join(f"\n  {self._writer.path(bad)}: {why}." for bad, why in found.items())
             raise StorageError(
@@ -473,3 +573,17 @@ class Checkpoints:
 
 def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _num_bytes_here(tree: PyTree) -> int:
+    """Of the parts of arrays that devices of this process hold, each once."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        count = leaf.size * leaf.dtype.itemsize
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            parts = set(map(str, sharding.devices_indices_map(leaf.shape).values()))
+            here = sharding.addressable_devices_indices_map(leaf.shape).values()
+            count = count * len(set(map(str, here))) // len(parts)
+        total += count
+    return total

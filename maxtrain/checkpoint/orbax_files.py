@@ -1,20 +1,24 @@
 """Orbax's part of a checkpoint: how arrays are written by it, and what it need not say."""
 
+import collections
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
 
 
-def new_checkpointer(shares_directory: bool) -> ocp.AsyncCheckpointer:
+def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.AsyncCheckpointer:
     """What writes and reads arrays, together with all other processes.
 
     Args:
         shares_directory: processes write to the same one.
+        with_copies: a process writes all parts that its devices hold, also those that others write,
+            too, if `copies_are_complete`; otherwise processes divide them up.
     """
     # All processes, by name: they then wait for each other at the coordinator. Left to itself,
     # Orbax has all devices take part, and fails where processes have different numbers of them.
@@ -29,12 +33,45 @@ def new_checkpointer(shares_directory: bool) -> ocp.AsyncCheckpointer:
     # Compressing noise, which weights mostly are, took four times as long as writing it.
     # Many processes write few files each, to be merged; one writes a file a shard, which can be
     # read in one pass. Nothing can be merged that is on disks of several hosts.
+    settings: dict[str, Any] = {}
+    if with_copies:
+        arrays = type_handlers.ArrayHandler(
+            primary_host=None, replica_id=None, use_replica_parallel=False
+        )
+        registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
+        settings["type_handler_registry"] = registry
     handler = ocp.PyTreeCheckpointHandler(
         use_compression=False,
         use_ocdbt=jax.process_count() > 1 and shares_directory,
         multiprocessing_options=options,
+        **settings,
     )
     return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
+
+
+def copies_are_complete(layouts: Iterable[tuple[Any, tuple[int, ...]]]) -> bool:
+    """Whether all parts of arrays are written, if each process writes copies.
+
+    Of the copies of parts, numbered in the order of devices, a process writes those with the number
+    that its first device's has: where devices of a process lie far apart in the mesh, that need not
+    be all that it holds.
+
+    Args:
+        layouts: the sharding and the shape of each array.
+    """
+    for sharding, shape in layouts:
+        copies: dict[str, int] = collections.Counter()
+        firsts: dict[int, int] = {}
+        written = set()
+        for device, index in sharding.devices_indices_map(shape).items():
+            part = str(index)
+            copy = copies[part]
+            copies[part] += 1
+            if firsts.setdefault(device.process_index, copy) == copy:
+                written.add(part)
+        if len(written) < len(copies):
+            return False
+    return True
 
 
 def writer_of(name: str) -> int:

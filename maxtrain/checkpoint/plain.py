@@ -91,6 +91,48 @@ def is_part_of_array(name: str) -> bool:
     return re.fullmatch(r"arrays/.*/\d[\d.]*", name) is not None
 
 
+def needed_parts(path: Path, files: Files, targets: Mapping[str, jax.ShapeDtypeStruct]) -> set[str]:
+    """The files with parts of arrays that devices of this process hold; all files if an array does
+    not lie in plain ones.
+
+    Args:
+        path: of a step whose small files are here.
+    """
+    needed = set()
+    for name, target in targets.items():
+        try:
+            pieces = _pieces(path, files, name)
+        # Damage is found when it is read.
+        except (OSError, ValueError, KeyError, TypeError):
+            pieces = None
+        if pieces is None:
+            return set(files)
+        parts = _parts_here(target)
+        for piece in pieces:
+            if any(_overlap(part, piece.part) is not None for part in parts):
+                needed.add(piece.file)
+    return needed
+
+
+def _parts_here(target: jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
+    """The parts of an array that devices of this process hold, each once."""
+    assert target.sharding is not None
+    devices = target.sharding.addressable_devices_indices_map(target.shape)
+    parts = {}
+    for index in devices.values():
+        part = _part(index, target.shape)
+        parts[_key(part)] = part
+    return list(parts.values())
+
+
+def _overlap(a: Sequence[slice], b: Sequence[slice]) -> list[slice] | None:
+    """What two parts have in common; None: nothing."""
+    both = [slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b)]
+    if all(s.start < s.stop for s in both):
+        return both
+    return None
+
+
 def _read_pieces(
     path: Path,
     files: Files,
@@ -158,10 +200,8 @@ class _Plan:
         self.buffers = {}
         assert target.sharding is not None
         self.devices = target.sharding.addressable_devices_indices_map(target.shape)
-        for index in self.devices.values():
-            part = _part(index, target.shape)
-            if _key(part) not in self.buffers:
-                self.buffers[_key(part)] = (part, aligned_empty(_shape(part), target.dtype))
+        for part in _parts_here(target):
+            self.buffers[_key(part)] = (part, aligned_empty(_shape(part), target.dtype))
         self.reads: list[tuple[Piece, np.ndarray]] = []
         for piece in pieces:
             views = [view for view, _ in self._views(piece)]
@@ -182,10 +222,8 @@ class _Plan:
         """Where the piece overlaps a buffer: that part of it, and the same part of the piece."""
         found = []
         for part, buffer in self.buffers.values():
-            both = [
-                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part, piece.part)
-            ]
-            if all(s.start < s.stop for s in both):
+            both = _overlap(part, piece.part)
+            if both is not None:
                 ours = _relative(both, part)
                 theirs = _relative(both, piece.part)
                 found.append((buffer[(*ours, ...)], theirs))

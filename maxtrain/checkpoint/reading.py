@@ -12,10 +12,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
-from maxtrain.checkpoint import at_url, frozen
+from maxtrain.checkpoint import at_url, frozen, peers
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import find_damage
 from maxtrain.checkpoint.listing import aligned, as_storage_error
+from maxtrain.checkpoint.local import is_local
 from maxtrain.checkpoint.plain import Arrived, read_plain
 from maxtrain.ops.digest import Digester
 from maxtrain.ops.finite import non_finite_names
@@ -104,6 +105,8 @@ def _read_part(
     early = None
     if check and jax.process_count() == 1:
         early = digester.add
+    if is_local(part.path):
+        peers.bring(part.path, part.commit["files"], wanted)
     with as_storage_error(f"reading the checkpoint {part.path}", advice):
         read = _read(part, wanted, early, orbax)
     arrays = {name: read[there] for name, there in stored.items()}

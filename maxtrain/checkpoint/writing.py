@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from data_pipeline.remote import RemotePath
 from maxtrain import failpoints
 from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.finite import must_be_finite
-from maxtrain.checkpoint.integrity import FORMAT, encode_commit, hash_files, sync
+from maxtrain.checkpoint.integrity import FORMAT, Files, encode_commit, hash_files, sync
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import as_storage_error, complete
 from maxtrain.checkpoint.orbax_files import writer_of
@@ -92,6 +92,20 @@ class Step(NamedTuple):
     save: int
 
 
+class Written(NamedTuple):
+    """What this process has written of a step.
+
+    Attributes:
+        finite: whether each array is, by name.
+        entries: its files and folders.
+        files: those that it answers for, hashed.
+    """
+
+    finite: dict[str, bool]
+    entries: list[Path]
+    files: Files
+
+
 class StepWriter:
     """Makes steps below a directory, or at the URL that the directory is a copy of.
 
@@ -107,6 +121,8 @@ class StepWriter:
         self.directory = directory
         self._home = home
         self._before_commit = before_commit
+        # Whether all processes write to the same directory.
+        self._is_shared = home is None
 
     def path(self, step: int) -> Path:
         """Where a complete step is."""
@@ -167,6 +183,22 @@ class StepWriter:
 
         TryAgainError, in all processes: arrays that must be finite are not.
         """
+        written = self._written(step)
+        if self._home is not None:
+            self._upload(step.number, list(written.files))
+        said = report(f"checkpoint/{step.save}", json.dumps(written.files))
+        if jax.process_index() != 0:
+            if self._home is not None:
+                shutil.rmtree(self.staging(step.number), ignore_errors=True)
+            return
+        sync(*written.entries)
+        self._make_it_count(step.number, commit_record(step, written.finite, said))
+
+    def _written(self, step: Step) -> Written:
+        """Hashes what was written here of a step, with the caller's record.
+
+        TryAgainError, in all processes: arrays that must be finite are not.
+        """
         failpoints.hit("during_save", step.number)
         staging = self.staging(step.number)
         are_finite = jax.device_get(step.found.finite).tolist()
@@ -176,20 +208,7 @@ class StepWriter:
             (staging / "record.json").write_text(step.record, encoding="utf-8")
         entries = sorted(staging.rglob("*"))
         names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
-        mine = self._written_here(names)
-        hashes = hash_files(staging, mine)
-        if self._home is not None:
-            self._upload(step.number, mine)
-        said = report(f"checkpoint/{step.save}", json.dumps(hashes))
-        if jax.process_index() != 0:
-            if self._home is not None:
-                shutil.rmtree(staging, ignore_errors=True)
-            return
-        files = {}
-        for theirs in said:
-            files.update(json.loads(theirs))
-        sync(*entries)
-        self._make_it_count(step.number, _commit_record(step, finite, files))
+        return Written(finite, entries, hash_files(staging, self._written_here(names)))
 
     def _written_here(self, names: list[str]) -> list[str]:
         """Of the files of a step that this process sees, those that it answers for.
@@ -198,7 +217,7 @@ class StepWriter:
         same.
         """
         index = jax.process_index()
-        if self._home is None:
+        if self._is_shared:
             return [name for name in names if writer_of(name) == index]
         if index == 0:
             return names
@@ -261,7 +280,16 @@ class StepWriter:
         )
 
 
-def _commit_record(step: Step, finite: dict[str, bool], files: dict[str, Any]) -> dict[str, Any]:
+def commit_record(step: Step, finite: dict[str, bool], said: Sequence[str]) -> dict[str, Any]:
+    """The commit record of a step; on process 0.
+
+    Args:
+        finite: whether each array is.
+        said: by each process, the hashes of the files that it answers for, as JSON.
+    """
+    files = {}
+    for theirs in said:
+        files.update(json.loads(theirs))
     arrays = step.arrays
     for name, digest in by_name(list(arrays), step.found.digests).items():
         arrays[name] |= {"digest": digest, "finite": finite[name]}

@@ -133,6 +133,16 @@ _MAXTEXT = (
         "logical_axis_rules",
     ),
     ("checkpoint.asynchronous", _SAME, "async_checkpointing"),
+    (
+        "checkpoint.local",
+        "a directory of each host, for a run behind a URL",
+        "local_checkpoint_directory enable_emergency_checkpoint",
+    ),
+    (
+        "checkpoint_interval",
+        "of all saves; with checkpoint.local each upload_every-th of them is uploaded",
+        "local_checkpoint_period",
+    ),
 )
 _HUGGING_FACE = (
     ("optimizer.learning_rate", "the peak", "learning_rate lr"),

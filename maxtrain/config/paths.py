@@ -11,7 +11,14 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 
 # Directories that a run makes.
-_MADE = ("output_dir", "local_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache")
+_MADE = (
+    "output_dir",
+    "local_dir",
+    "data.cache",
+    "checkpoint.copy_to",
+    "checkpoint.local",
+    "observe.compilation_cache",
+)
 _MAX_NAME_BYTES = 255
 # Bytes that a path may have are 4,096, with what is put below it.
 _MAX_PATH = 4000

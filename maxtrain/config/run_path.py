@@ -42,6 +42,15 @@ def working_folder(url: str, local_dir: str, process: int) -> Path:
     return folder
 
 
+def local_folder(config: RunConfig) -> Path | None:
+    """Where processes of this host keep steps that are not uploaded, in a folder each; None: all
+    are uploaded."""
+    url = run_url(config)
+    if url is None or config.checkpoint.local is None:
+        return None
+    return working_folder(url, config.checkpoint.local, 0)
+
+
 def process_number(mesh: MeshConfig) -> int:
     """Which process of its job this is, as far as it is known before the job has met; 0: it is the
     first, or the only one on its host."""
@@ -57,6 +66,7 @@ def process_number(mesh: MeshConfig) -> int:
 
 def url_problems(config: RunConfig) -> Iterator[str]:
     """What a run behind a URL can't have, and a folder to work in that no run needs."""
+    yield from _local_problems(config)
     if not is_url(config.output_dir):
         if config.local_dir != os.path.expanduser(_DEFAULT):
             yield (
@@ -85,3 +95,29 @@ def url_problems(config: RunConfig) -> Iterator[str]:
             f"observe.trackers has mlflow, whose file would be in output_dir={config.output_dir}, "
             "which is a URL. Set observe.tracking.mlflow_uri to a server or a store."
         )
+
+
+def _local_problems(config: RunConfig) -> Iterator[str]:
+    """Steps that are not uploaded, where no run has such, or where a launch removes them."""
+    local = config.checkpoint.local
+    if local is None or "\0" in local + config.local_dir + config.output_dir or is_url(local):
+        return
+    if not is_url(config.output_dir):
+        yield (
+            f"checkpoint.local={local} is for runs behind a URL, and output_dir="
+            f"{config.output_dir} is a path, so every save is on a disk anyway. "
+            "Set output_dir to a URL, or leave it out."
+        )
+        return
+    place = os.path.realpath(local)
+    scheme, _, rest = config.output_dir.partition("://")
+    others = {"local_dir": config.local_dir}
+    if scheme == "file":
+        others["output_dir"] = rest
+    for key, other in others.items():
+        above = os.path.realpath(os.path.expanduser(other))
+        if os.path.commonpath([place, above]) == above:
+            yield (
+                f"checkpoint.local={local} is in {key}={getattr(config, key)}, where a launch has "
+                "only what is at the URL. Set checkpoint.local to a directory of its own."
+            )

@@ -24,12 +24,19 @@ _FIELDS = {
 _TAIL = 1 << 16
 
 
-def saved_step(folder: Path) -> tuple[int, float]:
+def saved_step(folder: Path, local: Path | None = None) -> tuple[int, float]:
     """The step of the newest committed checkpoint, and the time of its commit in seconds since the
-    epoch; zeros if there is none."""
+    epoch; zeros if there is none.
+
+    Args:
+        local: where this host has parts of checkpoints that are not uploaded; None: nowhere.
+    """
     newest = None
     step = 0
-    for path in folder.glob("checkpoints/*/commit.json"):
+    places = [*folder.glob("checkpoints/*/commit.json")]
+    if local is not None:
+        places += local.glob("*/*/commit.json")
+    for path in places:
         if not path.parent.name.isdecimal():
             continue
         if newest is None or int(path.parent.name) > step:

@@ -167,6 +167,13 @@ def read_metrics(run_dir: str | Path, file_name: str = FILE_NAME) -> list[dict[s
     return records
 
 
+def has_records(run_dir: str | Path, kept: LogMark) -> bool:
+    """Whether the first records of a run are those that a checkpoint remembers."""
+    records, _ = _read(Path(run_dir) / FILE_NAME)
+    lines = [_line(record) for record in records[: kept.records]]
+    return LogMark(len(lines), _crc(lines)) == kept
+
+
 def metrics_owner(run_dir: str | Path) -> str:
     """The id of the run that RUN/metrics.jsonl is of; empty if it does not say, or is not there."""
     path = Path(run_dir) / FILE_NAME

@@ -29,6 +29,9 @@ LOST = re.compile(
     re.I,
 )
 
+# Characters that are said at a time: a message has at most 4 MB.
+_PIECE = 1 << 20
+
 
 class Board:
     """What each process said last of itself, by way of the coordinator.
@@ -200,9 +203,14 @@ def from_first(mine: np.ndarray) -> np.ndarray:
 
     It waits as `gather_bytes` does. LostProcessError: a process does not come.
     """
+    return from_one(mine, 0)
+
+
+def from_one(mine: np.ndarray, sender: int) -> np.ndarray:
+    """As `from_first`, of the process with this number."""
     if jax.process_count() == 1:
         return mine
-    if jax.process_index() != 0:
+    if jax.process_index() != sender:
         mine = np.zeros_like(mine)
     return _between_all(mine, _between_processes().summed)
 
@@ -310,6 +318,49 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
     # This deletes all that is below the key.
     client.key_value_delete(key)
     return said
+
+
+def tell_all(what: str, text: str, sender: int = 0, timeout_seconds: float = 1200.0) -> str:
+    """What one process says, in all processes; what others give counts for nothing.
+
+    Goes through the coordinator's key-value store, without a device: for threads in the background.
+    What was said stays there until `forget`.
+
+    Args:
+        what: a name used once.
+
+    Raises:
+        LostProcessError: the sender did not say anything.
+    """
+    if jax.process_count() == 1:
+        return text
+    client = distributed.global_state.client
+    assert client is not None
+    key = f"maxtrain/{what}"
+    if jax.process_index() == sender:
+        starts = range(0, len(text), _PIECE)
+        for start in starts:
+            client.key_value_set(f"{key}/{start}", text[start : start + _PIECE])
+        client.key_value_set(f"{key}/length", str(len(text)))
+        return text
+    try:
+        limit = int(1000 * timeout_seconds)
+        length = int(client.blocking_key_value_get(f"{key}/length", limit))
+        starts = range(0, length, _PIECE)
+        pieces = [client.blocking_key_value_get(f"{key}/{start}", limit) for start in starts]
+    except jax.errors.JaxRuntimeError as error:
+        rule = f"{what}: process {sender} did not come within {timeout_seconds:g} s"
+        raise LostProcessError(f"{rule}. See its log, then run the same command again.") from error
+    return "".join(pieces)
+
+
+def forget(what: str) -> None:
+    """Frees what `tell_all` has said, when all have heard it; to be called by process 0."""
+    if jax.process_count() == 1:
+        return
+    client = distributed.global_state.client
+    assert client is not None
+    client.key_value_delete(f"maxtrain/{what}/")
 
 
 def await_first(what: str, timeout_seconds: float) -> None:

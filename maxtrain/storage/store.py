@@ -12,10 +12,12 @@ from pathlib import Path
 from data_pipeline.errors import StorageError, TryAgainError
 from data_pipeline.remote import Found, RemotePath
 from maxtrain.checkpoint import at_url
+from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.observe.lock import RunLock
 from maxtrain.storage.lease import FOLDER as LEASES
 from maxtrain.storage.lease import Lease
+from maxtrain.storage.local import open_local
 from maxtrain.storage.records import Records, pull_records, require_copy_of
 
 CHECKPOINTS = "checkpoints"
@@ -29,9 +31,11 @@ class Store:
     Attributes:
         folder: of the run, on this host.
         checkpoints: the URL of its checkpoints; None: they are in the folder.
+        local: steps on the disk of this host that are not uploaded; None: all are.
     """
 
     checkpoints: RemotePath | None = None
+    local: LocalSteps | None = None
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -152,10 +156,21 @@ def pull(url: RemotePath, folder: Path, listing: dict[str, Found]) -> at_url.Pul
 
 
 @contextlib.contextmanager
-def open_store(folder: Path, url: str | None) -> Iterator[Store]:
-    """Where a run is kept: at a URL, or (None) in its folder; errors as of `StoreAtUrl`."""
+def open_store(
+    folder: Path, url: str | None, local: Path | None = None, local_keep: int = 2
+) -> Iterator[Store]:
+    """Where a run is kept: at a URL, or (None) in its folder; errors as of `StoreAtUrl`.
+
+    Args:
+        local: where hosts keep steps that are not uploaded; None: nowhere.
+        local_keep: how many of them.
+    """
     if url is None:
         yield Store(folder)
         return
-    with StoreAtUrl(folder, RemotePath(url)) as store:
+    with (
+        StoreAtUrl(folder, RemotePath(url)) as store,
+        open_local(local, local_keep, store.publish) as steps,
+    ):
+        store.local = steps
         yield store

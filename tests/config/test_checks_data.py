@@ -109,6 +109,11 @@ from tests.config.checking import check_accepted, check_problem
             "Set checkpoint.copy_to",
         ),
         (
+            ["checkpoint.upload_every=2"],
+            "checkpoint.upload_every=2 is not used without checkpoint.local",
+            "Set checkpoint.local",
+        ),
+        (
             ["checkpoint.copy_to=gs://bucket/a"],
             "checkpoint.copy_to=gs://bucket/a must be a directory",
             "to where it is mounted",

@@ -10,22 +10,24 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import load_config, to_yaml
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_keys
-from maxtrain.config.run_path import run_path, run_url
+from maxtrain.config.run_path import local_folder, run_path, run_url
 
 LOCAL = [
     "output_dir",
     "local_dir",
     "data.cache",
     "checkpoint.copy_to",
+    "checkpoint.local",
     "observe.compilation_cache",
 ]
+# A run on a disk does not use them.
+OF_URLS = ("local_dir", "checkpoint.local")
 _OTHERS = ["mesh.coordinator=localhost:1", "mesh.num_processes=2"]
 ANY = ["data.sources.stdlib.path", "eval.sets.heldout.path", "checkpoint.init_from"]
 
 
 def load(*overrides: str):
-    # A run on a disk does not use it.
-    if overrides and overrides[0].startswith("local_dir="):
+    if overrides and overrides[0].partition("=")[0] in OF_URLS:
         overrides = ("output_dir=s3://bucket/runs", *overrides)
     return load_config(["config=quickstart", *overrides])
 
@@ -42,12 +44,13 @@ def paths(config) -> dict[str, str]:
 
 
 def test_every_key_that_sounds_like_a_path_is_one():
-    words = ("_dir", "path", ".cache", "_cache", "copy_to", "init_from")
+    words = ("_dir", "path", ".cache", "_cache", "copy_to", "init_from", ".local")
     sound = {key.path for key in all_keys() if key.path.endswith(words)}
     assert sound == {
         path.replace("stdlib", "NAME").replace("heldout", "NAME") for path in [*LOCAL, *ANY]
     }
-    assert set(paths(load("checkpoint.copy_to=a", "checkpoint.init_from=b"))) == {*LOCAL, *ANY}
+    on_disk = paths(load("checkpoint.copy_to=a", "checkpoint.init_from=b"))
+    assert {*on_disk, *paths(load("checkpoint.local=c"))} == {*LOCAL, *ANY}
 
 
 @pytest.mark.parametrize("key", [*LOCAL, *ANY])
@@ -108,6 +111,20 @@ def test_a_url_is_refused_where_it_would_be_a_folder_named_like_one(key, url):
         (["output_dir=s3://b", "observe.trackers=[mlflow]"], "Set observe.tracking.mlflow_uri"),
         (["run_name=x", "local_dir=work"], "local_dir=work is for runs behind a URL"),
         (["output_dir=s3://b", "run_name=x", "data.sources.stdlib.path=s3://b/x"], "is the data"),
+        (
+            ["output_dir=runs", "checkpoint.local=fast"],
+            "checkpoint.local=fast is for runs behind a URL, and output_dir=runs is a path, so "
+            "every save is on a disk anyway. Set output_dir to a URL",
+        ),
+        (
+            ["output_dir=s3://b", "local_dir=work", "checkpoint.local=work/fast"],
+            "checkpoint.local=work/fast is in local_dir=work, where a launch has only what is at "
+            "the URL. Set checkpoint.local to a directory of its own",
+        ),
+        (
+            ["output_dir=file://b/runs", "checkpoint.local=b/runs"],
+            "checkpoint.local=b/runs is in output_dir=file://b/runs",
+        ),
     ],
 )
 def test_what_a_run_behind_a_url_cannot_have_is_refused(words, message):
@@ -120,6 +137,8 @@ def test_a_process_works_on_a_run_behind_a_url_in_a_folder_of_its_own():
     assert run_url(first) == run_url(second) == "s3://bucket/runs/x"
     assert run_path(first) == Path("work/s3/bucket/runs/x")
     assert run_path(second) == Path("work/s3/bucket/runs/x.process-1")
+    fast = load("checkpoint.local=fast", "run_name=x", "mesh.process_id=1", *_OTHERS)
+    assert local_folder(fast) == Path("fast/s3/bucket/runs/x") and local_folder(first) is None
     on_disk = load("output_dir=a", "run_name=x")
     assert run_url(on_disk) is None and run_path(on_disk) == Path("a/x")
 
@@ -129,10 +148,7 @@ def test_urls_of_data_stay_as_they_are(key):
     assert paths(load(f"{key}=s3://bucket/~/a"))[key] == "s3://bucket/~/a"
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["output_dir", "local_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache"],
-)
+@pytest.mark.parametrize("key", [*LOCAL])
 def test_a_file_where_a_directory_is_to_be(key, tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -160,7 +176,7 @@ def test_nul_is_in_no_path(key, tmp_path):
     file = Path(tmp_path, "c.py")
     body = "config = default_config()\n    config.data.sources.stdlib = {'path': 'x'}\n"
     body += "    config.eval.sets.heldout = {'path': 'y'}\n"
-    if key == "local_dir":
+    if key in OF_URLS:
         body += "    config.output_dir = 's3://bucket/runs'\n"
     section, _, leaf = key.rpartition(".")
     target = f"config.{section}" if section else "config"

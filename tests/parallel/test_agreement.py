@@ -27,7 +27,8 @@ import sys, time
 import jax
 from data_pipeline.errors import UserError
 import numpy as np
-from maxtrain.parallel.agreement import await_first, from_first, gather, require_agreement
+from maxtrain.parallel.agreement import await_first, from_first, from_one, gather, require_agreement
+from maxtrain.parallel.agreement import forget, tell_all
 
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[2])
@@ -35,6 +36,11 @@ jax.distributed.initialize(sys.argv[1], 2, index)
 mine = np.full(3, 250 + index, np.uint8)
 said = gather({"step": 7, "rows": "abc", "process": index})
 print(said, from_first(mine).tolist(), flush=True)
+long = "ab" * (3 << 19)
+heard = [tell_all("long", long * (index == 0)), tell_all("short", str(index), 1), tell_all("no", "")]
+print(heard[0] == long, heard[1:], from_one(mine, 1).tolist(), flush=True)
+if index == 0:
+    forget("long")
 try:
     require_agreement("first", {"data.seed": "1", "jax": "0.12"})
     print("agreed", flush=True)
@@ -143,6 +149,8 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
     for index, (out, err) in enumerate(outputs):
         lines = [line for line in out.splitlines() if "Gloo" not in line]
         said = [{"step": 7, "rows": "abc", "process": i} for i in range(2)]
+        told = lines.pop(1)
+        assert told == "True ['1', ''] [251, 251, 251]", err
         assert lines[:2] == [f"{said} [250, 250, 250]", "agreed"], err
         assert lines[2].startswith("65 second: the processes of this job have different settings:")
         assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]

@@ -40,6 +40,32 @@ class CheckpointConfig:
             "Set checkpoint.copy_to, or leave it out.",
         ),
     )
+    local: str | None = key(
+        None,
+        "directory on the disk of each host for saves that are not uploaded, of a run behind a "
+        "URL; null: all are uploaded",
+        path="local",
+    )
+    local_keep: int = key(
+        2,
+        "newest checkpoints kept in checkpoint.local",
+        low=2,
+        used_by=UsedBy(
+            {"checkpoint.local": AllBut(None)},
+            "{key}={value} is not used without checkpoint.local. "
+            "Set checkpoint.local, or leave it out.",
+        ),
+    )
+    upload_every: int = key(
+        10,
+        "of so many saves in a row, the last is uploaded; the others stay in checkpoint.local",
+        low=2,
+        used_by=UsedBy(
+            {"checkpoint.local": AllBut(None)},
+            "{key}={value} is not used without checkpoint.local. "
+            "Set checkpoint.local, or leave it out.",
+        ),
+    )
     grace_seconds: float = key(
         300.0,
         "longest time from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit",

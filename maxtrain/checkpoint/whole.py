@@ -1,0 +1,97 @@
+"""Which steps on the disks of hosts are whole: of each step, a host has the files that its process
+wrote. Needs no device, and reads nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Held(NamedTuple):
+    """What a process has of a step on the disk of its host.
+
+    Attributes:
+        identity: of the save, the same in all processes that took part in it.
+        count: of all files of the step.
+        files: those that are here, by their places in the commit record: bit i of the number is
+            of file i.
+    """
+
+    identity: str
+    count: int
+    files: int
+
+
+class Whole(NamedTuple):
+    """A step whose every file is on the disk of some host.
+
+    Attributes:
+        identity: of the save.
+        holders: the processes that have files of it, and all its small ones.
+    """
+
+    identity: str
+    holders: list[int]
+
+
+def whole_steps(held: Sequence[Mapping[int, Held]]) -> dict[int, Whole]:
+    """The steps that are whole, ascending.
+
+    Of two saves of one step that both are (one of them is of a past that the run has left), the one
+    that more processes have counts.
+
+    Args:
+        held: what each process has, by step.
+    """
+    found = {}
+    for step in _all_steps(held):
+        saves = [save for save in _saves(step, held) if _missing(save, step, held) == 0]
+        if saves:
+            found[step] = max(saves, key=lambda save: (len(save.holders), -save.holders[0]))
+    return found
+
+
+def what_is_missing(held: Sequence[Mapping[int, Held]], hosts: Sequence[str]) -> dict[int, str]:
+    """What is on no disk of the steps that are not whole, in words, ascending.
+
+    Args:
+        held: what each process has, by step.
+        hosts: the names of their hosts.
+    """
+    found = {}
+    whole = whole_steps(held)
+    for step in _all_steps(held):
+        if step in whole:
+            continue
+        best = min(_saves(step, held), key=lambda save: _missing(save, step, held))
+        count = held[best.holders[0]][step].count
+        words = f"{_missing(best, step, held):,} of its {count:,} files are on no disk"
+        others = [process for process in range(len(held)) if process not in best.holders]
+        if others:
+            named = ", ".join(f"process {process} on {hosts[process]}" for process in others[:8])
+            more = ""
+            if len(others) > 8:
+                more = f" and {len(others) - 8:,} more"
+            words += f"; none of it is with {named}{more}"
+        found[step] = words
+    return found
+
+
+def _all_steps(held: Sequence[Mapping[int, Held]]) -> list[int]:
+    return sorted({step for theirs in held for step in theirs})
+
+
+def _saves(step: int, held: Sequence[Mapping[int, Held]]) -> list[Whole]:
+    """The saves of a step that processes have something of."""
+    holders: dict[str, list[int]] = {}
+    for process, theirs in enumerate(held):
+        if step in theirs:
+            holders.setdefault(theirs[step].identity, []).append(process)
+    return [Whole(identity, processes) for identity, processes in holders.items()]
+
+
+def _missing(save: Whole, step: int, held: Sequence[Mapping[int, Held]]) -> int:
+    """How many files of a save nobody has."""
+    there = 0
+    for process in save.holders:
+        there |= held[process][step].files
+    return held[save.holders[0]][step].count - there.bit_count()
