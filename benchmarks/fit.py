@@ -61,6 +61,12 @@ CASES = (
     Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
     Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
+    Case("llama3_405b", "v5p:8x8x8", _FLASH),
+    Case("mixtral_8x7b", "v5p:4x4x4", _FLASH),
+    Case("mixtral_8x7b", "h100:8x8"),
+    Case("qwen3_30b_a3b", "v5p:4x4x4", _FLASH),
+    Case("qwen3_30b_a3b", "h100:8x8"),
+    Case("deepseek_v3", "v5p:8x8x8", _FLASH),
 )
 
 

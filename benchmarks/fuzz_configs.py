@@ -35,7 +35,7 @@ import jax
 
 from benchmarks.chaos.victim import Scene, end, make_data
 from data_pipeline.errors import ConfigError
-from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.checkpoint.listing import complete, saved_digests
 from maxtrain.compare import compare_arrays, compare_records
 from maxtrain.config import RunConfig, load_config
 from maxtrain.config.keys import element
@@ -508,10 +508,12 @@ def trial(
     if config.checkpoint.copy_to:
         places.append(Path(config.checkpoint.copy_to, name, "checkpoints"))
     for place in places:
-        shutil.rmtree(place / str(last), ignore_errors=True)
+        shutil.rmtree(complete(place)[last])
     code, said = run(command)
     if code:
         return Outcome("found", f"the resumed run: exit {code}: {_message(said)}", left, refusals)
+    if "Nothing to do" in said:
+        return Outcome("found", "the resumed run had nothing to do", left, refusals)
     different = [
         field.name
         for field in compare_records(read_metrics(first), read_metrics(folder))

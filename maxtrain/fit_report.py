@@ -165,6 +165,12 @@ def advice(found: Fit) -> str:
     line = found.lines[0]
     over = " and ".join(f"mesh.{axis}" for axis in line.axes)
     share = f"{line.kind} over {over} is {line.seconds / times.network:.0%} of it"
+    is_sum = line.kind == "all-reduce" and line.axes == ("data",)
+    if is_sum and found.config.optimizer.micro_batches > 1 and found.config.optimizer.zero < 2:
+        return (
+            f"{share}: the gradients of layers are summed once for each micro-batch. {fewer.capitalize()}, if "
+            "it fits, sums them less often; optimizer.zero=2 sends half of it."
+        )
     if set(line.axes) <= {"fsdp", "data"}:
         return f"{share}. {fewer.capitalize()}, if it fits, gives each gathered weight more tokens."
     if "tensor" in line.axes:

@@ -348,6 +348,11 @@ def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
         (a_fit(lines=[LINE._replace(axes=("tensor",))]), "A lower mesh.tensor sends fewer"),
         (a_fit(lines=[LINE._replace(axes=("context",))]), "A lower mesh.context sends fewer keys"),
         (a_fit(lines=[LINE._replace(axes=("expert",))]), "A lower mesh.expert exchanges fewer"),
+        (
+            a_fit(lines=[LINE._replace(kind="all-reduce", axes=("data",))]),
+            "once for each micro-batch. A lower optimizer.accumulation, if it fits, sums them less "
+            "often; optimizer.zero=2 sends half of it",
+        ),
         (a_fit(seconds=(0.1, 0.4, 0.3)), "4 rows at a time use each weight for few tokens"),
         (a_fit(seconds=(0.5, 0.4, 0.3)), "1.56 times what the model needs. model.remat=dots or"),
         (a_fit(seconds=(0.5, 0.4, 0.3), flops=2.6e9), "More devices make it faster"),

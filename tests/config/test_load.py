@@ -170,8 +170,8 @@ def test_what_is_not_key_value_is_a_usage_error(argument):
 def test_without_a_config_the_available_ones_are_listed():
     with pytest.raises(
         UsageError,
-        match=r"Add config=NAME, for example config=quickstart. Available: grpo_qwen2_5_1_5b, grpo_word_problems, "
-        r"llama3_1b, llama3_70b, llama3_8b, quick",
+        match=r"Add config=NAME, for example config=quickstart. Available: deepseek_v3, grpo_qwen2_5_1_5b, "
+        r"grpo_word_problems, llama3_1b, llama3_405b, llama3_70b, llama3_8b, mixtral",
     ):
         load_config(["steps=3"])
 
@@ -181,7 +181,7 @@ def test_an_unknown_config_is_reported_with_the_overrides():
     assert len(found) == 3
     assert (
         "config=quikstart is neither" in found[0]
-        and "Did you mean config=quickstart? Available: grpo_qwen" in found[0]
+        and "Did you mean config=quickstart? Available: deepseek_v3, grpo_qwen" in found[0]
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
 from maxtrain.job import make_parts
+from maxtrain.models.families import PRESETS
 from maxtrain.models.families.directory import MODELS, free_keys
 from maxtrain.step_memory import StepMemory
 from tests.shared import in_time
@@ -37,6 +38,13 @@ OF_WEIGHTS = {
     "sft_lora_qwen2_5_1_5b": ("qwen2.5_1.5b", 18_464_768),
     "grpo_qwen2_5_1_5b": ("qwen2.5_1.5b", 1_543_714_304),
 }
+# Keys of `model.` in which they differ from the released model of the same name, which came to long
+# rows after this training.
+WITH_EXPERTS = {
+    "mixtral_8x7b": set(),
+    "qwen3_30b_a3b": set(),
+    "deepseek_v3": {"max_length", "rope_scaling", "rope_factor", "rope_original_length", "rope"},
+}
 # Of parameters, moments and what does not train, as their docstrings say.
 STATE_BYTES = {
     "sft_qwen2_5_0_5b": 12 * 494_032_768,
@@ -46,8 +54,8 @@ STATE_BYTES = {
 
 
 def test_they_are_shipped():
-    llamas = {"llama3_1b", "llama3_8b", "llama3_70b"}
-    others = {*llamas, "quickstart", "qwen3_0_6b", "shakespeare_char"}
+    llamas = {"llama3_1b", "llama3_8b", "llama3_70b", "llama3_405b"}
+    others = {*llamas, *WITH_EXPERTS, "quickstart", "qwen3_0_6b", "shakespeare_char"}
     small = {"sft_word_problems", "grpo_word_problems"}
     assert {f.stem for f in FILES} == others | small | set(OF_WEIGHTS)
 
@@ -70,6 +78,7 @@ def test_its_docstring_says_what_it_should_reach_and_costs(file):
 @pytest.mark.parametrize(
     ("name", "vocab_size", "count"),
     [
+        ("llama3_405b", 128_256, 405_853_388_800),
         ("llama3_70b", 128_256, 70_553_706_496),
         ("llama3_8b", 128_256, 8_030_261_248),
         ("llama3_1b", 128_256, 1_235_814_400),
@@ -85,6 +94,14 @@ def test_it_has_the_number_of_parameters_it_should(name, vocab_size, count):
     else:
         assert parameters(config, vocab_size) == count
         assert config.model.vocab_size in (vocab_size, None)
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_its_experts_are_those_of_the_released_model(name):
+    ours = dataclasses.asdict(load_config([f"config={name}"]).model)
+    theirs = dataclasses.asdict(PRESETS[name])
+    different = {key for key in theirs if ours[key] != theirs[key]}
+    assert different - {"remat", "routing"} == WITH_EXPERTS[name]
 
 
 @pytest.mark.parametrize("name", OF_WEIGHTS)
