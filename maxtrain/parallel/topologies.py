@@ -9,6 +9,7 @@ fast they are, and which kernels tuning would choose, only the devices themselve
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,15 @@ _GPUS_OF_A_HOST = 8
 # Of the card, as JAX takes it without XLA_PYTHON_CLIENT_MEM_FRACTION.
 _GPU_SHARE = 0.75
 EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:4x4, h100:8, h200:2x8 (hosts x GPUs) or b200:8"
+# Waits for a character, which comes unless the process that writes it ends.
+_TELL = """
+import os, sys
+file, most = map(int, sys.argv[1:])
+if not sys.stdin.buffer.read(1):
+    start = max(0, os.fstat(file).st_size - most)
+    os.write(2, os.pread(file, most, start))
+"""
+_TOLD_BYTES = 4000
 _REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*")
 
 
@@ -146,10 +156,13 @@ def compile_options(device: Any) -> dict[str, str]:
 @contextlib.contextmanager
 def compiler_warnings() -> Iterator[list[str]]:
     """Keeps what compilers print of devices that are not here from the terminal. Of it, the list
-    gets the arrays that XLA gathers whole because it finds no other way between two shardings."""
+    gets the arrays that XLA gathers whole because it finds no other way between two shardings.
+
+    A compiler may end the whole process. The end of what it printed is then told after all.
+    """
     found: list[str] = []
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file, _told_if_it_ends(file.fileno()):
         terminal = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
@@ -160,3 +173,20 @@ def compiler_warnings() -> Iterator[list[str]]:
             os.close(terminal)
             file.seek(0)
             found += _REMATERIALIZED.findall(file.read().decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _told_if_it_ends(file: int) -> Iterator[None]:
+    """Prints the end of a file to stderr if this process ends meanwhile."""
+    command = [sys.executable, "-I", "-S", "-c", _TELL, str(file), str(_TOLD_BYTES)]
+    # In a session of its own: Ctrl-C is for this process.
+    teller = subprocess.Popen(
+        command, stdin=subprocess.PIPE, pass_fds=[file], start_new_session=True
+    )
+    assert teller.stdin is not None
+    try:
+        yield
+    finally:
+        teller.stdin.write(b".")
+        teller.stdin.close()
+        teller.wait()

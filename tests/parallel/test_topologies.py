@@ -1,4 +1,8 @@
-"""Names of devices that are not here."""
+"""Names of devices that are not here, and what their compilers print."""
+
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +45,23 @@ def test_programs_may_use_three_quarters_of_a_described_gpu():
     assert found == [63707234304, 113548197888, 143635808256]
     assert gpu_memory("NVIDIA A100-SXM4-80GB") is None
     assert len(GPUS) == 3
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("os.abort()", -signal.SIGABRT, "no room\n"),
+        ("os._exit(3)", 3, "no room\n"),
+        ("pass", 0, ""),
+    ],
+)
+def test_what_a_compiler_printed_is_told_if_it_ends_the_process(end, code, told):
+    lines = [
+        "import os",
+        "from maxtrain.parallel.topologies import compiler_warnings",
+        "with compiler_warnings():",
+        "    os.write(2, b'no room\\n')",
+        f"    {end}",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (code, told)
