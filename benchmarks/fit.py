@@ -60,13 +60,14 @@ CASES = (
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
+    Case("llama3_70b", "v6e:16x16", (*_FLASH, "data.batch_size=256")),
     Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
-    Case("llama3_405b", "v5p:8x8x8", _FLASH),
+    Case("llama3_405b", "v5p:8x8x8", (*_FLASH, "precision.activations=bfloat16")),
     Case("mixtral_8x7b", "v5p:4x4x4", _FLASH),
     Case("mixtral_8x7b", "h100:8x8"),
     Case("qwen3_30b_a3b", "v5p:4x4x4", _FLASH),
     Case("qwen3_30b_a3b", "h100:8x8"),
-    Case("deepseek_v3", "v5p:8x8x8", _FLASH),
+    Case("deepseek_v3", "v5p:8x8x8", _XLA),
 )
 
 

@@ -251,6 +251,17 @@ def s3() -> Iterator[FaultyS3]:
 
 
 @pytest.fixture(scope="session")
+def gs_server() -> Iterator[None]:
+    """A local server of gs://, with a bucket of the name `bucket`."""
+    pytest.importorskip("gcsfs", reason="needs maxtrain[gcs]")
+    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
+    from tests.gcs import gcs_server  # noqa: PLC0415
+
+    with gcs_server():
+        yield
+
+
+@pytest.fixture(scope="session")
 def tiny_run() -> Callable[..., Path]:
     """Makes a folder of made-up text, its shards in `data`, and a config file of a tiny run beside
     them."""

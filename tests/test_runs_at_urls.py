@@ -24,6 +24,7 @@ from maxtrain.train import main
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 9
+BUCKET = "s3://faulty"
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +44,20 @@ def folder(tmp_path_factory, tiny_run, s3) -> Path:
     return folder
 
 
-def options(folder, run, *overrides, disk=None):
+def options(folder, run, *overrides, disk=None, bucket=BUCKET):
     words = [f"config={folder / 'tiny.yaml'}", f"run_name={run}"]
     if disk is not None:
-        words += ["output_dir=s3://faulty/runs", f"local_dir={folder / disk}"]
+        words += [f"output_dir={bucket}/runs", f"local_dir={folder / disk}"]
     return [*words, *overrides]
 
 
-def train(folder, run, *overrides, disk=None):
-    return main(load_config(options(folder, run, *overrides, disk=disk)))
+def train(folder, run, *overrides, disk=None, bucket=BUCKET):
+    return main(load_config(options(folder, run, *overrides, disk=disk, bucket=bucket)))
 
 
-def in_a_process(folder, run, disk, failpoint="", overrides=()):
+def in_a_process(folder, run, disk, failpoint="", overrides=(), bucket=BUCKET):
     """The exit code of a training in a process of its own, and what it said."""
-    words = options(folder, run, *overrides, disk=disk)
+    words = options(folder, run, *overrides, disk=disk, bucket=bucket)
     command = [sys.executable, "-m", "maxtrain.train", *words]
     environment = os.environ | {failpoints.VARIABLE: failpoint}
     done = subprocess.run(
@@ -65,12 +66,12 @@ def in_a_process(folder, run, disk, failpoint="", overrides=()):
     return done.returncode, done.stdout + done.stderr
 
 
-def url_of(run):
-    return f"s3://faulty/runs/{run}"
+def url_of(run, bucket=BUCKET):
+    return f"{bucket}/runs/{run}"
 
 
-def steps_at(run):
-    names = names_below(RemotePath(url_of(run)))
+def steps_at(run, bucket=BUCKET):
+    names = names_below(RemotePath(url_of(run, bucket)))
     found = [re.fullmatch(r"checkpoints/(\d+)/commit.json", name) for name in names]
     return sorted(int(name[1]) for name in found if name)
 
@@ -87,14 +88,14 @@ def numbers(run):
     return kept
 
 
-def assert_same(folder, run):
+def assert_same(folder, run, bucket=BUCKET):
     """A run at a URL is the one on the disk."""
-    ours = readable(url_of(run))
+    ours = readable(url_of(run, bucket))
     whole = folder / "runs" / "whole"
     assert numbers(ours) == numbers(whole) and len(numbers(ours)) == STEPS
     digests = saved_digests(ours / "checkpoints")
     assert digests[STEPS] == saved_digests(whole / "checkpoints")[STEPS]
-    assert sorted(digests) == steps_at(run)
+    assert sorted(digests) == steps_at(run, bucket)
 
 
 @pytest.mark.long
@@ -111,6 +112,20 @@ def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, s3, c
     # On this host the newest step is whole, and of others there are small files.
     here = folder / "disk" / "s3" / "faulty" / "runs" / "plain" / "checkpoints"
     assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("gs_server")
+def test_killed_in_an_upload_to_gs_it_goes_on_from_an_empty_disk_bit_for_bit(folder, capsys):
+    gs = "gs://bucket"
+    assert train(folder, "google", "steps=3", disk="google", bucket=gs) == 0
+    code, said = in_a_process(folder, "google", "google", "during_upload:kill:6", bucket=gs)
+    assert code == -signal.SIGKILL, said
+    shutil.rmtree(folder / "google")
+    assert train(folder, "google", disk="google", bucket=gs) == 0
+    assert "Goes on from step 3" in capsys.readouterr().out
+    assert_same(folder, "google", gs)
 
 
 @pytest.mark.slow

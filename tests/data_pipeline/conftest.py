@@ -1,5 +1,5 @@
-"""Where tests of URLs keep files: a folder behind fsspec's file://, and a bucket of a local S3
-server where it is installed."""
+"""Where tests of URLs keep files: a folder behind fsspec's file://, and buckets of local
+servers of s3:// and gs:// where they are installed."""
 
 import logging
 import os
@@ -32,10 +32,10 @@ def s3_server():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", "s3", pytest.param("gs", marks=pytest.mark.long)])
 def url(request, tmp_path):
     """An empty place behind a URL."""
     if request.param == "file":
         return f"file://{tmp_path}/remote"
-    request.getfixturevalue("s3_server")
-    return f"s3://bucket/{tmp_path.parent.name}-{tmp_path.name}"
+    request.getfixturevalue(f"{request.param}_server")
+    return f"{request.param}://bucket/{tmp_path.parent.name}-{tmp_path.name}"
