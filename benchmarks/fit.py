@@ -60,7 +60,11 @@ CASES = (
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
-    Case("llama3_70b", "v6e:16x16", (*_FLASH, "data.batch_size=256")),
+    Case(
+        "llama3_70b",
+        "v6e:16x16",
+        (*_FLASH, "precision.activations=bfloat16", "data.batch_size=256"),
+    ),
     Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
     Case("llama3_405b", "v5p:8x8x8", (*_FLASH, "precision.activations=bfloat16")),
     Case("mixtral_8x7b", "v5p:4x4x4", _FLASH),

@@ -474,7 +474,8 @@ def trial(
     overrides: Sequence[str],
     run: Callable[[Sequence[str]], tuple[int | str, str]],
 ) -> Outcome:
-    """Trains a config, and then resumes it from the checkpoint before its last.
+    """Trains a config, and then resumes it from the checkpoint before its last; with one alone, it
+    begins again.
 
     Args:
         words: of the command line that every trial has.
@@ -503,12 +504,16 @@ def trial(
     first = folder.with_name(f"{name}-first")
     shutil.copytree(folder, first)
     config = load_config(command)
-    last = max(saved_digests(folder / "checkpoints"), default=0)
+    steps = sorted(saved_digests(folder / "checkpoints"))
+    last = max(steps, default=0)
     places = [folder / "checkpoints"]
     if config.checkpoint.copy_to:
         places.append(Path(config.checkpoint.copy_to, name, "checkpoints"))
     for place in places:
-        shutil.rmtree(complete(place)[last])
+        if len(steps) > 1:
+            shutil.rmtree(complete(place)[last])
+        else:
+            shutil.rmtree(place.parent)
     code, said = run(command)
     if code:
         return Outcome("found", f"the resumed run: exit {code}: {_message(said)}", left, refusals)

@@ -168,8 +168,9 @@ def advice(found: Fit) -> str:
     is_sum = line.kind == "all-reduce" and line.axes == ("data",)
     if is_sum and found.config.optimizer.micro_batches > 1 and found.config.optimizer.zero < 2:
         return (
-            f"{share}: the gradients of layers are summed once for each micro-batch. {fewer.capitalize()}, if "
-            "it fits, sums them less often; optimizer.zero=2 sends half of it."
+            f"{share}: the gradients of layers are summed once for each micro-batch. "
+            f"{fewer.capitalize()}, if it fits, sums them less often; "
+            "optimizer.zero=2 sends half of it."
         )
     if set(line.axes) <= {"fsdp", "data"}:
         return f"{share}. {fewer.capitalize()}, if it fits, gives each gathered weight more tokens."

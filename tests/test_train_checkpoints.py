@@ -233,12 +233,12 @@ def test_a_lock_that_can_not_be_written_is_an_error_of_all(trained, monkeypatch,
     def full(lock):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    told = []
+    told, raise_together = [], agreement.raise_together
     monkeypatch.setattr(train_module.RunLock, "__enter__", full)
     monkeypatch.setattr(
-        train_module,
+        agreement,
         "raise_together",
-        lambda error: told.append(error) or agreement.raise_together(error),
+        lambda error: told.append(error) or raise_together(error),
     )
     assert train(trained, "unlocked") == 74
     assert [error.errno for error in told if error] == [

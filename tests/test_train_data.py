@@ -99,8 +99,8 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
     ]
     stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Run.save
 
-    def interrupted(run):
-        save(run)
+    def interrupted(run, **options):
+        save(run, **options)
         if run.health.ending:
             raise KeyboardInterrupt
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_pipeline.errors import UsageError
 from data_pipeline.remote import Found, RemotePath, is_url
-from maxtrain.storage.store import pull
+from maxtrain.storage.pulling import pull
 
 # The URL of a run, or of what is below it.
 _IN_RUN = re.compile(r"(?P<run>.*?)(?P<below>/checkpoints(/\d+)?)?")

@@ -13,14 +13,12 @@ from data_pipeline.errors import StorageError, TryAgainError
 from data_pipeline.remote import Found, RemotePath
 from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.local import LocalSteps
-from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.observe.lock import RunLock
 from maxtrain.storage.lease import FOLDER as LEASES
 from maxtrain.storage.lease import Lease
 from maxtrain.storage.local import open_local
-from maxtrain.storage.records import Records, pull_records, require_copy_of
-
-CHECKPOINTS = "checkpoints"
+from maxtrain.storage.pulling import CHECKPOINTS, pull
+from maxtrain.storage.records import Records
 
 Tell = Callable[[str], object]
 
@@ -141,18 +139,6 @@ def _stamps(listing: dict[str, Found]) -> dict[str, str]:
     return {
         name: found.stamp for name, found in listing.items() if not name.startswith(f"{LEASES}/")
     }
-
-
-def pull(url: RemotePath, folder: Path, listing: dict[str, Found]) -> at_url.Pulled:
-    """Makes a folder of this host, which exists, like the run at a URL; arrays of checkpoints are
-    fetched when they are read. StorageError: as of `StoreAtUrl`."""
-    require_copy_of(folder, url, {LOCK})
-    pull_records(folder, url, listing)
-    start = f"{CHECKPOINTS}/"
-    steps = {
-        name.removeprefix(start): found for name, found in listing.items() if name.startswith(start)
-    }
-    return at_url.pull(url / CHECKPOINTS, folder / CHECKPOINTS, steps)
 
 
 @contextlib.contextmanager
