@@ -160,6 +160,10 @@ def _write(
         state = {"params": params, "buffers": buffers}
         checkpoints.require_space(state)
         checkpoints.save(0, state, record)
+    except KeyboardInterrupt:
+        # Between making a thread and starting it, too: nobody could wait for that one.
+        checkpoints.abandon(0.0)
+        raise
     finally:
         checkpoints.close()
     identity.write_config(to_yaml(config))

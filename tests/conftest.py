@@ -195,11 +195,29 @@ def set_up_jax() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
         wait_for_slow_devices()  # a busy machine is no failure; processes that tests start inherit it
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    keep_programs_of_one_device()
     # The cache's own limit reads the whole directory at every write, so old entries are removed
     # here.
     for entry in CACHE.glob("*-cache"):
         if time.time() - entry.stat().st_mtime > CACHE_DAYS * 86_400:
             entry.unlink(missing_ok=True)
+
+
+def keep_programs_of_one_device() -> None:
+    """Programs for several CPUs are not read from the cache; see `distributed.start`. It turns the
+    cache off, which jax no longer heeds once it has compiled something."""
+    import jax  # noqa: PLC0415
+    from jax._src import compiler  # noqa: PLC0415
+
+    cache_key = compiler._get_cache_key
+
+    def of_one_device(options, backend, computation, devices, *others, **named):
+        if backend.platform == "cpu" and devices.size > 1:
+            return None
+        return cache_key(options, backend, computation, devices, *others, **named)
+
+    compiler._get_cache_key = of_one_device
+    jax.numpy.zeros(()).block_until_ready()
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

@@ -3,7 +3,9 @@
 import json
 import shutil
 import string
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 from safetensors.numpy import load_file, save_file
 
 from data_pipeline import interrupts
@@ -263,6 +266,17 @@ def test_a_training_begins_with_an_imported_run_as_with_its_directory(
     own = read_step(run / "checkpoints" / "00000000")[0]["arrays"]
     moved = [name for name, array in own.items() if digests[0][name] != array["digest"]]
     assert moved
+
+
+def test_ctrl_c_may_come_before_a_thread_that_saves_has_begun(source, tmp_path, monkeypatch):
+    class Thread(threading.Thread):
+        def start(self):
+            raise KeyboardInterrupt
+
+    of_saving = SimpleNamespace(**vars(threading) | {"Thread": Thread})
+    monkeypatch.setattr(async_checkpointer, "threading", of_saving)
+    with pytest.raises(KeyboardInterrupt):
+        import_run(source, tmp_path / "run")
 
 
 @pytest.mark.long

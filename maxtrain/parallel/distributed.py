@@ -76,9 +76,10 @@ def start(
         wait_for_slow_devices()
     asked = _connect(config, suffices)
     _start_devices(config)
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Only process 0 would find its programs there, and would then wait for the others, who
-        # compile.
+    if jax.device_count() > 1 and jax.default_backend() == "cpu":
+        # XLA forgets, of a program for CPUs that it reads, in which order loops communicate and
+        # what is around them, so that devices wait for each other forever. And of several
+        # processes only process 0 would find a program there, and wait for others, who compile.
         jax.config.update("jax_enable_compilation_cache", False)
     return max(asked or jax.process_count(), config.planned_processes or 0)
 

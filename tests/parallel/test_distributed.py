@@ -177,6 +177,32 @@ def test_host_memory_is_kept_where_the_cpu_computes(bare, config, accelerator, k
     assert bool(calls) == kept
 
 
+COMPILES = """
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.distributed import start
+
+start(MeshConfig(simulated_devices=int(sys.argv[1])), sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.jit(lambda x: x @ x)(jnp.ones((3, 3))).block_until_ready()
+print(len(os.listdir(sys.argv[2])))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [1, 2])
+def test_programs_are_kept_for_one_cpu_and_not_for_several(tmp_path, devices):
+    command = [sys.executable, "-c", COMPILES, str(devices), str(tmp_path)]
+    kept = int(subprocess.check_output(command, text=True))
+    assert (kept > 0) == (devices == 1)
+
+
 PROGRAM = """
 import sys
 

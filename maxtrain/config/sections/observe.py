@@ -128,7 +128,7 @@ class ObserveConfig:
     )
     compilation_cache: str | None = key(
         "~/.cache/maxtrain/jax",
-        "directory that keeps compiled programs between runs; null: none",
+        "directory that keeps compiled programs between runs; null: none, as with several CPU devices",
         path="local",
     )
     tracking: TrackingConfig = key(TrackingConfig(), "settings of trackers")
