@@ -52,7 +52,7 @@ def losses(config: Path, run_name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(tmp_path_factory, this_process) -> Path:
     """A config file beside pairs, a run that has read them, and two that have learnt from them: one
     asks the reference in each step, the other has stored what it gives."""
     path = prepared_pairs(tmp_path_factory.mktemp("stored"))
