@@ -47,7 +47,8 @@ def start(
     deterministic: bool = False,
     suffices: Callable[[int, int], bool] | None = None,
 ) -> int:
-    """Selects the platform, connects the processes, and turns on the cache of compiled programs.
+    """Selects the platform, connects the processes, and turns on the cache of compiled programs,
+    which several CPU devices go without.
 
     Returns how many processes were asked for, by the cluster or by mesh.planned_processes. There
     are fewer if some did not come, and at least mesh.min_processes did.

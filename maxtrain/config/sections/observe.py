@@ -128,7 +128,8 @@ class ObserveConfig:
     )
     compilation_cache: str | None = key(
         "~/.cache/maxtrain/jax",
-        "directory that keeps compiled programs between runs; null: none, as with several CPU devices",
+        "directory that keeps compiled programs between runs, but for several CPU devices; "
+        "null: none",
         path="local",
     )
     tracking: TrackingConfig = key(TrackingConfig(), "settings of trackers")
