@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -279,6 +280,8 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     except UserError as problem:
         error = problem
     except KeyboardInterrupt:
+        # What libraries have begun ends with the process, and is nothing to warn of after that.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         error = _interrupted(resumes)
     except OSError as problem:
         what = problem.strerror or problem

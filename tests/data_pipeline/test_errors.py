@@ -1,6 +1,7 @@
 """Every way in which a command can end, as its exit code and what it says."""
 
 import io
+import subprocess
 import sys
 
 import pytest
@@ -58,6 +59,30 @@ def test_a_command_that_starts_anew_does_not_promise_to_go_on(capsys):
 
     assert run_command(job, resumes=False) == 130
     assert capsys.readouterr().err == "interrupted. Run the same command again.\n"
+
+
+INTERRUPTED = """
+import sys
+from data_pipeline.errors import run_command
+
+begun = []
+
+async def write():
+    pass
+
+def job():
+    begun.append(write())
+    raise KeyboardInterrupt
+
+sys.exit(run_command(job, resumes=False))
+"""
+
+
+@pytest.mark.processes
+def test_nothing_is_said_of_what_a_library_had_begun():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "interrupted. Run the same command again.\n"
 
 
 def test_a_bug_shows_where_it_is(capsys):
