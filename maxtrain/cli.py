@@ -111,7 +111,7 @@ def _run(words: list[str], ends_process: bool) -> int:
         return show_plan.main(options)
     if verb == "train":
         from maxtrain.config.load import from_command_line
-        from maxtrain.models.families.directory import MODELS
+        from maxtrain.models.known import MODELS
 
         # Before jax is imported.
         config = from_command_line(rest, "maxtrain train", MODELS)

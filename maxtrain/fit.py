@@ -25,7 +25,7 @@ from maxtrain.fit_report import duration, mesh_words, report, search_table
 from maxtrain.fit_search import search
 from maxtrain.fitting import Fit, fit_step, require_fit
 from maxtrain.inputs import open_data, with_vocabulary
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.parallel import distributed
 from maxtrain.parallel.memory import bytes_on_device, fewest, memory_limit, parse_bytes, size
 from maxtrain.parallel.mesh import AXES

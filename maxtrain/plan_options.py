@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from data_pipeline.errors import UsageError, UserError
 from maxtrain.config import RunConfig, from_command_line
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.storage.reading import readable
 
 _ROWS = 8

@@ -49,7 +49,7 @@ from maxtrain.inputs import (
     with_vocabulary,
 )
 from maxtrain.job import Job, make_parts
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
 from maxtrain.observe.metrics import Stopwatch

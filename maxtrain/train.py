@@ -11,7 +11,7 @@ import sys
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
 from maxtrain.config.across.rows import rows_of_step
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
 if __name__ == "__main__":

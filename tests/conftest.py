@@ -100,6 +100,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 # threshold of 50 ms only 1.2.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Processes started by tests keep their bytecode, as those of users do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Every call into maxtrain checks its shapes and types. The tower: an int is fine where a float is
 # asked for, as in PEP 484.
@@ -124,7 +126,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="run half of the long tests of each file, and one in N of their parameters; "
+        help="run a third of the long tests of each file, and one in N of their parameters; "
         "other ones with each commit; 1: all",
     )
 
@@ -161,7 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
-    """All but one in two of the long tests of a file, and all but one in `dose` of the parameters of
+    """All but one in three of the long tests of a file, and all but one in `dose` of the parameters of
     each of these; rounded up."""
 
     def drawn(name: str) -> bytes:
@@ -175,11 +177,11 @@ def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[
     left_out = []
     for tests in of_files.values():
         names = sorted(tests, key=drawn)
-        half = math.ceil(len(names) / 2)
-        for name in names[:half]:
+        share = math.ceil(len(names) / 3)
+        for name in names[:share]:
             parameters = sorted(tests[name], key=lambda item: drawn(item.nodeid))
             left_out += parameters[math.ceil(len(parameters) / dose) :]
-        for name in names[half:]:
+        for name in names[share:]:
             left_out += tests[name]
     return left_out
 

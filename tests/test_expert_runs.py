@@ -14,7 +14,7 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config.load import load_config, load_with_notes
 from maxtrain.model_source import load_run
 from maxtrain.models.buffer import Buffer
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.train import main

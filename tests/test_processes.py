@@ -227,6 +227,16 @@ def alone(config):
     return trained(config, "alone")
 
 
+@pytest.fixture(scope="module")
+def on_4(config):
+    """What a run on four processes said, of which one waits longer for its data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(failpoints.VARIABLE, "data:delay=0.06:::2")
+        with Job(config, "on-4", 4, "checkpoint_interval=0") as job:
+            job.end()
+    return job.text
+
+
 def assert_same(ours, theirs):
     assert (ours[0], ours[2]) == (theirs[0], theirs[2])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
@@ -238,12 +248,9 @@ def test_three_epochs_end_where_the_plan_says(alone):
     assert len(set(batches)) == step > 90 and losses[-1] < losses[0]
 
 
-def test_processes_read_the_same_batches_and_end_together(config, alone, monkeypatch):
+def test_processes_read_the_same_batches_and_end_together(config, alone, on_4):
     """One of them waits longer for its data. Records name it, a line says so, and nothing else
     changes."""
-    monkeypatch.setenv(failpoints.VARIABLE, "data:delay=0.06:::2")
-    with Job(config, "on-4", 4, "checkpoint_interval=0") as job:
-        job.end()
     assert_same(trained(config, "on-4"), alone)
     records = [r for r in read_metrics(config.parent / "runs" / "on-4") if r["kind"] == "train"]
     named = [r for r in records if r["slowest_process"] == 2]
@@ -255,9 +262,7 @@ def test_processes_read_the_same_batches_and_end_together(config, alone, monkeyp
         assert record["slowest_host_seconds"] >= waited > 0.055
     # Others wait for it in collectives, which is no time of their own.
     assert statistics.median(record["other_hosts_seconds"] for record in named) < 0.03
-    assert (
-        f"process 2 on {platform.node()[:60]} holds up the others, 3 records in a row" in job.text
-    )
+    assert f"process 2 on {platform.node()[:60]} holds up the others, 3 records in a row" in on_4
     alone_records = read_metrics(config.parent / "runs" / "alone")
     assert not any("slowest_host" in record for record in alone_records)
 
@@ -287,7 +292,8 @@ def test_parameters_may_be_split_over_four_processes_by_rows_and_within_layers(c
     assert_same(trained(config, "on-4-tensor"), alone)
 
 
-def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config, alone, request):
+@pytest.mark.usefixtures("alone", "on_4")
+def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config):
     """A run on one process and one on four have evaluated one set in batches of two sizes, at their
     ends: four results, of every target of the set."""
     targets = Manifest.load(config.parent / "data-unseen").num_targets

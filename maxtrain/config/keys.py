@@ -44,10 +44,11 @@ class Key(NamedTuple):
 def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every key of a section and of what is below it, in the schema's order."""
     found: list[Key] = []
+    defaults = section()
     for field in dataclasses.fields(section):
         kind = field.type
         path = prefix + field.name
-        default = getattr(section(), field.name)
+        default = getattr(defaults, field.name)
         if typing.get_origin(kind) is dict:
             kind = element(kind)
             path = f"{path}.NAME"

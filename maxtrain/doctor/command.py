@@ -28,7 +28,7 @@ from maxtrain.doctor import host
 from maxtrain.doctor.devices import clock_offsets, measure, measure_sums
 from maxtrain.doctor.show import show
 from maxtrain.doctor.verdict import notes, problems
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.parallel import distributed
 from maxtrain.parallel.agreement import connect_peers, gather, losing_others
 from maxtrain.parallel.mesh import make_mesh

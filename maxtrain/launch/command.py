@@ -16,7 +16,7 @@ from maxtrain.launch.local import run_local, submit
 from maxtrain.launch.options import parse
 from maxtrain.launch.plan import Devices, Plan, enough_nodes, make_plan
 from maxtrain.launch.tpu import TPUS, Slice, make_slice
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 
 _HERE = (sys.executable, "-m", "maxtrain.cli")
 _IN_IMAGE = ("maxtrain",)

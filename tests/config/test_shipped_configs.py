@@ -10,7 +10,8 @@ import pytest
 from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
 from maxtrain.job import make_parts
 from maxtrain.models.families import PRESETS
-from maxtrain.models.families.directory import MODELS, free_keys
+from maxtrain.models.families.directory import free_keys
+from maxtrain.models.known import MODELS
 from maxtrain.step_memory import StepMemory
 from tests.shared import in_time
 

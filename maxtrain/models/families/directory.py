@@ -17,7 +17,7 @@ import yaml
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.remote import RemotePath, is_url
-from maxtrain.config.load import Models, NamedModel
+from maxtrain.config.load import NamedModel
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.words import choices, show
 from maxtrain.models.families import FAMILIES, PRESETS
@@ -236,6 +236,3 @@ def _model_of_run(directory: Path) -> dict[str, Any]:
     if not isinstance(model, dict):
         return {}
     return model
-
-
-MODELS = Models(model_of, model_named)
