@@ -33,7 +33,7 @@ from maxtrain.model_source import (
     read_run_config,
     tokenizer_place,
 )
-from maxtrain.models.families.directory import MODELS
+from maxtrain.models.known import MODELS
 from maxtrain.serve.chat import Chat
 from maxtrain.train import run_from_config
 from maxtrain.weights.hf import load_pretrained
