@@ -1,6 +1,7 @@
 """What tests of several rooms are made of: words of made-up texts, a model that trains in a moment,
 and the small models of other families in tests/data/parity."""
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -45,3 +46,11 @@ def in_time(cases: Iterable[str], kinds: Iterable[str] = KINDS_OF_BLOCKS) -> lis
             mark = pytest.mark.long
         found.append(pytest.param(case, marks=mark))
     return found
+
+
+def half_a_second() -> float:
+    """Seconds of CPU: 0.5 on a core that squares a million numbers in an eighth of a second, and more
+    on a slower one, or on one that is shared now."""
+    begin = time.process_time()
+    sum(number * number for number in range(1_000_000))
+    return max(0.5, 4 * (time.process_time() - begin))
