@@ -465,7 +465,8 @@ def test_answers_take_less_than_half_a_second_and_no_jax(argv):
     found = []
     # Cores that are shared take longer for the same: the best of a few counts.
     limit = half_a_second()
-    while len(found) < 4 and min(found, default=limit) >= limit:
+    while len(found) < 6 and min(found, default=limit) >= limit:
+        limit = max(limit, half_a_second())
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", code, *argv],
