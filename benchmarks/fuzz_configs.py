@@ -212,6 +212,8 @@ THEMES: Sequence[Sequence[str]] = (
     ("mesh.preset=moe", "model.family=mixtral", "mesh.data=1", "mesh.fsdp=-1"),
     ("mesh.preset=long_context", "model.attention=ring", "mesh.data=1", "mesh.fsdp=-1"),
     ("precision.params=bfloat16", "optimizer.stochastic_rounding=true"),
+    ("optimizer.on_host=true", "optimizer.ema_decay=0.9"),
+    ("optimizer.on_host=true", "optimizer.zero=1", "mesh.data=4", "mesh.fsdp=2"),
     ("precision.activations=bfloat16", "model.remat=dots_no_batch"),
     ("precision.compute=float16", "loss_scale.mode=dynamic", "loss_scale.initial=1024"),
     ("precision.compute=float32", "loss_scale.mode=static", "loss_scale.initial=8"),

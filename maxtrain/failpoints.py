@@ -180,7 +180,8 @@ def _changed(array: jax.Array, fault: Fault) -> jax.Array:
     else:
         first.view(np.uint8).flat[0] ^= 1
     (device,) = parts[0].devices()
-    parts[0] = jax.device_put(first, device)
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind=array.sharding.memory_kind)
+    parts[0] = jax.device_put(first, there)
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 

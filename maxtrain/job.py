@@ -59,14 +59,16 @@ from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
 from maxtrain.parallel.hardware import hardware_of
-from maxtrain.parallel.memory import bytes_on_device
+from maxtrain.parallel.host_memory import require_host_memory
+from maxtrain.parallel.memory import bytes_on_device, bytes_on_host
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import stored_rules
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.storage.reading import readable_model
+from maxtrain.training.layer_updates import LayerUpdates
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.optimizer import make_clipping, make_optimizer
 from maxtrain.training.partition import frozen_paths, join, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
@@ -111,6 +113,8 @@ class Parts:
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
+    # The optimizer in two parts, where its arrays lie on hosts.
+    layer_updates: LayerUpdates | None
     # What the policy's layers record.
     of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
@@ -272,6 +276,7 @@ class Parts:
             zero=config.optimizer.zero,
             anomaly=config.anomaly,
             norms_interval=config.observe.layer_norms_interval,
+            layer_updates=self.layer_updates,
         )
 
 
@@ -321,6 +326,8 @@ class Job(Parts):
             "parameters": bytes_on_device(policy_params(self.abstract)),
             "optimizer state": bytes_on_device(self.abstract.opt_state),
         }
+        if self.config.optimizer.on_host:
+            held["optimizer state on its host"] = bytes_on_host(self.abstract.opt_state)
         if self.frozen_model is not None:
             role = self.frozen_model.role
             held[role] = bytes_on_device(self.abstract.frozen[role])
@@ -554,8 +561,16 @@ def make_parts(
         factors = learning_rate_factors(trainable, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, trainable, factors)
         zero = config.optimizer.zero
+        on_host = config.optimizer.on_host
+        layer_updates = None
+        if on_host:
+            require_host_memory(mesh, "optimizer.on_host")
+            unclipped = make_optimizer(
+                config.optimizer, config.schedule, num_steps, trainable, factors, clips=False
+            )
+            layer_updates = LayerUpdates(make_clipping(config.optimizer), unclipped)
         abstract = abstract_state(
-            trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules
+            trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules, on_host
         )
         graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
         if frozen_model is not None:
@@ -576,6 +591,7 @@ def make_parts(
         optimizer,
         loss_scale,
         abstract,
+        layer_updates,
         of_layers,
         frozen_model,
         stored_reference,

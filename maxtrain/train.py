@@ -74,11 +74,14 @@ from maxtrain.parallel.agreement import (
 )
 from maxtrain.parallel.distributed import leave, tell_end
 from maxtrain.parallel.memory import (
+    HOST_MEND,
     STATE_MEND,
     bytes_on_device,
+    bytes_on_host,
     is_out_of_memory,
     out_of_memory,
     require_memory,
+    require_memory_of_host,
 )
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder, require_trained
@@ -288,10 +291,13 @@ def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunSta
 
 
 def require_room(job: Job) -> None:
-    """ConfigError, in all processes: a device of one of them has no room for the training state."""
+    """ConfigError, in all processes: a device or the host of one of them has no room for the
+    training state."""
     state = "the training state (weights, moments of the optimizer)"
+    of_host = jax.local_device_count() * bytes_on_host(job.abstract)
     with raising_together(ConfigError):
         require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
+        require_memory_of_host(of_host, "optimizer.on_host=true", HOST_MEND)
 
 
 def train_until_done(run: Run) -> None:

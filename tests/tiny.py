@@ -23,8 +23,9 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import RULES, Rules
+from maxtrain.training.layer_updates import LayerUpdates
 from maxtrain.training.loss_scale import initial
-from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.optimizer import make_clipping, make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -148,7 +149,18 @@ class Tiny:
         } | options
         schedule = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS)
         loss_scale = options.get("loss_scale")
-        abstract = abstract_state(params, rule, mesh, loss_scale, optimizer.zero, rules=rules)
+        if optimizer.on_host:
+            unclipped = make_optimizer(optimizer, SCHEDULE, STEPS, params, clips=False)
+            options["layer_updates"] = LayerUpdates(make_clipping(optimizer), unclipped)
+        abstract = abstract_state(
+            params,
+            rule,
+            mesh,
+            loss_scale,
+            optimizer.zero,
+            rules=rules,
+            on_host=optimizer.on_host,
+        )
         train_step = make_train_step(
             abstract, {POLICY: graphdef}, objective, rule, schedule, accumulation, **options
         )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from zlib_ng.zlib_ng import crc32
 
 from maxtrain.checkpoint.integrity import (
@@ -240,7 +241,8 @@ class _Plan:
         for device, index in self.devices.items():
             key = _key(_part(index, self.target.shape))
             _, buffer = self.buffers[key]
-            shards.append(jax.device_put(buffer, device))
+            there = SingleDeviceSharding(device, memory_kind=self.target.sharding.memory_kind)
+            shards.append(jax.device_put(buffer, there))
         self.buffers.clear()
         return jax.make_array_from_single_device_arrays(
             self.target.shape, self.target.sharding, shards

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 from numpy.typing import ArrayLike
 
+from maxtrain.parallel.host_memory import on_device
 from maxtrain.parallel.sharding import constrain
 
 # Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018,
@@ -93,7 +94,7 @@ def compiler_options(platform: str) -> dict[str, str]:
 @functools.cache
 def _compiled(platform: str) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
-        words = jnp.stack([digest(leaf) for leaf in leaves])
+        words = jnp.stack([digest(on_device(leaf)) for leaf in leaves])
         # Whole on every device.
         return constrain(words, None, None)
 

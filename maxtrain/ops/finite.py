@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from maxtrain.ops.digest import compiler_options, leaf_names
+from maxtrain.parallel.host_memory import on_device
 from maxtrain.parallel.sharding import constrain
 
 
@@ -20,7 +21,10 @@ def finite_leaves(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
     devices. The maximum between devices does not: it drops NaN, or not, depending on which device
     comes first.
     """
-    return jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(tree)])
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return jnp.ones(0, bool)
+    return jnp.stack([_is_finite(leaf) for leaf in leaves])
 
 
 def _is_finite(x: Array) -> Bool[Array, ""]:
@@ -73,6 +77,6 @@ def _is_finite_at_rest(x: Array) -> Bool[Array, ""]:
 @functools.cache
 def _program(platform: str) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
-        return constrain(jnp.stack([_is_finite_at_rest(leaf) for leaf in leaves]), None)
+        return constrain(jnp.stack([_is_finite_at_rest(on_device(leaf)) for leaf in leaves]), None)
 
     return jax.jit(of_all, compiler_options=compiler_options(platform))

@@ -15,6 +15,7 @@ import jax
 
 from data_pipeline.errors import ConfigError, OutOfMemoryError
 from maxtrain.parallel import topologies
+from maxtrain.parallel.host_memory import is_on_host
 
 GIB = 1 << 30
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB}
@@ -32,6 +33,7 @@ STEP_MEND = (
 )
 # Where the rows at a time are chosen to fit.
 FITTING_MEND = f"Set model.remat=full, lower data.seq_length or model.loss_chunk, or {_SPLIT}"
+HOST_MEND = "Set optimizer.on_host=false, or split the state over more hosts (mesh.fsdp)"
 STATE_MEND = f"Take a smaller model, set precision.params=bfloat16, or {_SPLIT}"
 # Of a control group, in its second and first version: files with its limit, what it uses, and what
 # that is made of.
@@ -149,9 +151,18 @@ def memory_in_use(devices: Sequence[Any], root: Path = Path("/")) -> dict[str, i
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes on each device of arrays with shardings, real ones or described."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    """Bytes on each device of arrays with shardings, real ones or described; what lies in the
+    memory of hosts does not count."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if not is_on_host(x))
+
+
+def bytes_on_host(tree: Any) -> int:
+    """Bytes in the memory of a host of arrays that lie there, for each of its devices."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x))
+
+
+def _shard_bytes(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def require_memory(needed: int, what: str, mend: str) -> None:
@@ -165,6 +176,16 @@ def require_memory(needed: int, what: str, mend: str) -> None:
         count = jax.local_device_count()
         there = f"{size(free)} of this host's memory are free, shared by {count} CPU devices"
     raise ConfigError(f"{what} needs {size(needed)} on each device, where {there}. {mend}.")
+
+
+def require_memory_of_host(needed: int, what: str, mend: str) -> None:
+    """ConfigError: this process may take fewer bytes of its host than `what` needs."""
+    free = available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"{what} needs {size(needed)} of this host's memory, of which {size(free)} are free. "
+            f"{mend}."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from data_pipeline.errors import TryAgainError
 from maxtrain.config.schema import IntegrityConfig
 from maxtrain.ops.digest import compiler_options, digest, leaf_names
 from maxtrain.parallel.agreement import gather
+from maxtrain.parallel.host_memory import on_device, where_it_was
 
 # Findings that are told.
 _MOST = 8
@@ -152,10 +153,14 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
     options = compiler_options(mesh.devices.flat[0].platform)
-    return jax.jit(apart, out_shardings=everywhere, compiler_options=options)
+
+    def of_all(leaves: list[Array]) -> Array:
+        return apart([on_device(leaf) for leaf in leaves])
+
+    return jax.jit(of_all, out_shardings=everywhere, compiler_options=options)
 
 
 @jax.jit
 def _copy(tree: PyTree[Array]) -> PyTree[Array]:
     """Buffers of their own, for a program that its arguments are donated to."""
-    return jax.tree.map(jnp.copy, tree)
+    return jax.tree.map(lambda x: where_it_was(jnp.copy(on_device(x)), x), tree)

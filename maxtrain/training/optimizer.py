@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from maxtrain.models.registry import logical_axes
+from maxtrain.parallel.host_memory import on_device
 from maxtrain.training.schedule import make_schedule
 
 # Their weight decay is part of the gradient; the others' is not.
@@ -45,6 +46,7 @@ def make_optimizer(
     num_steps: int,
     params: nnx.State,
     factors: PyTree | None = None,
+    clips: bool = True,
 ) -> optax.GradientTransformation:
     """The transformation of gradients to updates.
 
@@ -52,6 +54,7 @@ def make_optimizer(
         params: the parameters, which may be abstract: paths, logical axes and shapes are read.
         factors: a number for each variable, which multiplies its learning rate but not its decay
             (models.init.learning_rate_factors); a group's own factor multiplies both.
+        clips: false: its gradients are clipped before (`make_clipping`); its state is the same.
 
     Raises:
         ConfigError: a pattern that matches nothing, parameters in two groups, pieces of a schedule
@@ -74,6 +77,8 @@ def make_optimizer(
     if factors is not None:
         direction.append(scale_by_factors(factors))
     parts = _clipping(config)
+    if not clips:
+        parts = [optax.identity() for _ in parts]
     if config.name in COUPLED:
         parts += [*decays, *direction, *scales]
     else:
@@ -83,6 +88,11 @@ def make_optimizer(
     if config.ema_decay is None:
         return optimizer
     return _averaged(optimizer, config.ema_decay)
+
+
+def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
+    """What `make_optimizer` does to gradients before all else; it keeps nothing."""
+    return optax.chain(optax.identity(), *_clipping(config))
 
 
 def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
@@ -107,7 +117,7 @@ def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
         return params
 
     def as_parameter(average: Array, parameter: Array) -> Array:
-        return average.astype(parameter.dtype)
+        return on_device(average).astype(parameter.dtype)
 
     return jax.tree.map(as_parameter, opt_state.average, params)
 

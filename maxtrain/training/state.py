@@ -25,6 +25,7 @@ from maxtrain.models.quantized import (
 )
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
+from maxtrain.parallel.host_memory import on_hosts
 from maxtrain.parallel.sharding import RULES, Rules, named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 from maxtrain.training.optimizer import average_or_params, paths
@@ -294,6 +295,7 @@ def abstract_state(
     frozen: nnx.State | None = None,
     buffers: nnx.State | None = None,
     rules: Rules = RULES,
+    on_host: bool = False,
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters.
 
@@ -305,6 +307,7 @@ def abstract_state(
         frozen: the policy's other parameters; None: all train.
         buffers: the policy's; None: it has none.
         rules: as of `abstract_model`.
+        on_host: the optimizer's arrays lie in the memory of hosts.
     """
     if frozen is None:
         frozen = nothing()
@@ -324,6 +327,8 @@ def abstract_state(
             trainable=spread_tree(state.trainable),
             frozen={POLICY: spread_tree(state.frozen[POLICY])},
         )
+    if on_host:
+        state = dataclasses.replace(state, opt_state=on_hosts(state.opt_state))
     return state
 
 

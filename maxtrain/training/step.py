@@ -36,6 +36,7 @@ from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import stages
+from maxtrain.training.layer_updates import LayerUpdates, PendingUpdate
 from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.optimizer import apply_updates
@@ -191,6 +192,7 @@ def make_train_step(
     zero: int = 0,
     anomaly: AnomalyConfig = WARNING,
     norms_interval: int = 0,
+    layer_updates: LayerUpdates | None = None,
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
     exactly as it went in.
@@ -207,6 +209,7 @@ def make_train_step(
         anomaly: what is not well, and what is done about it.
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
+        layer_updates: the optimizer in two parts, where its arrays lie on hosts.
 
     The metrics are loss (the mean that the objective names), loss_weight (of how many targets, or
     what else it is a mean of), objective (what was minimised), each quantity that the
@@ -250,7 +253,10 @@ def make_train_step(
         key = None
         if stochastic_rounding:
             key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
-        update = _update(optimizer, grads, result.observed, state, key)
+        if layer_updates is None:
+            update = _update(optimizer, grads, result.observed, state, key)
+        else:
+            update = _update_in_layers(layer_updates, grads, result.observed, state)
         counted = result.sums[objective.counted]
         decision = _decide(state, result, counted, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
@@ -270,7 +276,7 @@ def make_train_step(
 
             def measure() -> Array:
                 before = state.trainable
-                return measure_norms(stacked, grads, before, update.trainable, decision.apply)
+                return measure_norms(stacked, grads, before, next_state.trainable, decision.apply)
 
             def skip() -> Array:
                 return no_norms(stacked, state.trainable)
@@ -301,11 +307,10 @@ class _Measured(NamedTuple):
 class _Update(NamedTuple):
     """What parameters, optimizer state and buffers would be after a step."""
 
-    trainable: nnx.State
-    opt_state: PyTree
-    buffers: nnx.State
     # Of each array of all of them, whether it is finite.
     written: Bool[Array, " leaves"]
+    # All of them after a step that is applied, or is not: then as they were.
+    if_applied: Callable[[Bool[Array, ""]], tuple[nnx.State, PyTree, nnx.State]]
 
 
 class _Decision(NamedTuple):
@@ -353,8 +358,28 @@ def _update(
     after = jax.tree.map(lambda new, old: new.astype(old.dtype), (trainable, opt_state), before)
     trainable, opt_state = after
     buffers = updated(state.buffers, observed)
-    written = finite_leaves((trainable, opt_state, buffers))
-    return _Update(trainable, opt_state, buffers, written)
+    new = (trainable, opt_state, buffers)
+
+    def if_applied(apply: Array) -> tuple[nnx.State, PyTree, nnx.State]:
+        old = (*before, state.buffers)
+        return jax.tree.map(lambda new, old: jnp.where(apply, new, old), new, old)
+
+    return _Update(finite_leaves(new), if_applied)
+
+
+def _update_in_layers(
+    rule: LayerUpdates, grads: nnx.State, observed: Mapping[str, Array], state: TrainState
+) -> _Update:
+    """As `_update`, of an optimizer whose arrays lie on hosts."""
+    pending = PendingUpdate(rule, grads, state.trainable, state.opt_state)
+    buffers = updated(state.buffers, observed)
+    written = jnp.concatenate([pending.finite(), finite_leaves(buffers)])
+
+    def if_applied(apply: Array) -> tuple[nnx.State, PyTree, nnx.State]:
+        kept = jax.tree.map(lambda new, old: jnp.where(apply, new, old), buffers, state.buffers)
+        return (*pending.written_if(apply), kept)
+
+    return _Update(written, if_applied)
 
 
 def _decide(
@@ -388,15 +413,10 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     control = state.control
     halt = decision.verdict.halt
 
-    def if_applied(new: Array, old: Array) -> Array:
-        return jnp.where(decision.apply, new, old)
-
     def unless_halted(new: Array, old: Array) -> Array:
         return jnp.where(halt, old, new)
 
-    trainable = jax.tree.map(if_applied, update.trainable, state.trainable)
-    opt_state = jax.tree.map(if_applied, update.opt_state, state.opt_state)
-    buffers = jax.tree.map(if_applied, update.buffers, state.buffers)
+    trainable, opt_state, buffers = update.if_applied(decision.apply)
     in_row = jnp.where(decision.apply, 0, control.skipped_in_row + decision.lost)
     counted = Control(
         skipped=control.skipped + ~decision.apply,

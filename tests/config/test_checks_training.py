@@ -206,6 +206,25 @@ from tests.config.checking import check_accepted, check_problem, pieces
         ),
         (["optimizer.zero=4"], "optimizer.zero=4 must be at most 3", "to at most 3"),
         (
+            [
+                "optimizer.on_host=true",
+                "optimizer.stochastic_rounding=true",
+                "precision.params=bfloat16",
+            ],
+            "optimizer.on_host=true updates layer by layer",
+            "Set one of the two to false",
+        ),
+        (
+            ["optimizer.on_host=true", "mesh.stage=2"],
+            "mesh.stage=2 these hold different layers",
+            "Set mesh.stage=1, or optimizer.on_host=false",
+        ),
+        (
+            ["optimizer.on_host=true", "optimizer.name=muon"],
+            "optimizer.on_host=true is for",
+            "optimizer.name=adamw",
+        ),
+        (
             ["optimizer.stochastic_rounding=true"],
             "not precision.params=float32",
             "Set precision.params=bfloat16",

@@ -49,6 +49,24 @@ def moment_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def on_host_problems(config: RunConfig) -> Iterator[str]:
+    """Moments on hosts, with what their updates layer by layer can't do."""
+    optimizer = config.optimizer
+    if not optimizer.on_host:
+        return
+    if optimizer.stochastic_rounding:
+        yield (
+            "optimizer.on_host=true updates layer by layer, and optimizer.stochastic_rounding=true "
+            "draws for all layers at once. Set one of the two to false."
+        )
+    if config.mesh.stage != 1:
+        yield (
+            "optimizer.on_host=true updates one layer on all devices at a time, but with "
+            f"mesh.stage={config.mesh.stage} these hold different layers. "
+            "Set mesh.stage=1, or optimizer.on_host=false."
+        )
+
+
 def mup_depth_problems(config: RunConfig) -> Iterator[str]:
     """Optimizers for which muP has no rule of depth."""
     name = config.optimizer.name

@@ -29,6 +29,8 @@ class GroupConfig:
     )
 
 
+# They change each number by itself.
+BY_NUMBER = ("adamw", "adam", "momentum", "nesterov", "lion")
 WITH_BETAS = ("adamw", "adam", "lion", "muon")
 _BETAS = UsedBy({"optimizer.name": WITH_BETAS})
 
@@ -121,6 +123,12 @@ class OptimizerConfig:
             "Set mesh.data=-1 and mesh.fsdp=1, for example, or {key}=0.",
             cause="mesh.data={config.mesh.data}",
         ),
+    )
+
+    on_host: bool = key(
+        False,
+        "keep moments and averages in the memory of hosts; devices fetch them layer by layer",
+        used_by=UsedBy({"optimizer.name": BY_NUMBER}),
     )
 
     @property

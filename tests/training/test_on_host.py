@@ -1,0 +1,142 @@
+"""Moments in the memory of hosts: the same steps as on devices, and every check sees them there."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxtrain.config.schema import AnomalyConfig
+from maxtrain.ops.digest import tree_digests
+from maxtrain.ops.finite import non_finite_names
+from maxtrain.parallel.host_memory import is_on_host
+from maxtrain.parallel.memory import bytes_on_device, bytes_on_host
+from maxtrain.training import integrity
+from maxtrain.training.layer_updates import LayerUpdates, PendingUpdate
+from maxtrain.training.optimizer import average_or_params
+
+pytestmark = pytest.mark.usefixtures("optax_dtypes")
+RULES = {
+    "adamw": {"name": "adamw", "clip_norm": 0.5},
+    "adam": {"name": "adam", "clip_value": 0.01, "clip_adaptive": 0.02},
+    "momentum": {"name": "momentum", "ema_decay": 0.9},
+    "nesterov": {"name": "nesterov", "clip_norm": None},
+    "lion": {"name": "lion", "no_decay": ("mlp",)},
+}
+
+
+@functools.cache
+def ran(tiny, rule, on_host, shape=(1, 1, 1), accumulation=1, zero=0):
+    """Parts, the state after four steps, and what was measured of each; the third one is refused."""
+    changes = RULES[rule] | {"on_host": on_host, "zero": zero}
+    optimizer = dataclasses.replace(tiny.optimizer, **changes)
+    options = {"norms_interval": 2, "anomaly": AnomalyConfig(max_skipped=9)}
+    parts = tiny.parts(shape, accumulation, optimizer=optimizer, step=options, num_layers=3)
+    found = []
+    with jax.set_mesh(parts.mesh):
+        state = parts.create()
+        for number in range(4):
+            batch = dict(tiny.batch(number))
+            if number == 2:
+                batch["loss_mask"] = np.where(batch["loss_mask"] > 0, np.float32(np.nan), 0)
+            before = tree_digests({"a": state.trainable, "b": state.opt_state})
+            state, metrics = parts.step(state, parts.put(batch))
+            refused = before == tree_digests({"a": state.trainable, "b": state.opt_state})
+            assert refused == (number == 2), number
+            found.append(jax.device_get(metrics))
+    return parts, state, found
+
+
+@pytest.mark.parametrize(
+    ("shape", "accumulation", "zero"),
+    [((1, 1, 1), 1, 0), ((2, 2, 2), 2, 0), ((4, 2, 1), 1, 1), ((2, 4, 1), 1, 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_the_same_as_on_devices(tiny, rule, shape, accumulation, zero):
+    if rule != "adamw" and shape == (4, 2, 1):
+        pytest.skip("one rule shows how a split of the optimizer's state goes")
+    _, expected, theirs = ran(tiny, rule, False, shape, accumulation, zero)
+    parts, state, ours = ran(tiny, rule, True, shape, accumulation, zero)
+    for x, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        scale = max(1, np.abs(np.asarray(other)).max())
+        np.testing.assert_allclose(np.asarray(x), np.asarray(other), rtol=0, atol=2e-6 * scale)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            np.testing.assert_allclose(mine[name], other[name], rtol=2e-5, atol=1e-6, err_msg=name)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    assert shardings == jax.tree.map(lambda x: x.sharding, parts.abstract)
+
+
+def test_all_arrays_of_the_optimizer_lie_on_hosts_and_nothing_else(tiny):
+    parts, state, _ = ran(tiny, "momentum", True)
+    for tree in (parts.abstract, state):
+        assert {is_on_host(x) for x in jax.tree.leaves(tree.opt_state) if x.ndim} == {True}
+        of_others = dataclasses.replace(tree, opt_state=())
+        assert not any(is_on_host(x) for x in jax.tree.leaves(of_others))
+    params = bytes_on_device(parts.abstract.trainable)
+    # The trace and the average.
+    assert bytes_on_host(parts.abstract) == 2 * params
+    assert bytes_on_device(parts.abstract.opt_state) < 100
+
+
+def test_an_update_that_would_not_be_finite_is_known_before_it_is_written():
+    """Of one layer among others, by the name of its array."""
+    params = nnx.State(
+        {
+            "layers": nnx.Param(jnp.ones((3, 2)), axes=("embed",)),
+            "end": nnx.Param(jnp.ones(2), axes=("embed",)),
+        }
+    )
+    rule = optax.chain(optax.trace(0.5), optax.scale(-3e38))
+    state = rule.init(params)
+    large = params["layers"].replace(jnp.ones((3, 2)).at[1, 0].set(4.0))
+    grads = nnx.State({"layers": large, "end": params["end"]})
+
+    def look(grads):
+        pending = PendingUpdate(LayerUpdates(optax.identity(), rule), grads, params, state)
+        finite = pending.finite()
+        return finite, pending.written_if(finite.all()), pending.written_if(jnp.bool_(True))
+
+    finite, kept, written = jax.jit(look)(grads)
+    by_name = dict(
+        zip(["end", "layers", "trace end", "trace layers"], finite.tolist(), strict=True)
+    )
+    assert by_name == {"end": True, "layers": False, "trace end": True, "trace layers": True}
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, kept, (params, state)))
+    assert np.isinf(written[0]["layers"][...][1, 0]) and np.isfinite(written[0]["end"][...]).all()
+
+
+def test_checks_see_arrays_on_hosts(tiny):
+    parts, state, _ = ran(tiny, "adamw", True, (2, 2, 2), 2)
+    with jax.set_mesh(parts.mesh):
+        there = state.opt_state
+        devices = [x.sharding.with_memory_kind("device") for x in jax.tree.leaves(there)]
+        here = jax.device_put(there, jax.tree.unflatten(jax.tree.structure(there), devices))
+        assert tree_digests(there) == tree_digests(here)
+        np.testing.assert_array_equal(
+            integrity.device_digests(there), integrity.device_digests(here)
+        )
+        copies = integrity._copy(there)
+        assert tree_digests(copies) == tree_digests(there)
+        assert jax.tree.map(is_on_host, copies) == jax.tree.map(is_on_host, there)
+        assert non_finite_names(there) == []
+        bad = jax.tree.map(lambda x: jax.device_put(np.asarray(x) * np.nan, x.sharding), there)
+        assert len(non_finite_names(bad)) == len(jax.tree.leaves(there))
+
+
+def test_the_average_of_weights_is_read_from_hosts(tiny):
+    parts, state, _ = ran(tiny, "momentum", True)
+    _, expected, _ = ran(tiny, "momentum", False)
+    with jax.set_mesh(parts.mesh):
+        for read in (average_or_params, jax.jit(average_or_params)):
+            ours = read(state.trainable, state.opt_state)
+            theirs = read(expected.trainable, expected.opt_state)
+            assert not any(is_on_host(x) for x in jax.tree.leaves(ours))
+            for x, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_allclose(x, other, atol=2e-6)
