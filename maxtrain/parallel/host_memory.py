@@ -17,14 +17,21 @@ _KIND = "pinned_host"
 
 
 def require_host_memory(mesh: Mesh, key: str) -> None:
-    """ConfigError: devices of this kind can't read the memory of their hosts, as `key` asks."""
+    """ConfigError: devices of this kind can't read the memory of their hosts, as `key` asks.
+
+    GPUs that are described to the compiler, and are not here, name no memories: what was placed in
+    one would lie on devices without a word.
+    """
     try:
-        NamedSharding(mesh, PartitionSpec(), memory_kind=_KIND)
-    except ValueError as error:
+        found = NamedSharding(mesh, PartitionSpec(), memory_kind=_KIND).memory_kind
+    except ValueError:
+        found = None
+    if found != _KIND:
         kind = mesh.devices.flat[0].device_kind
         raise ConfigError(
-            f"{key}: {kind} has no memory of the kind {_KIND}: {error}. Set {key}=false."
-        ) from None
+            f"{key}=true needs memory of the kind {_KIND}, and {kind} names none; GPUs that are "
+            f"described, and are not here, never do. Set {key}=false."
+        )
 
 
 def on_hosts(tree: PyTree) -> PyTree:

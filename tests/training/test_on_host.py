@@ -9,12 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
+from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import AnomalyConfig
 from maxtrain.ops.digest import tree_digests
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.host_memory import is_on_host
+from maxtrain.parallel.host_memory import is_on_host, require_host_memory
 from maxtrain.parallel.memory import bytes_on_device, bytes_on_host
+from maxtrain.parallel.topologies import described_devices
 from maxtrain.training import integrity
 from maxtrain.training.layer_updates import LayerUpdates, PendingUpdate
 from maxtrain.training.optimizer import average_or_params
@@ -128,6 +131,15 @@ def test_checks_see_arrays_on_hosts(tiny):
         assert non_finite_names(there) == []
         bad = jax.tree.map(lambda x: jax.device_put(np.asarray(x) * np.nan, x.sharding), there)
         assert len(non_finite_names(bad)) == len(jax.tree.leaves(there))
+
+
+def test_devices_that_name_no_memory_of_hosts_are_refused():
+    described = Mesh(np.array(described_devices("h100:2")), ("fsdp",))
+    with pytest.raises(
+        ConfigError, match=r"on_host=true needs memory .* Set optimizer.on_host=false"
+    ):
+        require_host_memory(described, "optimizer.on_host")
+    require_host_memory(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), "optimizer.on_host")
 
 
 def test_the_average_of_weights_is_read_from_hosts(tiny):
