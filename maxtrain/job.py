@@ -66,9 +66,9 @@ from maxtrain.parallel.sharding import stored_rules
 from maxtrain.rl.prompts import require_prompts, require_room
 from maxtrain.run_state import RunState
 from maxtrain.storage.reading import readable_model
-from maxtrain.training.layer_updates import LayerUpdates
+from maxtrain.training.layer_updates import LayerUpdates, make_layer_updates
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.optimizer import make_clipping, make_optimizer
+from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import frozen_paths, join, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
@@ -565,10 +565,9 @@ def make_parts(
         layer_updates = None
         if on_host:
             require_host_memory(mesh, "optimizer.on_host")
-            unclipped = make_optimizer(
-                config.optimizer, config.schedule, num_steps, trainable, factors, clips=False
+            layer_updates = make_layer_updates(
+                config.optimizer, config.schedule, num_steps, trainable, factors
             )
-            layer_updates = LayerUpdates(make_clipping(config.optimizer), unclipped)
         abstract = abstract_state(
             trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules, on_host
         )

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,17 @@ def in_time(cases: Iterable[str], kinds: Iterable[str] = KINDS_OF_BLOCKS) -> lis
     return found
 
 
+def timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess, float]:
+    """What a process said, and the seconds of CPU that it took. `options`: of subprocess.run."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, **options)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def half_a_second() -> float:
     """Seconds of CPU: 0.5, and more on a slow core or one that is shared now, by what a process
     takes there that imports two libraries and does nothing."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import ml_collections, yaml"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return max(0.5, 4 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
+    done, seconds = timed([sys.executable, "-c", "import ml_collections, yaml"])
+    assert done.returncode == 0, done.stderr
+    return max(0.5, 4 * seconds)

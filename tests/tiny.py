@@ -23,9 +23,9 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import RULES, Rules
-from maxtrain.training.layer_updates import LayerUpdates
+from maxtrain.training.layer_updates import make_layer_updates
 from maxtrain.training.loss_scale import initial
-from maxtrain.training.optimizer import make_clipping, make_optimizer
+from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -150,8 +150,7 @@ class Tiny:
         schedule = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS)
         loss_scale = options.get("loss_scale")
         if optimizer.on_host:
-            unclipped = make_optimizer(optimizer, SCHEDULE, STEPS, params, clips=False)
-            options["layer_updates"] = LayerUpdates(make_clipping(optimizer), unclipped)
+            options["layer_updates"] = make_layer_updates(optimizer, SCHEDULE, STEPS, params)
         abstract = abstract_state(
             params,
             rule,

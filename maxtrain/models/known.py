@@ -1,7 +1,7 @@
 """What is known of models, for whoever reads a config.
 
 The families and numpy are imported when a config names a model or weights, not before: they are
-two fifths of the time that `--help` would take.
+a third of the time that `--help` would take.
 """
 
 import importlib

@@ -17,10 +17,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Int, PyTree
 
+from maxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from maxtrain.models.registry import logical_axes
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.host_memory import on_device, where_it_was
-from maxtrain.training.optimizer import apply_updates
+from maxtrain.training.optimizer import apply_updates, make_clipping, make_optimizer
 
 # Of variables that belong to no stack of layers.
 _REST = 0
@@ -36,6 +37,18 @@ class LayerUpdates(NamedTuple):
 
     clipping: optax.GradientTransformation
     optimizer: optax.GradientTransformation
+
+
+def make_layer_updates(
+    config: OptimizerConfig,
+    schedule: ScheduleConfig,
+    num_steps: int,
+    params: nnx.State,
+    factors: PyTree | None = None,
+) -> LayerUpdates:
+    """The optimizer of `make_optimizer` in two parts; arguments and errors are those."""
+    unclipped = make_optimizer(config, schedule, num_steps, params, factors, clips=False)
+    return LayerUpdates(make_clipping(config), unclipped)
 
 
 class PendingUpdate:
@@ -58,6 +71,7 @@ class PendingUpdate:
     def finite(self) -> Bool[Array, " leaves"]:
         """Of each array of parameters and then optimizer state, whether all its new numbers are
         finite."""
+        # Counters always are.
         found = [jnp.ones((), bool)] * len(self._before)
         for depth in self._stacks():
             places = self._places(depth)
@@ -69,106 +83,109 @@ class PendingUpdate:
                 depth: int = depth,
                 arrays: list[Array] = arrays,
             ) -> Bool[Array, " arrays"]:
-                return finite & finite_leaves(self._after_layer(depth, layer, arrays))
+                new = self._after_layer(depth, layer, _fetched(arrays, layer))
+                return finite & finite_leaves(new)
 
             finite = jax.lax.fori_loop(0, depth, look, jnp.ones(len(places), bool))
             for number, place in enumerate(places):
                 found[place] = finite[number]
-        for place, new in self._after_rest().items():
-            found[place] = finite_leaves(new)[0]
+        places = self._places(_REST)
+        pieces = [on_device(array) for array in self._arrays(places)]
+        after = self._after(_REST, pieces, _whole)
+        for place in places:
+            found[place] = finite_leaves(after[place])[0]
         return jnp.stack(found)
 
     def written_if(self, apply: Bool[Array, ""]) -> tuple[nnx.State, PyTree]:
         """Parameters and optimizer state after the step: new ones, or those from before."""
-        after = list(self._before)
+        written = list(self._before)
+
+        def kept(new: Array, piece: Array, array: Array) -> Array:
+            return where_it_was(jnp.where(apply, new, piece), array)
+
         for depth in self._stacks():
             places = self._places(depth)
 
             def write(
                 layer: Int[Array, ""], arrays: list[Array], depth: int = depth
             ) -> list[Array]:
-                changed = self._after_layer(depth, layer, arrays)
-                written = []
-                for array, new in zip(arrays, changed, strict=True):
-                    kept = jnp.where(apply, new, on_device(_at(array, layer)))
-                    written.append(_with(array, where_it_was(kept, array), layer))
-                return written
+                pieces = _fetched(arrays, layer)
+                changed = []
+                after = self._after_layer(depth, layer, pieces)
+                for array, piece, new in zip(arrays, pieces, after, strict=True):
+                    sent = kept(new, piece, array)
+                    changed.append(jax.lax.dynamic_update_slice_in_dim(array, sent, layer, 0))
+                return changed
 
             arrays = jax.lax.fori_loop(0, depth, write, self._arrays(places))
             for place, array in zip(places, arrays, strict=True):
-                after[place] = self._before[place].replace(array)
-        for place, new in self._after_rest().items():
-            old = self._before[place]
-            if not _is_variable(old):
-                after[place] = jnp.where(apply, new, old)
-                continue
-            there = old.get_value()
-            kept = jnp.where(apply, new.get_value(), on_device(there))
-            after[place] = old.replace(where_it_was(kept, there))
-        return jax.tree.unflatten(self._tree, after)
+                written[place] = self._before[place].replace(array)
+        places = self._places(_REST)
+        arrays = self._arrays(places)
+        pieces = [on_device(array) for array in arrays]
+        after = self._after(_REST, pieces, _whole)
+        for place, array, piece in zip(places, arrays, pieces, strict=True):
+            new = after[place].get_value()
+            written[place] = self._before[place].replace(kept(new, piece, array))
+        for place in self._places(None):
+            written[place] = jnp.where(apply, after[place], self._before[place])
+        return jax.tree.unflatten(self._tree, written)
 
     def _stacks(self) -> list[int]:
         """How many layers are stacked, of each kind of stack."""
         return sorted({depth for depth in self._depths if depth is not None} - {_REST})
 
-    def _places(self, depth: int) -> list[int]:
+    def _places(self, depth: int | None) -> list[int]:
         return [place for place, found in enumerate(self._depths) if found == depth]
 
     def _arrays(self, places: list[int]) -> list[Array]:
         return [self._before[place].get_value() for place in places]
 
-    def _after_layer(self, depth: int, layer: Int[Array, ""], arrays: list[Array]) -> list[Array]:
+    def _after_layer(self, depth: int, layer: Int[Array, ""], pieces: list[Array]) -> list[Array]:
         """What becomes of one layer of the stacks of this depth, [1, ...] each, on the devices."""
-        values = dict(zip(self._places(depth), arrays, strict=True))
 
-        def piece(place: int, variable: nnx.Variable) -> Array:
-            return on_device(_at(values[place], layer))
+        def of_layer(gradient: Array) -> Array:
+            return _at(gradient, layer)
 
-        def gradient(place: int, variable: nnx.Variable) -> Array:
-            return _at(variable.get_value(), layer)
-
-        after = self._after(depth, piece, gradient)
-        return [after[place].get_value() for place in values]
-
-    def _after_rest(self) -> dict[int, PyTree]:
-        """What becomes of all that belongs to no stack, by its place; counters among it."""
-
-        def piece(place: int, variable: nnx.Variable) -> Array:
-            return on_device(variable.get_value())
-
-        after = self._after(_REST, piece, piece)
-        places = [place for place, depth in enumerate(self._depths) if depth in (_REST, None)]
-        return {place: after[place] for place in places}
+        after = self._after(depth, pieces, of_layer)
+        return [after[place].get_value() for place in self._places(depth)]
 
     def _after(
-        self,
-        depth: int,
-        piece: Callable[[int, nnx.Variable], Array],
-        gradient: Callable[[int, nnx.Variable], Array],
+        self, depth: int, pieces: list[Array], of_gradient: Callable[[Array], Array]
     ) -> list[PyTree]:
-        """All variables and counters after the update of a part of them. The others have no
-        numbers: what is done to these costs nothing."""
+        """All variables and counters after the update of those of one depth. The others have no
+        numbers: what is done to these costs nothing.
 
-        def part_of(
-            variables: list[PyTree], of: Callable[[int, nnx.Variable], Array]
-        ) -> list[PyTree]:
-            found = []
-            for place, variable in enumerate(variables):
-                if not _is_variable(variable):
-                    found.append(variable)
-                elif self._depths[place] == depth:
-                    found.append(variable.replace(of(place, variable)))
-                else:
-                    found.append(variable.replace(jnp.zeros(0, variable.get_value().dtype)))
-            return found
+        Args:
+            pieces: of the variables of this depth, on the devices.
+            of_gradient: takes the same piece out of a gradient.
+        """
+        given = dict(zip(self._places(depth), pieces, strict=True))
 
-        before = jax.tree.unflatten(self._tree, part_of(self._before, piece))
+        def empty(variable: nnx.Variable) -> nnx.Variable:
+            return variable.replace(jnp.zeros(0, variable.get_value().dtype))
+
+        before = []
+        for place, variable in enumerate(self._before):
+            if place in given:
+                before.append(variable.replace(given[place]))
+            elif _is_variable(variable):
+                before.append(empty(variable))
+            else:
+                before.append(variable)
+        grads = []
         # Parameters come first, in the order of their gradients.
-        grads = jax.tree.unflatten(self._grads_tree, part_of(self._grads, gradient))
-        params, opt_state = before
-        updates, new_state = self._optimizer.update(grads, opt_state, params)
+        for place, gradient in enumerate(self._grads):
+            if place in given:
+                grads.append(gradient.replace(of_gradient(gradient.get_value())))
+            else:
+                grads.append(empty(gradient))
+        params, opt_state = jax.tree.unflatten(self._tree, before)
+        updates, new_state = self._optimizer.update(
+            jax.tree.unflatten(self._grads_tree, grads), opt_state, params
+        )
         changed = (apply_updates(params, updates), new_state)
-        changed = jax.tree.map(lambda new, old: new.astype(old.dtype), changed, before)
+        changed = jax.tree.map(lambda new, old: new.astype(old.dtype), changed, (params, opt_state))
         return jax.tree.leaves(changed, is_leaf=_is_variable)
 
 
@@ -190,5 +207,10 @@ def _at(array: Array, layer: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, layer, 1)
 
 
-def _with(array: Array, new: Array, layer: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, new, layer, 0)
+def _fetched(arrays: list[Array], layer: Int[Array, ""]) -> list[Array]:
+    """One layer of each array, on the devices."""
+    return [on_device(_at(array, layer)) for array in arrays]
+
+
+def _whole(gradient: Array) -> Array:
+    return gradient

@@ -124,7 +124,6 @@ class OptimizerConfig:
             cause="mesh.data={config.mesh.data}",
         ),
     )
-
     on_host: bool = key(
         False,
         "keep moments and averages in the memory of hosts; devices fetch them layer by layer",
