@@ -67,6 +67,8 @@ def report(found: Fit) -> RenderableType:
     parts: list[RenderableType] = [head, "", memory_table(found)]
     if found.times is None:
         return Group(*parts)
+    if found.on_host:
+        parts += ["", host_memory_table(found)]
     if found.lines:
         parts += ["", collective_table(found)]
     parts += ["", times_table(found), "", limits_words(found)]
@@ -104,6 +106,17 @@ def memory_table(found: Fit) -> Table:
         words = size(total)
         share = f"{total / found.limit:.1%}"
     table.add_row(f"[bold]needed[/], of {size(found.limit)}: {verdict}", f"[bold]{words}[/]", share)
+    return table
+
+
+def host_memory_table(found: Fit) -> Table:
+    """Bytes in the memory of hosts by kind, and how many go to devices and back."""
+    table = _table("memory of its host, for each device", "", "needs")
+    for kind, count in found.on_host.items():
+        table.add_row(kind, size(count))
+    total = sum(found.on_host.values())
+    table.add_row("[bold]needed[/]", f"[bold]{size(total)}[/]")
+    table.add_row("copied in a step, there and back", size(int(found.host_traffic)), style="dim")
     return table
 
 

@@ -28,6 +28,7 @@ from maxtrain.parallel.memory import (
     GIB,
     bytes_beside_arguments,
     bytes_on_device,
+    bytes_on_host,
     is_out_of_memory,
     size,
 )
@@ -58,6 +59,8 @@ class Fit(NamedTuple):
         device: its kind.
         limit: bytes that programs may use.
         memory: bytes by kind; they add up to what a step needs. Empty: the compiler refused it.
+        on_host: bytes in the memory of hosts, for each device, by kind; empty: nothing lies there,
+            or the compiler refused it.
         refused: bytes that the compiler says it would need; None: it compiled, or did not say.
         sampling: bytes of parameters, optimizer and caches while completions are sampled; None:
             the run samples none.
@@ -65,6 +68,7 @@ class Fit(NamedTuple):
         flops: that the program computes on a device in a step; those of attention kernels are as
             the model needs them.
         memory_traffic: bytes.
+        host_traffic: bytes that go between a device and the memory of its host.
         lines: collectives.
         times: None: the compiler refused it.
         warnings: arrays that XLA gathers whole for want of a better way.
@@ -79,12 +83,14 @@ class Fit(NamedTuple):
     batch: Shape
     limit: int
     memory: dict[str, int]
+    on_host: dict[str, int]
     refused: int | None
     sampling: int | None
     model: TokenFlops
     peak: float
     flops: float
     memory_traffic: float
+    host_traffic: float
     lines: list[Line]
     times: Roofline | None
     warnings: list[str]
@@ -139,6 +145,7 @@ class Fit(NamedTuple):
             "attention_reason": self.attention.reason,
             "limit_bytes": self.limit,
             "memory_bytes": self.memory,
+            "host_memory_bytes": self.on_host,
             "total_bytes": self.total,
             "sampling_bytes": self.sampling,
             "refused_bytes": self.refused,
@@ -147,6 +154,7 @@ class Fit(NamedTuple):
             "model_flops_per_step": self.model.full * self.tokens,
             "program_flops_per_device": self.flops,
             "memory_traffic_bytes": self.memory_traffic,
+            "host_traffic_bytes": self.host_traffic,
             "collectives": [line._asdict() for line in self.lines],
             "compiler_warnings": self.warnings,
             "loops_of_unknown_length": self.unknown_loops,
@@ -220,12 +228,14 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
         batch=shape,
         limit=limit,
         memory={},
+        on_host={},
         refused=None,
         sampling=sampling_bytes(parts, shape.length),
         model=token_flops(parts.config.model, shape.length, frozen),
         peak=peak,
         flops=0.0,
         memory_traffic=0.0,
+        host_traffic=0.0,
         lines=[],
         times=None,
         warnings=[],
@@ -249,8 +259,10 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     lines = lines_of(work, parts.mesh, network)
     return found._replace(
         memory=memory_by_kind(programs, compiled, shape),
+        on_host=host_memory_by_kind(parts, compiled),
         flops=work.flops,
         memory_traffic=work.memory_bytes,
+        host_traffic=work.host_bytes,
         lines=lines,
         times=roofline(work, found.model_share, peak, lines, network),
         warnings=sorted(set(programs.warnings)),
@@ -289,6 +301,21 @@ def memory_by_kind(
     found["padding of layouts"] = max(0, analysis.argument_size_in_bytes - arguments)
     found["gradients, activations and other temporaries"] = bytes_beside_arguments(compiled) - code
     found["program"] = code
+    return {kind: count for kind, count in found.items() if count}
+
+
+def host_memory_by_kind(parts: Parts, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes in the memory of hosts, for each device."""
+    state = parts.abstract
+    others = {name: params for name, params in state.frozen.items() if name != POLICY}
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    found = {
+        "parameters": bytes_on_host((state.trainable, state.frozen[POLICY])),
+        "other models": bytes_on_host(others),
+        "optimizer": bytes_on_host(state.opt_state),
+        "gradients, activations and other temporaries": analysis.host_temp_size_in_bytes,
+    }
     return {kind: count for kind, count in found.items() if count}
 
 

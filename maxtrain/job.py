@@ -76,6 +76,7 @@ from maxtrain.training.state import (
     abstract_model,
     abstract_state,
     create_state,
+    on_hosts,
     policy_params,
     policy_variables,
     saved_part,
@@ -326,11 +327,15 @@ class Job(Parts):
             "parameters": bytes_on_device(policy_params(self.abstract)),
             "optimizer state": bytes_on_device(self.abstract.opt_state),
         }
+        if self.config.train.on_host != "none":
+            held["parameters on its host"] = bytes_on_host(policy_params(self.abstract))
         if self.config.optimizer.on_host:
             held["optimizer state on its host"] = bytes_on_host(self.abstract.opt_state)
         if self.frozen_model is not None:
             role = self.frozen_model.role
             held[role] = bytes_on_device(self.abstract.frozen[role])
+            if self.config.train.on_host != "none":
+                held[f"{role} on its host"] = bytes_on_host(self.abstract.frozen[role])
         if rollout_settings(self.config) is None:
             # Others are made of rollouts, whose rows are not known yet.
             held["batch"] = bytes_on_device(self.abstract_batch(self.data.shape_at(0)))
@@ -564,20 +569,30 @@ def make_parts(
         on_host = config.optimizer.on_host
         layer_updates = None
         if on_host:
-            require_host_memory(mesh, "optimizer.on_host")
+            require_host_memory(mesh, "optimizer.on_host=true", "optimizer.on_host=false")
             layer_updates = make_layer_updates(
                 config.optimizer, config.schedule, num_steps, trainable, factors
             )
+        weights = config.train.on_host
+        if weights != "none":
+            require_host_memory(mesh, f"train.on_host={weights}", "train.on_host=none")
         abstract = abstract_state(
-            trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules, on_host
+            trainable, optimizer, mesh, loss_scale, zero, frozen, buffers, rules, on_host, weights
         )
         graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
         if frozen_model is not None:
             structure, shapes = frozen_model.abstract(mesh, rules)
+            if weights != "none":
+                shapes = on_hosts(shapes, only_layers=True)
             graphdefs[frozen_model.role] = structure
             abstract = with_frozen(abstract, {frozen_model.role: shapes})
         elif REFERENCE in objective.models:
             graphdefs[REFERENCE] = None
+        if weights != "none" and not bytes_on_host((policy_params(abstract), abstract.frozen)):
+            raise ConfigError(
+                f"train.on_host={weights} is for weights of repeated layers, and none of these "
+                f"{'are frozen' if weights == 'frozen' else 'is there'}. Set train.on_host=none."
+            )
         of_layers = nnx.merge(graphdef, variables).recorded()
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(

@@ -75,6 +75,7 @@ from maxtrain.parallel.agreement import (
 from maxtrain.parallel.distributed import leave, tell_end
 from maxtrain.parallel.memory import (
     HOST_MEND,
+    ON_HOST,
     STATE_MEND,
     bytes_on_device,
     bytes_on_host,
@@ -294,10 +295,14 @@ def require_room(job: Job) -> None:
     """ConfigError, in all processes: a device or the host of one of them has no room for the
     training state."""
     state = "the training state (weights, moments of the optimizer)"
-    of_host = jax.local_device_count() * bytes_on_host(job.abstract)
+    of_device = bytes_on_device(job.abstract)
+    of_host = bytes_on_host(job.abstract)
+    if jax.devices()[0].platform == "cpu":
+        # One memory for both.
+        of_device += of_host
     with raising_together(ConfigError):
-        require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
-        require_memory_of_host(of_host, "optimizer.on_host=true", HOST_MEND)
+        require_memory(of_device, state, STATE_MEND)
+        require_memory_of_host(jax.local_device_count() * of_host, ON_HOST, HOST_MEND)
 
 
 def train_until_done(run: Run) -> None:

@@ -90,6 +90,8 @@ TESTED_ELSEWHERE = {
     "python -m maxtrain.train config=quickstart run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 "
     "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
     "python -m maxtrain.train config=quickstart run_name=moments optimizer.on_host=true": VARIANTS,
+    "python -m maxtrain.train config=quickstart run_name=weights optimizer.on_host=true "
+    "train.on_host=all model.remat=full model.scan_layers=true": VARIANTS,
     "python -m maxtrain.train config=quickstart run_name=kept model.remat=named "
     "model.kept.on_device='[attention, gate_up]' model.kept.on_host='[qkv]'": (VARIANTS),
     "python -m maxtrain.train config=quickstart run_name=fitting optimizer.accumulation=auto": VARIANTS,

@@ -90,6 +90,15 @@ def straight(config) -> dict:
 
 
 @pytest.mark.long
+def test_weights_on_hosts_sample_and_learn_the_same(config, straight):
+    settings = ("train.on_host=all", "optimizer.on_host=true", "model.remat=full")
+    assert train(config, "on-hosts", *settings, "observe.num_samples=2") == 0
+    for ours, theirs in zip(records(config, "on-hosts"), records(config, "straight"), strict=True):
+        for name in ("reward", "completion_length", "loss", "grad_norm"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.long
 def test_what_is_recorded(config, straight):
     assert straight
     lines = records(config, "straight")

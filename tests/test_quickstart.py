@@ -106,6 +106,8 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "'mesh.rules.embed=[fsdp, context]'",
         "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
         "run_name=moments optimizer.on_host=true",
+        "run_name=weights optimizer.on_host=true train.on_host=all model.remat=full "
+        "model.scan_layers=true",
         "run_name=kept model.remat=named 'model.kept.on_device=[attention, gate_up]' 'model.kept.on_host=[qkv]'",
         "run_name=fitting optimizer.accumulation=auto",
         "run_name=experts model.family=mixtral model.moe.num_experts=4 mesh.simulated_devices=4 mesh.fsdp=2 mesh.expert=2",

@@ -136,6 +136,7 @@ class Tiny:
         optimizer: OptimizerConfig = OPTIMIZER,
         step=None,
         rules: Rules = RULES,
+        weights_on_host="none",
         **model: Any,
     ) -> Parts:
         """A step with these options, and functions for new states, on a mesh of (data, fsdp,
@@ -159,6 +160,7 @@ class Tiny:
             optimizer.zero,
             rules=rules,
             on_host=optimizer.on_host,
+            weights_on_host=weights_on_host,
         )
         train_step = make_train_step(
             abstract, {POLICY: graphdef}, objective, rule, schedule, accumulation, **options

@@ -178,6 +178,7 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from updates.mup_problems(config)
     yield from idle_among(idle, "optimizer.on_host")
     yield from updates.on_host_problems(config)
+    yield from updates.weights_on_host_problems(config)
     yield from idle_among(idle, "optimizer.zero")
 
 

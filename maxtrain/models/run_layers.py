@@ -16,6 +16,7 @@ from maxtrain.models.pipeline import form_for, pipelined
 from maxtrain.models.remat import rematerialized
 from maxtrain.models.stack import Stack
 from maxtrain.ops.sums import Sum
+from maxtrain.parallel.host_memory import on_device
 from maxtrain.parallel.sharding import stages
 
 Sums = dict[str, Sum]
@@ -172,7 +173,9 @@ class _Run:
             if context.noise is not None:
                 assert inputs.index is not None
                 own = context._replace(noise=context.noise.layer(inputs.index, num_layers))
-            out = nnx.merge(graphdef, inputs.params)(x, own, inputs.cache)
+            # Weights that lie on hosts: fetched once more for the backward pass, and not kept.
+            params = jax.tree.map(on_device, inputs.params)
+            out = nnx.merge(graphdef, params)(x, own, inputs.cache)
             # No gradient changes a buffer.
             return out._replace(observed=jax.lax.stop_gradient(out.observed))
 

@@ -3,12 +3,14 @@
 Source: jax's memory kinds, https://docs.jax.dev/en/latest/notebooks/host-offloading.html.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float
 
 from data_pipeline.errors import ConfigError
 
@@ -16,8 +18,9 @@ from data_pipeline.errors import ConfigError
 _KIND = "pinned_host"
 
 
-def require_host_memory(mesh: Mesh, key: str) -> None:
-    """ConfigError: devices of this kind can't read the memory of their hosts, as `key` asks.
+def require_host_memory(mesh: Mesh, setting: str, without: str) -> None:
+    """ConfigError: devices of this kind can't read the memory of their hosts, as `setting` asks;
+    `without` does not.
 
     GPUs that are described to the compiler, and are not here, name no memories: what was placed in
     one would lie on devices without a word.
@@ -29,23 +32,25 @@ def require_host_memory(mesh: Mesh, key: str) -> None:
     if found != _KIND:
         kind = mesh.devices.flat[0].device_kind
         raise ConfigError(
-            f"{key}=true needs memory of the kind {_KIND}, and {kind} names none; GPUs that are "
-            f"described, and are not here, never do. Set {key}=false."
+            f"{setting} needs memory of the kind {_KIND}, and {kind} names none; GPUs that are "
+            f"described, and are not here, never do. Set {without}."
         )
 
 
-def on_hosts(tree: PyTree) -> PyTree:
-    """An abstract tree whose arrays lie in the memory of hosts, split as they were; single numbers
-    stay on devices."""
+def described_on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The description of an array that lies in the memory of hosts, split as it was."""
+    assert isinstance(x.sharding, NamedSharding)
+    there = x.sharding.with_memory_kind(_KIND)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
 
-    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if x.ndim == 0:
-            return x
-        assert isinstance(x.sharding, NamedSharding)
-        there = x.sharding.with_memory_kind(_KIND)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
 
-    return jax.tree.map(place, tree)
+def described_on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The description of an array, of which it is on its devices that it lies."""
+    if not is_on_host(x):
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    here = NamedSharding(x.sharding.mesh, x.sharding.spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 
 
 def is_on_host(x: Any) -> bool:
@@ -63,7 +68,27 @@ def on_device(x: Array) -> Array:
 
 
 def where_it_was(x: Array, before: Array) -> Array:
-    """A new array in the memory in which the one before it lies; inside jit."""
+    """A new array in the memory in which the one before it lies."""
     if not is_on_host(before):
         return x
     return jax.device_put(x, jax.memory.Space.Host)
+
+
+def by_layer(measure: Callable[..., Float[Array, ""]], *stacks: Array) -> Float[Array, " layers"]:
+    """A number of each layer of arrays that are stacked over layers, of which one at a time is
+    fetched; inside jit.
+
+    Args:
+        measure: of one layer of each, [1, ...].
+        stacks: [L, ...] each.
+    """
+
+    def of_layer(layer: Array) -> Array:
+        return measure(*(on_device(layer_of(stack, layer)) for stack in stacks))
+
+    return jax.lax.map(of_layer, jnp.arange(stacks[0].shape[0]))
+
+
+def layer_of(stack: Array, layer: Array) -> Array:
+    """One layer of an array that is stacked over layers, [1, ...], where it lies."""
+    return jax.lax.dynamic_slice_in_dim(stack, layer, 1)

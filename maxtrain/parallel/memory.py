@@ -33,7 +33,11 @@ STEP_MEND = (
 )
 # Where the rows at a time are chosen to fit.
 FITTING_MEND = f"Set model.remat=full, lower data.seq_length or model.loss_chunk, or {_SPLIT}"
-HOST_MEND = "Set optimizer.on_host=false, or split the state over more hosts (mesh.fsdp)"
+ON_HOST = "what lies in the memory of hosts (optimizer.on_host, train.on_host)"
+HOST_MEND = (
+    "Set optimizer.on_host=false and train.on_host=none, or split the state over more hosts "
+    "(mesh.fsdp)"
+)
 STATE_MEND = f"Take a smaller model, set precision.params=bfloat16, or {_SPLIT}"
 # Of a control group, in its second and first version: files with its limit, what it uses, and what
 # that is made of.

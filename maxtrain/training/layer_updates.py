@@ -1,9 +1,9 @@
 """Updates made one layer after another, of moments that lie in the memory of hosts.
 
-A device holds parameters and gradients whole, and of the moments those of one layer: they are
-fetched, changed and sent back. What belongs to no stack of layers (embeddings, the last norm) is
-one more piece. Only for optimizers that change each number by itself: then a layer's update is what
-it would be among all others.
+A device holds gradients whole, and parameters, unless they lie on hosts as well; and of what lies
+there one layer: it is fetched, changed and sent back. What belongs to no stack of layers
+(embeddings, the last norm) is one more piece. Only for optimizers that change each number by
+itself: then a layer's update is what it would be among all others.
 
 A step reads moments twice: whether the result is finite is known before any of it is written.
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from maxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from maxtrain.models.registry import logical_axes
 from maxtrain.ops.finite import finite_leaves
-from maxtrain.parallel.host_memory import on_device, where_it_was
+from maxtrain.parallel.host_memory import layer_of, on_device, where_it_was
 from maxtrain.training.optimizer import apply_updates, make_clipping, make_optimizer
 
 # Of variables that belong to no stack of layers.
@@ -57,7 +57,7 @@ class PendingUpdate:
     Args:
         rule: of the updates.
         grads: of all parameters that train.
-        params: these, on the devices.
+        params: these, on the devices or on hosts.
         opt_state: of the whole optimizer; its arrays lie on hosts.
     """
 
@@ -145,7 +145,7 @@ class PendingUpdate:
         """What becomes of one layer of the stacks of this depth, [1, ...] each, on the devices."""
 
         def of_layer(gradient: Array) -> Array:
-            return _at(gradient, layer)
+            return layer_of(gradient, layer)
 
         after = self._after(depth, pieces, of_layer)
         return [after[place].get_value() for place in self._places(depth)]
@@ -203,13 +203,9 @@ def _depth(x: PyTree) -> int | None:
     return _REST
 
 
-def _at(array: Array, layer: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array, layer, 1)
-
-
 def _fetched(arrays: list[Array], layer: Int[Array, ""]) -> list[Array]:
     """One layer of each array, on the devices."""
-    return [on_device(_at(array, layer)) for array in arrays]
+    return [on_device(layer_of(array, layer)) for array in arrays]
 
 
 def _whole(gradient: Array) -> Array:

@@ -4,7 +4,7 @@ A parameter that is stacked over repeats of layers has a norm for each of them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from maxtrain.models.registry import logical_axes
+from maxtrain.parallel.host_memory import by_layer, is_on_host
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.optimizer import paths
 
@@ -91,11 +92,13 @@ def measure_norms(
     def change(new: Array, old: Array) -> Array:
         return new.astype(jnp.float32) - old.astype(jnp.float32)
 
-    updates = jax.tree.map(change, after, before)
-    update_norms = _norms(updates, stacked)
+    def itself(x: Array) -> Array:
+        return x.astype(jnp.float32)
+
+    update_norms = _norms(stacked, change, after, before)
     rows = [
-        _norms(grads, stacked),
-        _norms(before, stacked),
+        _norms(stacked, itself, grads),
+        _norms(stacked, itself, before),
         jnp.where(is_applied, update_norms, jnp.zeros_like(update_norms)),
     ]
     return constrain(jnp.stack(rows), None, None)
@@ -109,11 +112,18 @@ def no_norms(stacked: Sequence[bool], params: nnx.State) -> Float[Array, "3 N"]:
     return constrain(jnp.zeros((len(MEASURED), count)), None, None)
 
 
-def _norms(tree: nnx.State, stacked: Sequence[bool]) -> Float[Array, "N"]:
+def _norms(
+    stacked: Sequence[bool], numbers: Callable[..., Array], *trees: nnx.State
+) -> Float[Array, "N"]:
+    """Norms of what `numbers` makes of the leaves of the trees, which lie in one place."""
     squares = []
-    for leaf, is_repeated in zip(jax.tree.leaves(tree), stacked, strict=True):
-        rows = leaf.shape[0] if is_repeated else 1
-        numbers = leaf.astype(jnp.float32)
-        dims = tuple(range(int(is_repeated), leaf.ndim))
-        squares.append((numbers**2).sum(dims).reshape(rows))
+    each = zip(*map(jax.tree.leaves, trees), strict=True)
+    for leaves, is_repeated in zip(each, stacked, strict=True):
+        if is_on_host(leaves[0]):
+            squares.append(by_layer(lambda *layer: (numbers(*layer) ** 2).sum(), *leaves))
+            continue
+        rows = leaves[0].shape[0] if is_repeated else 1
+        found = numbers(*leaves)
+        dims = tuple(range(int(is_repeated), found.ndim))
+        squares.append((found**2).sum(dims).reshape(rows))
     return jnp.sqrt(jnp.concatenate(squares))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from maxtrain.models.registry import logical_axes
-from maxtrain.parallel.host_memory import on_device
+from maxtrain.parallel.host_memory import is_on_host, on_device, where_it_was
 from maxtrain.training.schedule import make_schedule
 
 # Their weight decay is part of the gradient; the others' is not.
@@ -112,12 +112,15 @@ def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
 
 
 def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
-    """The average of the weights in their own types, or the weights where there is no average."""
+    """The average of the weights in their own types, and where they lie; or the weights, where
+    there is no average."""
     if not isinstance(opt_state, Averaged):
         return params
 
     def as_parameter(average: Array, parameter: Array) -> Array:
-        return on_device(average).astype(parameter.dtype)
+        if average.dtype == parameter.dtype and is_on_host(parameter):
+            return average
+        return where_it_was(on_device(average).astype(parameter.dtype), parameter)
 
     return jax.tree.map(as_parameter, opt_state.average, params)
 

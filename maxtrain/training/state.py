@@ -7,7 +7,7 @@ weights all read the same abstract tree.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from maxtrain.models.quantized import (
 )
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
-from maxtrain.parallel.host_memory import on_hosts
+from maxtrain.parallel.host_memory import described_on_host
 from maxtrain.parallel.sharding import RULES, Rules, named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 from maxtrain.training.optimizer import average_or_params, paths
@@ -213,6 +213,28 @@ def abstract_model(
     return graphdef, _shard(params, mesh, rules)
 
 
+def on_hosts(tree: PyTree, only_layers: bool = False) -> PyTree:
+    """An abstract tree whose variables lie in the memory of hosts.
+
+    Counters stay on devices, and so do vectors of layers, such as those of norms: they are small,
+    and TPU's compiler can't fetch one of several that lie side by side in 16 bits.
+
+    Args:
+        only_layers: those that belong to no stack of layers stay on devices, too.
+    """
+
+    def place(leaf: Any) -> Any:
+        if not _is_variable(leaf):
+            return leaf
+        is_stacked = logical_axes(leaf)[:1] == ("layers",)
+        is_vector_of_layers = is_stacked and leaf.ndim == 2
+        if is_vector_of_layers or (only_layers and not is_stacked):
+            return leaf
+        return leaf.replace(described_on_host(leaf.get_value()))
+
+    return jax.tree.map(place, tree, is_leaf=_is_variable)
+
+
 def spread_tree(tree: PyTree) -> PyTree:
     """An abstract tree with each leaf split over `data` as well, where one of its dims can be."""
 
@@ -296,6 +318,7 @@ def abstract_state(
     buffers: nnx.State | None = None,
     rules: Rules = RULES,
     on_host: bool = False,
+    weights_on_host: Literal["none", "frozen", "all"] = "none",
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters.
 
@@ -307,7 +330,8 @@ def abstract_state(
         frozen: the policy's other parameters; None: all train.
         buffers: the policy's; None: it has none.
         rules: as of `abstract_model`.
-        on_host: the optimizer's arrays lie in the memory of hosts.
+        on_host: the optimizer's arrays lie in the memory of hosts; see `on_hosts`.
+        weights_on_host: which of the policy's parameters of layers lie there.
     """
     if frozen is None:
         frozen = nothing()
@@ -329,6 +353,11 @@ def abstract_state(
         )
     if on_host:
         state = dataclasses.replace(state, opt_state=on_hosts(state.opt_state))
+    if weights_on_host != "none":
+        frozen = on_hosts(state.frozen[POLICY], only_layers=True)
+        state = dataclasses.replace(state, frozen={POLICY: frozen})
+    if weights_on_host == "all":
+        state = dataclasses.replace(state, trainable=on_hosts(state.trainable, only_layers=True))
     return state
 
 

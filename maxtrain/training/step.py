@@ -35,6 +35,7 @@ from maxtrain.ops.micro_batches import micro_batches
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
+from maxtrain.parallel.host_memory import by_layer, described_on_device, is_on_host, on_device
 from maxtrain.parallel.sharding import stages
 from maxtrain.training.layer_updates import LayerUpdates, PendingUpdate
 from maxtrain.training.loss_scale import LossScale, after_step
@@ -84,7 +85,8 @@ def gradients(
 
     def one(micro: Batch, models: Callable[[nnx.State], Models]) -> tuple[Result, nnx.State]:
         (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        # Those of weights on hosts were sent there layer by layer.
+        grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32), grads)
         if places is not None:
             grads = jax.lax.with_sharding_constraint(grads, places)
         return result, grads
@@ -228,7 +230,8 @@ def make_train_step(
     """
     places = None
     if zero >= 2:
-        places = shardings(spread_tree(abstract.trainable))
+        of_grads = jax.tree.map(described_on_device, abstract.trainable)
+        places = shardings(spread_tree(of_grads))
     stacked = is_stacked(abstract.trainable)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -493,8 +496,18 @@ def norm_of(params: nnx.State) -> Array:
 
 
 def _squares(tree: nnx.State) -> Array:
-    """The sum of squares of each leaf."""
-    return jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(tree)])
+    """The sum of squares of each leaf; of one on hosts, layer by layer."""
+    squares = []
+    for leaf in jax.tree.leaves(tree):
+        if is_on_host(leaf):
+            squares.append(by_layer(_sum_of_squares, leaf).sum())
+        else:
+            squares.append(_sum_of_squares(leaf))
+    return jnp.stack(squares)
+
+
+def _sum_of_squares(x: Array) -> Array:
+    return (x.astype(jnp.float32) ** 2).sum()
 
 
 def row_keys(seed: int, step: Array, rows: int) -> Array:

@@ -1,4 +1,5 @@
-"""Moments in the memory of hosts: the same steps as on devices, and every check sees them there."""
+"""Moments and weights in the memory of hosts: the same steps as on devices, and every check sees
+them there."""
 
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ from maxtrain.parallel.memory import (
 from maxtrain.parallel.topologies import described_devices
 from maxtrain.training import integrity
 from maxtrain.training.layer_updates import LayerUpdates, PendingUpdate
-from maxtrain.training.optimizer import average_or_params
+from maxtrain.training.optimizer import average_or_params, paths
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 RULES = {
@@ -38,12 +39,15 @@ RULES = {
 
 
 @functools.cache
-def ran(tiny, rule, on_host, shape=(1, 1, 1), accumulation=1, zero=0):
+def ran(tiny, rule, on_host, shape=(1, 1, 1), accumulation=1, zero=0, weights="none", **model):
     """Parts, the state after four steps, and what was measured of each; the third one is refused."""
     changes = RULES[rule] | {"on_host": on_host, "zero": zero}
     optimizer = dataclasses.replace(tiny.optimizer, **changes)
     options = {"norms_interval": 2, "anomaly": AnomalyConfig(max_skipped=9)}
-    parts = tiny.parts(shape, accumulation, optimizer=optimizer, step=options, num_layers=3)
+    model = {"num_layers": 3} | model
+    parts = tiny.parts(
+        shape, accumulation, optimizer=optimizer, step=options, weights_on_host=weights, **model
+    )
     found = []
     with jax.set_mesh(parts.mesh):
         state = parts.create()
@@ -59,16 +63,9 @@ def ran(tiny, rule, on_host, shape=(1, 1, 1), accumulation=1, zero=0):
     return parts, state, found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("shape", "accumulation", "zero"),
-    [((1, 1, 1), 1, 0), ((2, 2, 2), 2, 0), ((4, 2, 1), 1, 1), ((2, 4, 1), 1, 3)],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_steps_are_the_same_as_on_devices(tiny, rule, shape, accumulation, zero):
-    _, expected, theirs = ran(tiny, rule, False, shape, accumulation, zero)
-    parts, state, ours = ran(tiny, rule, True, shape, accumulation, zero)
+def assert_same_steps(ran_on_hosts, ran_on_devices):
+    parts, state, ours = ran_on_hosts
+    _, expected, theirs = ran_on_devices
     for x, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         scale = max(1, np.abs(np.asarray(other)).max())
         np.testing.assert_allclose(np.asarray(x), np.asarray(other), rtol=0, atol=2e-6 * scale)
@@ -80,16 +77,59 @@ def test_steps_are_the_same_as_on_devices(tiny, rule, shape, accumulation, zero)
     assert shardings == jax.tree.map(lambda x: x.sharding, parts.abstract)
 
 
-def test_all_arrays_of_the_optimizer_lie_on_hosts_and_nothing_else(tiny):
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "accumulation", "zero"),
+    [((1, 1, 1), 1, 0), ((2, 2, 2), 2, 0), ((4, 2, 1), 1, 1), ((2, 4, 1), 1, 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_the_same_as_on_devices(tiny, rule, shape, accumulation, zero):
+    on_devices = ran(tiny, rule, False, shape, accumulation, zero)
+    assert_same_steps(ran(tiny, rule, True, shape, accumulation, zero), on_devices)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "accumulation", "zero"),
+    [((1, 1, 1), 1, 0), ((2, 2, 2), 2, 2), ((4, 2, 1), 1, 1), ((2, 4, 1), 1, 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_weights_on_hosts_take_the_same_steps(tiny, rule, remat, shape, accumulation, zero):
+    on_devices = ran(tiny, rule, False, shape, accumulation, zero)
+    on_hosts = ran(tiny, rule, True, shape, accumulation, zero, "all", remat=remat)
+    assert_same_steps(on_hosts, on_devices)
+
+
+@pytest.mark.parametrize("weights", ["frozen", "all"])
+def test_matrices_of_layers_lie_on_hosts_and_no_other_weights(tiny, weights):
+    parts = ran(tiny, "adamw", True, weights=weights, remat="full")[0]
+    for path, variable in paths(parts.abstract.trainable).items():
+        # All of them train.
+        expected = weights == "all" and path.startswith("layers") and variable.ndim > 2
+        assert is_on_host(variable.get_value()) == expected, path
+
+
+def test_the_optimizer_lies_on_hosts_but_for_vectors_of_layers_and_nothing_else(tiny):
     parts, state, _ = ran(tiny, "momentum", True)
     for tree in (parts.abstract, state):
-        assert {is_on_host(x) for x in jax.tree.leaves(tree.opt_state) if x.ndim} == {True}
+        for path, leaf in paths(tree.opt_state).items():
+            if isinstance(leaf, nnx.Variable):
+                is_vector = ".layers." in path and leaf.ndim == 2
+                assert is_on_host(leaf.get_value()) != is_vector, path
         of_others = dataclasses.replace(tree, opt_state=())
         assert not any(is_on_host(x) for x in jax.tree.leaves(of_others))
-    params = bytes_on_device(parts.abstract.trainable)
+    vectors = 0
+    for path, variable in paths(parts.abstract.trainable).items():
+        if path.startswith("layers") and variable.ndim == 2:
+            vectors += bytes_on_device(variable)
+    assert vectors
     # The trace and the average.
-    assert bytes_on_host(parts.abstract) == 2 * params
-    assert bytes_on_device(parts.abstract.opt_state) < 100
+    others = bytes_on_device(parts.abstract.trainable) - vectors
+    assert bytes_on_host(parts.abstract) == 2 * others
+    assert 2 * vectors <= bytes_on_device(parts.abstract.opt_state) < 2 * vectors + 100
 
 
 def test_an_update_that_would_not_be_finite_is_known_before_it_is_written():
@@ -139,11 +179,11 @@ def test_checks_see_arrays_on_hosts(tiny):
 
 def test_devices_that_name_no_memory_of_hosts_are_refused():
     described = Mesh(np.array(described_devices("h100:2")), ("fsdp",))
-    with pytest.raises(
-        ConfigError, match=r"on_host=true needs memory .* Set optimizer.on_host=false"
-    ):
-        require_host_memory(described, "optimizer.on_host")
-    require_host_memory(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), "optimizer.on_host")
+    said = r"train.on_host=all needs memory .* Set train.on_host=none"
+    with pytest.raises(ConfigError, match=said):
+        require_host_memory(described, "train.on_host=all", "train.on_host=none")
+    here = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    require_host_memory(here, "train.on_host=all", "train.on_host=none")
 
 
 def test_a_host_without_room_is_refused():
@@ -163,3 +203,16 @@ def test_the_average_of_weights_is_read_from_hosts(tiny):
             assert not any(is_on_host(x) for x in jax.tree.leaves(ours))
             for x, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
                 np.testing.assert_allclose(x, other, atol=2e-6)
+
+
+def test_the_average_of_weights_on_hosts_stays_there(tiny):
+    parts, state, _ = ran(tiny, "momentum", True, weights="all", remat="full")
+    _, expected, _ = ran(tiny, "momentum", False)
+    with jax.set_mesh(parts.mesh):
+        for read in (average_or_params, jax.jit(average_or_params)):
+            ours = read(state.trainable, state.opt_state)
+            places = jax.tree.map(is_on_host, ours)
+            assert places == jax.tree.map(is_on_host, state.trainable)
+            theirs = average_or_params(expected.trainable, expected.opt_state)
+            for x, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_allclose(np.asarray(x), other, atol=2e-6)

@@ -67,6 +67,36 @@ def on_host_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def weights_on_host_problems(config: RunConfig) -> Iterator[str]:
+    """Weights on hosts, with what can't fetch them layer by layer."""
+    weights = config.train.on_host
+    if weights == "none":
+        return
+    if not config.model.scan_layers:
+        yield (
+            f"train.on_host={weights} fetches the weights of a layer in a loop over layers, which "
+            "model.scan_layers=false writes out. Set model.scan_layers=true, or train.on_host=none."
+        )
+    if config.model.remat == "none":
+        yield (
+            f"train.on_host={weights} fetches the weights of a layer again for the backward pass, "
+            "and model.remat=none would keep those of all layers until then. "
+            "Set model.remat=full, for example, or train.on_host=none."
+        )
+    if config.mesh.stage != 1:
+        yield (
+            f"train.on_host={weights} fetches one layer to all devices at a time, but with "
+            f"mesh.stage={config.mesh.stage} these hold different layers. "
+            "Set mesh.stage=1, or train.on_host=none."
+        )
+    if weights == "all" and not config.optimizer.on_host:
+        yield (
+            "train.on_host=all updates weights layer by layer, as optimizer.on_host=true does. "
+            "Set optimizer.on_host=true, or train.on_host=frozen if only weights that do not train "
+            "are meant."
+        )
+
+
 def mup_depth_problems(config: RunConfig) -> Iterator[str]:
     """Optimizers for which muP has no rule of depth."""
     name = config.optimizer.name

@@ -1,6 +1,7 @@
-"""The section `train`: which parameters train."""
+"""The section `train`: which parameters train, and where they wait."""
 
 import dataclasses
+from typing import Literal
 
 from data_pipeline.config_key import key
 
@@ -16,4 +17,8 @@ class TrainConfig:
     )
     freeze: tuple[str, ...] = key(
         (), "regular expressions: do not train the parameters in whose path one is found"
+    )
+    on_host: Literal["none", "frozen", "all"] = key(
+        "none",
+        "which weights of layers lie in the memory of hosts; devices fetch them layer by layer",
     )

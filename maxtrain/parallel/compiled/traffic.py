@@ -31,6 +31,43 @@ _VIEWS = {"bitcast", "reshape", "convert", "copy"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
+# The space of the memory of a host, as layouts name it: xla's Layout::kHostMemorySpace.
+_HOST = 5
+
+
+def goes_on(computation: Computation) -> bool:
+    """Whether a fusion goes on with a collective that another one may have begun.
+
+    TPU's compiler writes a collective that overlaps with products several times: in the fusion that
+    begins it, in those that go on with it, also inside a loop, and in the one that ends it.
+    """
+    return computation.name.startswith("async_collective_fusion")
+
+
+def is_end(computation: Computation) -> bool:
+    """Whether a fusion ends such a collective."""
+    return any(
+        '"AsyncCollectiveDone"' in one.attributes for one in computation.instructions.values()
+    )
+
+
+def copied_by_host(one: Instruction) -> float:
+    """Bytes that an instruction brings from the memory of a host, or there."""
+    if one.opcode == "dynamic-slice-start":
+        # (operand, indices), result, what belongs to the launch.
+        source, target, copied = one.shapes[0], one.shapes[-2], one.shapes[-2]
+    elif one.opcode == "dynamic-update-slice-start":
+        # (operand, update, indices), result, what belongs to the launch.
+        source, target, copied = one.shapes[1], one.shapes[0], one.shapes[1]
+    elif one.opcode == "copy-start":
+        target, source, copied = one.shapes[0], one.shapes[1], one.shapes[0]
+    else:
+        return 0.0
+    if (source.space == _HOST) == (target.space == _HOST):
+        return 0.0
+    return copied.num_bytes
+
+
 class _Fused(NamedTuple):
     """Of a fused computation.
 
@@ -106,6 +143,8 @@ class Traffic:
         return total + min(fused.written, sum(map(self._bytes, shapes)))
 
     def _of_fused(self, computation: Computation) -> _Fused:
+        if computation.name not in self._fused and is_end(computation):
+            self._fused[computation.name] = _Fused([0.0] * len(computation.parameters()), 0.0)
         if computation.name not in self._fused:
             read = [self._read(one, computation) for one in computation.parameters()]
             self._fused[computation.name] = _Fused(read, self._written(computation))
@@ -117,6 +156,8 @@ class Traffic:
         total = 0.0
         for user in computation.instructions.values():
             if parameter.name not in user.operands:
+                continue
+            if goes_on(computation) and self._is_handed_on(user, computation):
                 continue
             is_first = user.operands[0] == parameter.name
             if user.opcode in _SLICES and is_first:
@@ -140,7 +181,17 @@ class Traffic:
         root = computation.root
         if root.opcode != "tuple":
             return self._written_by(root, computation)
-        return sum(self._written_by(one, computation) for one in computation.operands(root))
+        results = list(computation.operands(root))
+        if goes_on(computation):
+            # Handed on where they lie.
+            results = [one for one in results if not self._is_handed_on(one, computation)]
+        return sum(self._written_by(one, computation) for one in results)
+
+    def _is_handed_on(self, one: Instruction, computation: Computation) -> bool:
+        """Whether an instruction is of the collective that a fusion goes on with."""
+        if one.opcode == "parameter" or one is computation.root:
+            return True
+        return collective(one, computation) is not None
 
     def _written_by(self, one: Instruction, computation: Computation) -> float:
         source = one

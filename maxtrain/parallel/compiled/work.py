@@ -9,14 +9,14 @@ show their bytes, but not their FLOPs.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from maxtrain.parallel.compiled.collectives import Collective, collective
 from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module, Shape
 from maxtrain.parallel.compiled.loops import Place, rounds
-from maxtrain.parallel.compiled.traffic import Traffic
+from maxtrain.parallel.compiled.traffic import Traffic, copied_by_host, goes_on, is_end
 
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -31,16 +31,19 @@ class Work:
         memory_bytes: read from the device's main memory and written to it.
         collectives: how often each runs.
         loops_of_unknown_length: which count as one round.
+        host_bytes: that go between the device and the memory of its host.
     """
 
     flops: float = 0.0
     memory_bytes: float = 0.0
     collectives: Counter[Collective] = dataclasses.field(default_factory=Counter)
     loops_of_unknown_length: int = 0
+    host_bytes: float = 0.0
 
     def add(self, other: "Work", times: int = 1) -> None:
         self.flops += times * other.flops
         self.memory_bytes += times * other.memory_bytes
+        self.host_bytes += times * other.host_bytes
         for one, count in other.collectives.items():
             self.collectives[one] += times * count
         self.loops_of_unknown_length += other.loops_of_unknown_length
@@ -62,11 +65,14 @@ class _Counting:
         self.traffic = Traffic(module, has_small_memories)
         self._flops: dict[str, float] = {}
 
-    def of(self, place: Place) -> Work:
-        """What one run of a computation does."""
+    def of(self, place: Place, before: Iterable[str] = ()) -> Work:
+        """What one run of a computation does.
+
+        Args:
+            before: channels of collectives that fusions have begun before it.
+        """
         work = Work()
-        # Of collectives that have begun in a fusion.
-        begun: set[str] = set()
+        begun = set(before)
         for one in place.computation.instructions.values():
             self._add(work, one, place, begun)
         return work
@@ -80,7 +86,7 @@ class _Counting:
             if times is None:
                 work.loops_of_unknown_length += 1
                 times = 1
-            work.add(self.of(Place(body, one, place)), times)
+            work.add(self.of(Place(body, one, place), begun), times)
             return
         if one.opcode == "conditional":
             branches = [self.of(Place(branch)) for branch in module.branches(one)]
@@ -97,6 +103,7 @@ class _Counting:
                 work.collectives[found] += 1
         work.flops += self._flops_of(one, place.computation)
         work.memory_bytes += self.traffic.of(one, place.computation)
+        work.host_bytes += copied_by_host(one)
 
     def _inside(
         self, one: Instruction, computation: Computation
@@ -135,23 +142,19 @@ class _Counting:
 
 
 def _is_first_part(one: Instruction, computation: Computation, begun: set[str]) -> bool:
-    """Whether a collective counts.
-
-    TPU's compiler writes one that overlaps with products several times: in the fusion that begins
-    it, in those that go on with it, and in the one that ends it.
+    """Whether a collective counts, and is not a later part of one: see `traffic.goes_on`.
 
     Args:
         begun: channels of those that fusions have begun.
     """
+    if is_end(computation):
+        return False
     channel = one.attribute("channel_id") or ""
     for other in computation.instructions.values():
-        if '"AsyncCollectiveDone"' in other.attributes:
-            return False
         if '"AsyncCollectiveStart"' in other.attributes:
             begun.add(channel)
             return True
-    goes_on = computation.name.startswith("async_collective_fusion")
-    return not (goes_on and channel in begun)
+    return not (goes_on(computation) and channel in begun)
 
 
 def _dot(result: Shape, lhs: Shape, contracted: tuple[int, ...]) -> float:

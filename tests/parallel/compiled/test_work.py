@@ -193,6 +193,30 @@ def test_rounds_that_nobody_wrote_down_follow_from_the_condition():
     assert elsewhere.memory_bytes - work.memory_bytes == pytest.approx(beside, rel=0.01)
 
 
+def test_a_gather_that_goes_on_in_a_loop_counts_once():
+    """TPU's compiler overlaps one with all rounds of a loop; one that begins there counts in each
+    round."""
+    goes_on = OF_TPU.replace(
+        "%inner_body (s",
+        "%async_collective_fusion.5 (param_0: bf16[16,64]) -> bf16[64,64] {\n"
+        "  %param_0 = bf16[16,64]{1,0} parameter(0)\n"
+        "  ROOT %all-gather.9 = bf16[64,64]{1,0} all-gather(%param_0), channel_id=CHANNEL, "
+        "replica_groups={{0,1,2,3}}, dimensions={0}\n}\n\n%inner_body (s",
+        1,
+    ).replace(
+        "  %two = ",
+        "  %going = bf16[64,64]{1,0} fusion(%s), kind=kLoop, calls=%async_collective_fusion.5\n"
+        "  %two = ",
+        1,
+    )
+    counts = []
+    for text in (OF_TPU, goes_on.replace("CHANNEL", "7"), goes_on.replace("CHANNEL", "99")):
+        work = work_of(parse(text), has_small_memories=True)
+        gathers = [n for one, n in work.collectives.items() if one.kind == "all-gather"]
+        counts.append(sum(gathers))
+    assert counts[0] == counts[1] < counts[2]
+
+
 @pytest.mark.parametrize(
     "change",
     [
