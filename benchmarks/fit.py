@@ -55,6 +55,7 @@ CASES = (
     Case("llama3_8b", "v5p:4x4x4", _FLASH),
     Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
     Case("llama3_8b", "h100:8x8"),
+    Case("llama3_8b", "h100:8x8", ("model.attention=triton",)),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),

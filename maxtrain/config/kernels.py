@@ -22,6 +22,7 @@ class Kernel(NamedTuple):
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
     rows: int = 1  # what their length must be a multiple of
     context: bool = False  # only where rows are split over devices
+    by_name: bool = False  # auto never chooses it
 
 
 ATTENTION = {
@@ -38,6 +39,19 @@ ATTENTION = {
         repeats=False,
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),
+    ),
+    # No GPU has run it yet: interpreted, it equals eager, and it compiles for GPUs.
+    "triton": Kernel(
+        "gpu",
+        capability=(8, 0),
+        caches=False,
+        sinks=False,
+        softcap=False,
+        values=False,
+        dtypes=("float16", "bfloat16"),
+        head_dim=(128, 1),
+        rows=16,
+        by_name=True,
     ),
     "ring": Kernel(caches=False, context=True),
     "flash": Kernel(
@@ -67,7 +81,7 @@ def candidates(platform: str | None, splits_rows: bool, drops_weights: bool) -> 
     if splits_rows:
         found.append("ring")
     for name, can in ATTENTION.items():
-        if platform is not None and can.platform == platform:
+        if platform is not None and can.platform == platform and not can.by_name:
             found.append(name)
     return [*found, "xla"]
 

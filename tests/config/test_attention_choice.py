@@ -97,6 +97,8 @@ def config_of(*overrides: str):
         ),
         (V5P, ("model.attention=xla",), "xla", "as model.attention says"),
         (V5P, ("model.attention=flash",), "flash", "as model.attention says"),
+        (H100, ("model.attention=triton",), "triton", "as model.attention says"),
+        (H100, ("model.attention=triton", "determinism=full"), "triton", "as model.attention"),
     ],
 )
 def test_auto_chooses_by_devices_rows_and_model(hardware, overrides, kernel, reason):
@@ -112,6 +114,20 @@ def test_auto_chooses_by_devices_rows_and_model(hardware, overrides, kernel, rea
     named = dataclasses.replace(config, model=model)
     assert problems_of(named) == []
     assert choose(hardware, named).kernel == kernel
+
+
+def test_a_kernel_that_auto_never_takes_is_named_where_it_would_do():
+    words = "; triton would do, too, and is taken only where it is named"
+    assert words in choose(H100, config_of()).reason
+    for hardware, overrides in (
+        (H100, ALONE),  # cudnn is taken
+        (H100, ("precision.compute=float32",)),
+        (H100, ("model.head_dim=256",)),
+        (V100, ()),
+        (V5P, ("data.seq_length=200",)),
+        (CPU, ()),
+    ):
+        assert "triton" not in choose(hardware, config_of(*overrides)).reason
 
 
 def test_rows_that_no_kernel_can_split_are_refused_when_the_config_is_read():
@@ -130,6 +146,8 @@ def test_a_kernel_that_is_named_is_never_another_one():
     for hardware, kernel, rule in (
         (CPU, "flash", "flash is for TPUs only, and the devices here are of platform cpu"),
         (H100, "flash", "flash is for TPUs only, and the devices here are of platform gpu"),
+        (V5P, "triton", "triton is for GPUs only, and the devices here are of platform tpu"),
+        (V100, "triton", r"triton needs GPUs of compute capability 8\.0 or more, and Tesla V100"),
         (V5P, "cudnn", "cudnn is for GPUs only, and the devices here are of platform tpu"),
         (V100, "cudnn", r"cudnn needs GPUs of compute capability 8\.0 or more, and Tesla V100"),
     ):

@@ -87,7 +87,9 @@ def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Cho
     for kernel in candidates(hardware.platform, splits_rows, drops_weights):
         problem = next(_problems_with(kernel, hardware, config), None)
         if problem is None:
-            return Choice(kernel, f"since {_why(kernel, refused, hardware, config)}{changed}")
+            why = _why(kernel, refused, hardware, config)
+            others = _by_name(hardware, config) if kernel == "xla" else ""
+            return Choice(kernel, f"since {why}{others}{changed}")
         refused.append(problem)
     raise ConfigError(refused)
 
@@ -119,6 +121,16 @@ def _problems_with(kernel: str, hardware: Hardware, config: RunConfig) -> Iterat
     yield from kernel_problems(asked)
     yield from dropout_problems(asked)
     yield from context_problems(asked)
+
+
+def _by_name(hardware: Hardware, config: RunConfig) -> str:
+    """Which kernels of these devices would do as well, and are only there for who names them."""
+    found = ""
+    for kernel, can in ATTENTION.items():
+        is_theirs = can.by_name and can.platform == hardware.platform
+        if is_theirs and next(_problems_with(kernel, hardware, config), None) is None:
+            found += f"; {kernel} would do, too, and is taken only where it is named"
+    return found
 
 
 def _why(kernel: str, refused: list[str], hardware: Hardware, config: RunConfig) -> str:

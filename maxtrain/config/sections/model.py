@@ -248,7 +248,7 @@ class ModelConfig:
         ),
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["auto", "eager", "xla", "cudnn", "flash", "ring"] = key(
+    attention: Literal["auto", "eager", "xla", "cudnn", "triton", "flash", "ring"] = key(
         "auto",
         "kernel: slow reference, XLA's blocks, for GPUs, for TPUs, or for mesh.context; "
         "auto: the one that suits the run",

@@ -14,17 +14,22 @@ from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.flash import flash_attention, flash_on_one_device
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.ring import ring_attention
+from maxtrain.ops.attention.triton import triton_attention, triton_on_one_device
 from maxtrain.ops.attention.xla import xla_attention
 
 KERNELS: dict[str, Callable[..., Array]] = {
     "eager": eager_attention,
     "xla": xla_attention,
     "cudnn": cudnn_attention,
+    "triton": triton_attention,
     "flash": flash_attention,
     "ring": ring_attention,
 }
 # Of those that are split over devices by themselves: what one device does.
-ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {"flash": flash_on_one_device}
+ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {
+    "triton": triton_on_one_device,
+    "flash": flash_on_one_device,
+}
 
 
 def with_cache(kernel: str) -> str:
@@ -63,8 +68,9 @@ def attention(
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
-            about), "flash" (TPUs), or "ring" (where rows are split over devices). Of split rows,
-            "eager" is given whole ones by XLA, and others get whole rows of some heads.
+            about), "triton" (GPUs), "flash" (TPUs), or "ring" (where rows are split over devices).
+            Of split rows, "eager" is given whole ones by XLA, and others get whole rows of some
+            heads.
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         scale: what scores are multiplied with; None: 1 / sqrt(H).
         softcap: scaled scores become softcap * tanh(score / softcap), which lies between -softcap

@@ -242,8 +242,10 @@ def test_the_square_of_scores_is_never_in_memory():
 
 def test_every_kernel_is_in_the_table():
     assert KERNELS.keys() == ATTENTION.keys() and EVERYWHERE == ["eager", "xla"]
-    assert [with_cache(name) for name in ("eager", "xla", "cudnn", "flash", "ring")] == [
+    names = ("eager", "xla", "cudnn", "triton", "flash", "ring")
+    assert [with_cache(name) for name in names] == [
         "eager",
+        "xla",
         "xla",
         "xla",
         "xla",

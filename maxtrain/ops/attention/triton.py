@@ -1,0 +1,72 @@
+"""Flash attention for GPUs by kernels in Triton, on each device's share."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.share import shares
+from maxtrain.ops.attention.triton_kernels import Form, attend, tile_of
+
+
+def triton_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    dtype: str,
+    scale: float,
+    interpret: bool = False,
+) -> Array:
+    """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`:
+    without a GPU, slowly."""
+    assert mask.in_order, "caches are for other kernels"
+    share = functools.partial(
+        _on_one_device, window=mask.window, dtype=dtype, scale=scale, interpret=interpret
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return share(q, k, v, mask.q_segments)
+    # XLA can't split a kernel that it did not write: each device is given its rows and heads.
+    of = shares()
+    split = jax.shard_map(
+        share,
+        in_specs=(of.queries, of.keys, of.keys, of.tokens),
+        out_specs=of.queries,
+        check_vma=False,
+    )
+    return split(q, k, v, mask.q_segments)
+
+
+def triton_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:
+    """See `triton_attention`; for rows and heads that one device has."""
+    options = {"interpret": False} | options
+    return _on_one_device(q, k, v, mask.q_segments, window=mask.window, **options)
+
+
+def _on_one_device(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    *,
+    window: int | None,
+    dtype: str,
+    scale: float,
+    interpret: bool,
+) -> Array:
+
+    size = q.shape[-1]
+    missing = tile_of(size) - size
+
+    def filled(x: Array) -> Array:
+        # In float32, so that gradients come back in it. Zeros change no score.
+        return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, missing)))
+
+    form = Form(dtype, scale, window, interpret)
+    out = attend(filled(q), filled(k), filled(v), segments, form)
+    return out[..., :size]

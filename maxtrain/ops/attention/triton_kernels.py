@@ -1,0 +1,370 @@
+"""Flash attention for GPUs, in Triton: it keeps the documents of a row apart, and leaves out blocks
+that nobody sees.
+
+A program has a block of queries of one head, or in the backward pass a block of keys of one key
+head, and goes through the blocks of the others that any of its own can meet. Which these are is
+found beforehand, by the least and the greatest segment of each block. So a row of many short
+documents takes time in proportion to their lengths, and one of a short window to its window.
+
+The forward pass keeps one logsumexp a query; the backward pass computes weights again. A key head's
+gradient is added up by one program, over all heads that share it: the same bits every time.
+
+jax has announced that Pallas will give up its Triton backend. Its other one for GPUs is for Hopper
+and Blackwell alone.
+
+Source: Dao 2023, https://arxiv.org/abs/2307.08691.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from data_pipeline.errors import ConfigError
+from maxtrain.ops.names import ATTENTION, named
+
+# Rows are multiples of the smallest block whose products tensor cores take.
+MIN_BLOCK = 16
+# Of queries and keys: larger ones need more of the memory beside the cores than an A100 has.
+_FORWARD_BLOCKS = (128, 64)
+_BACKWARD_BLOCKS = (64, 64)
+# Far below any score, and finite: the difference of two is a number.
+_MASKED = -1e30
+_LOG2_E = math.log2(math.e)
+
+
+class Form(NamedTuple):
+    """What is known when the program is compiled; see `attention`."""
+
+    dtype: str
+    scale: float
+    window: int | None
+    interpret: bool
+
+
+class _Tiles(NamedTuple):
+    """How queries and keys are cut into blocks."""
+
+    queries: int
+    keys: int
+
+    def key_blocks(self, i: Any) -> Any:
+        """How many blocks of keys begin before the end of the i-th block of queries."""
+        return ((i + 1) * self.queries + self.keys - 1) // self.keys
+
+    def first_query_block(self, j: Any) -> Any:
+        """The block of queries that has the first key of the j-th block of keys."""
+        return j * self.keys // self.queries
+
+
+def tile_of(size: int) -> int:
+    """The least number of dims that tiles have room for, of heads of this size: a power of two."""
+    return max(MIN_BLOCK, pl.next_power_of_2(size))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend(q: Array, k: Array, v: Array, segments: Array, form: Form) -> Float[Array, "B T N H"]:
+    """See `attention`.
+
+    Args:
+        q: [B, T, N, H], float32; H is a power of two.
+        k, v: [B, T, K, H].
+        segments: [B, T].
+
+    Returns:
+        float32.
+    """
+    out, _ = _attend_forward(q, k, v, segments, form)
+    return out
+
+
+def _attend_forward(
+    q: Array, k: Array, v: Array, segments: Array, form: Form
+) -> tuple[Array, tuple]:
+    q = q.astype(form.dtype)
+    k = k.astype(form.dtype)
+    v = v.astype(form.dtype)
+    B, T, N, H = q.shape
+    group = N // k.shape[2]
+    tiles = _tiles(T, _FORWARD_BLOCKS)
+    first = _met(segments, tiles, form.window).argmax(2).astype(jnp.int32)
+    of_queries = pl.BlockSpec((None, tiles.queries, None, H), lambda i, b, n: (b, i, n, 0))
+    of_keys = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, n // group, 0))
+    out, lse = _call(
+        functools.partial(_forward_kernel, tiles=tiles, form=form),
+        "attention_forward",
+        form,
+        grid=(T // tiles.queries, B, N),
+        in_specs=[of_queries, of_keys, of_keys, _of_row(T), _of_row(first.shape[1])],
+        out_specs=[
+            of_queries,
+            pl.BlockSpec((None, None, tiles.queries), lambda i, b, n: (b, n, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+    )(q, k, v, segments, first)
+    out = named(out, ATTENTION)
+    lse = named(lse, ATTENTION)
+    return out.astype(jnp.float32), (q, k, v, segments, out, lse)
+
+
+def _attend_backward(form: Form, saved: tuple, g: Array) -> tuple:
+    q, k, v, segments, out, lse = saved
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    group = N // K
+    g = g.astype(form.dtype)
+    # Of each query, the mean of its weights' gradients: [B, N, T].
+    mean = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    tiles = _tiles(T, _BACKWARD_BLOCKS)
+    met = _met(segments, tiles, form.window)
+    first = met.argmax(2).astype(jnp.int32)
+    end = (met.shape[1] - met[:, ::-1].argmax(1)).astype(jnp.int32)
+
+    of_queries = pl.BlockSpec((None, tiles.queries, None, H), lambda i, b, n: (b, i, n, 0))
+    of_keys = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, n // group, 0))
+    of_numbers = pl.BlockSpec((None, None, tiles.queries), lambda i, b, n: (b, n, i))
+    dq = _call(
+        functools.partial(_query_kernel, tiles=tiles, form=form),
+        "attention_backward_queries",
+        form,
+        grid=(T // tiles.queries, B, N),
+        in_specs=[
+            of_queries,
+            of_keys,
+            of_keys,
+            of_queries,
+            of_numbers,
+            of_numbers,
+            _of_row(T),
+            _of_row(first.shape[1]),
+        ],
+        out_specs=of_queries,
+        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+    )(q, k, v, g, lse, mean, segments, first)
+
+    of_block = pl.BlockSpec((None, tiles.keys, None, H), lambda j, b, n: (b, j, n, 0))
+    of_group = pl.BlockSpec((None, T, group, H), lambda j, b, n: (b, 0, n, 0))
+    of_numbers = pl.BlockSpec((None, group, T), lambda j, b, n: (b, n, 0))
+    dk, dv = _call(
+        functools.partial(_key_kernel, tiles=tiles, form=form, group=group),
+        "attention_backward_keys",
+        form,
+        grid=(T // tiles.keys, B, K),
+        in_specs=[
+            of_group,
+            of_block,
+            of_block,
+            of_group,
+            of_numbers,
+            of_numbers,
+            _of_row(T),
+            _of_row(end.shape[1]),
+        ],
+        out_specs=[of_block, of_block],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2,
+    )(q, k, v, g, lse, mean, segments, end)
+    return dq, dk, dv, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _call(kernel: Any, name: str, form: Form, **options: Any) -> Any:
+    """A kernel as a function of arrays.
+
+    Raises:
+        ConfigError: this jax has no Triton backend of Pallas.
+    """
+    try:
+        # The import takes its time, and few need it.
+        from jax.experimental.pallas import triton  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"model.attention=triton: jax {jax.__version__} has no Triton backend of Pallas "
+            f"({error}). Set model.attention=xla, or install jax 0.12."
+        ) from error
+
+    H = options["in_specs"][0].block_shape[-1]
+    params = triton.CompilerParams(num_warps=4 if H <= 64 else 8, num_stages=2)
+    return pl.pallas_call(
+        kernel, name=name, compiler_params=params, interpret=form.interpret, **options
+    )
+
+
+def _of_row(length: int) -> pl.BlockSpec:
+    """All numbers of a row."""
+    return pl.BlockSpec((None, length), lambda _, b, n: (b, 0))
+
+
+def _tiles(length: int, largest: tuple[int, int]) -> _Tiles:
+    """The largest blocks that divide a row."""
+    sizes = []
+    for size in largest:
+        while length % size:
+            size //= 2
+        sizes.append(size)
+    return _Tiles(*sizes)
+
+
+def _met(
+    segments: Int[Array, "B T"], tiles: _Tiles, window: int | None
+) -> Bool[Array, "B queries keys"]:
+    """Which blocks of keys some query of a block may see: all that it sees, and perhaps others.
+    Each has one, that of its own columns."""
+    B, T = segments.shape
+    of_queries = segments.reshape(B, -1, tiles.queries)
+    of_keys = segments.reshape(B, -1, tiles.keys)
+    met = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
+    met &= of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None]
+    i = jnp.arange(T // tiles.queries)[:, None]
+    j = jnp.arange(T // tiles.keys)
+    met &= j < tiles.key_blocks(i)
+    if window is not None:
+        met &= (j + 1) * tiles.keys > i * tiles.queries - window + 1
+    return met
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Added up in float32."""
+    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _visible(
+    i: Array, j: Array, q_segments: Array, kv_segments: Array, tiles: _Tiles, window: int | None
+) -> Bool[Array, "t s"]:
+    """Which queries of a block see which keys of another."""
+    columns = i * tiles.queries + jnp.arange(tiles.queries)[:, None]
+    kv_columns = j * tiles.keys + jnp.arange(tiles.keys)[None]
+    visible = (kv_columns <= columns) & (q_segments[:, None] == kv_segments[None])
+    if window is not None:
+        visible &= kv_columns > columns - window
+    return visible
+
+
+def _forward_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    segments_ref: Any,
+    first_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    tiles: _Tiles,
+    form: Form,
+) -> None:
+    """A block of queries of one head, over the keys that it may see."""
+    i = pl.program_id(0)
+    q = q_ref[...]
+    q_segments = segments_ref[pl.ds(i * tiles.queries, tiles.queries)]
+
+    def meet(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, top, total = carry
+        keys = pl.ds(j * tiles.keys, tiles.keys)
+        visible = _visible(i, j, q_segments, segments_ref[keys], tiles, form.window)
+        scores = _dot(q, k_ref[keys, :].T) * (form.scale * _LOG2_E)
+        scores = jnp.where(visible, scores, _MASKED)
+        higher = jnp.maximum(top, scores.max(1))
+        # What nobody sees has no weight, also where a query has seen nothing yet.
+        weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
+        kept = jnp.exp2(top - higher)
+        v = v_ref[keys, :]
+        out = out * kept[:, None] + _dot(weights.astype(v.dtype), v)
+        return out, higher, total * kept + weights.sum(1)
+
+    start = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(tiles.queries, _MASKED, jnp.float32),
+        jnp.zeros(tiles.queries, jnp.float32),
+    )
+    out, top, total = jax.lax.fori_loop(first_ref[i], tiles.key_blocks(i), meet, start)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = top + jnp.log2(total)
+
+
+def _query_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    g_ref: Any,
+    lse_ref: Any,
+    mean_ref: Any,
+    segments_ref: Any,
+    first_ref: Any,
+    dq_ref: Any,
+    *,
+    tiles: _Tiles,
+    form: Form,
+) -> None:
+    """The gradient of a block of queries of one head."""
+    i = pl.program_id(0)
+    q = q_ref[...]
+    g = g_ref[...]
+    lse = lse_ref[...]
+    mean = mean_ref[...]
+    q_segments = segments_ref[pl.ds(i * tiles.queries, tiles.queries)]
+
+    def meet(j: Array, dq: Array) -> Array:
+        keys = pl.ds(j * tiles.keys, tiles.keys)
+        k = k_ref[keys, :]
+        visible = _visible(i, j, q_segments, segments_ref[keys], tiles, form.window)
+        scores = _dot(q, k.T) * (form.scale * _LOG2_E)
+        weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
+        slope = weights * (_dot(g, v_ref[keys, :].T) - mean[:, None])
+        return dq + _dot(slope.astype(k.dtype), k)
+
+    start = jnp.zeros(q.shape, jnp.float32)
+    dq = jax.lax.fori_loop(first_ref[i], tiles.key_blocks(i), meet, start)
+    dq_ref[...] = dq * form.scale
+
+
+def _key_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    g_ref: Any,
+    lse_ref: Any,
+    mean_ref: Any,
+    segments_ref: Any,
+    end_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    tiles: _Tiles,
+    form: Form,
+    group: int,
+) -> None:
+    """The gradients of a block of keys and values of one key head, from all heads that share it."""
+    j = pl.program_id(0)
+    k = k_ref[...]
+    v = v_ref[...]
+    kv_segments = segments_ref[pl.ds(j * tiles.keys, tiles.keys)]
+
+    def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def meet(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            dk, dv = carry
+            queries = pl.ds(i * tiles.queries, tiles.queries)
+            q = q_ref[queries, head, :]
+            g = g_ref[queries, head, :]
+            visible = _visible(i, j, segments_ref[queries], kv_segments, tiles, form.window)
+            scores = _dot(q, k.T) * (form.scale * _LOG2_E)
+            lse = lse_ref[head, queries]
+            weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
+            slope = weights * (_dot(g, v.T) - mean_ref[head, queries][:, None])
+            dv += _dot(weights.astype(g.dtype).T, g)
+            dk += _dot(slope.astype(q.dtype).T, q)
+            return dk, dv
+
+        return jax.lax.fori_loop(tiles.first_query_block(j), end_ref[j], meet, carry)
+
+    start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    dk, dv = jax.lax.fori_loop(0, group, of_head, start)
+    dk_ref[...] = dk * form.scale
+    dv_ref[...] = dv
