@@ -114,6 +114,29 @@ def test_a_step_on_gpus(fitted):
     assert "needed, of 59.33 GiB: fits" in shown
 
 
+@pytest.mark.long
+@on_linux_x86
+def test_what_lies_on_hosts(fitted):
+    """Moments, and matrices of layers; and how often a step copies them."""
+    words = ["topology=v5e:2x2", "optimizer.accumulation=1", "mesh.fsdp=4"]
+    words += ["model.scan_layers=true", "model.remat=full", "optimizer.on_host=true"]
+    record, shown = fitted(*words, "train.on_host=all")
+    held = record["host_memory_bytes"]
+    of_layers = (WEIGHTS - 2 * 512 * 128) // 4
+    others = 2 * 512 * 128 // 4 + 128
+    assert held["parameters"] == 4 * of_layers
+    assert held["optimizer"] == 8 * (of_layers + others)
+    assert record["memory_bytes"]["parameters"] == 4 * (others + 6 * 128)
+    # Of layers: weights forward and backward and for their norm; gradients there and back; weights
+    # and moments to see whether all is finite, and again to change them; and what they are then.
+    copied = 4 * (3 + 2 + 3 + 3 + 3) * of_layers
+    # Of others: moments once, and there.
+    copied += 4 * (2 + 2) * others
+    assert record["host_traffic_bytes"] == pytest.approx(copied, rel=0.02)
+    assert "memory of its host, for each device" in shown
+    assert "copied in a step, there and back" in shown
+
+
 @pytest.mark.slow
 @on_linux_x86
 def test_a_rule_changes_what_is_stored_and_sent(fitted):
@@ -292,12 +315,14 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
         batch=Shape(config.data.batch_size, 256),
         limit=2000,
         memory={"parameters": total},
+        on_host={},
         refused=None,
         sampling=None,
         model=TokenFlops(6e6, 5e6),
         peak=1e12,
         flops=4e9,
         memory_traffic=1e9,
+        host_traffic=0.0,
         lines=list(lines),
         times=Roofline(*seconds),
         warnings=[],

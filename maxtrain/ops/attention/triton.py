@@ -59,7 +59,6 @@ def _on_one_device(
     scale: float,
     interpret: bool,
 ) -> Array:
-
     size = q.shape[-1]
     missing = tile_of(size) - size
 
