@@ -78,6 +78,14 @@ def test_a_dose_of_what_happens_to_a_run_behind_a_url(tmp_path):
     assert "| a store that fails, of a run behind s3:// | 5 | 0 |" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_dose_of_what_happens_between_uploads(tmp_path):
+    pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
+    shown = chaos(tmp_path, "local-kills", "--trials", "5")
+    assert "| SIGKILL of a run that saves between uploads | 5 | 0 |" in shown
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["deaths", "hangs"])

@@ -25,6 +25,7 @@ from benchmarks.chaos.disk import disk
 from benchmarks.chaos.flips import flips_of_checkpoints, flips_of_shards
 from benchmarks.chaos.goodput import goodput
 from benchmarks.chaos.kills import kills
+from benchmarks.chaos.local_saves import local_kills
 from benchmarks.chaos.meaning import meaning
 from benchmarks.chaos.meshes import meshes
 from benchmarks.chaos.report import Tally, write
@@ -75,6 +76,7 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "shards": (flips_of_shards, 1000, "damaged data shards"),
     "bucket-kills": (bucket_kills, 200, "SIGKILL of runs behind s3://"),
     "bucket-faults": (bucket_faults, 200, "a store that fails, of runs behind s3://"),
+    "local-kills": (local_kills, 100, "SIGKILL of runs behind s3:// that save between uploads"),
     "goodput": (goodput, 10, "goodput under Poisson kills"),
     "dose": (dose, 1, "so many doses of each fault of one process, such as CI takes"),
 }
