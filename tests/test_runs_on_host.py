@@ -148,6 +148,13 @@ def test_frozen_weights_on_hosts_change_no_loss(folder, settings):
     assert sum(launch["device_bytes"][name] for name in names) > 0
 
 
+def test_weights_on_hosts_begin_with_those_of_another_run(folder):
+    start = f"checkpoint.init_from={folder / 'runs' / 'whole'}"
+    assert train(folder, "again", start, "model.remat=full") == 0
+    assert train(folder, "again-on-hosts", start, *WEIGHTS) == 0
+    assert_same_losses(folder, "again-on-hosts", "again")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

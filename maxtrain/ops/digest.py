@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 from numpy.typing import ArrayLike
 
-from maxtrain.parallel.host_memory import on_device
+from maxtrain.parallel.host_memory import layer_of, lies_in_layers, on_device
 from maxtrain.parallel.sharding import constrain
 
 # Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018,
@@ -46,8 +46,36 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    return _of_form(x) + _of_rows(x, x.shape[:1], None)
+
+
+def digest_of(x: Array, in_layers: bool) -> UInt32[Array, " 2"]:
+    """As `digest`, also of an array in the memory of hosts; one that `lies_in_layers` is fetched
+    layer by layer."""
+    if not in_layers:
+        return digest(on_device(x))
+
+    def add(layer: Array, words: Array) -> Array:
+        return words + _of_rows(on_device(layer_of(x, layer)), x.shape[:1], layer)
+
+    nothing = jnp.zeros(2, jnp.uint32)
+    return _of_form(x) + jax.lax.fori_loop(0, x.shape[0], add, nothing)
+
+
+def _of_form(x: Array) -> UInt32[Array, " 2"]:
+    """What stands for shape and type."""
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
-    start = jnp.array(np.frombuffer(header, "<u4"), jnp.uint32)
+    return jnp.array(np.frombuffer(header, "<u4"), jnp.uint32)
+
+
+def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Array, " 2"]:
+    """What stands for the bits of some rows of an array.
+
+    Args:
+        x: these rows.
+        rows: how many the array has; empty: it is a single number.
+        first: the number of the first one; None: 0.
+    """
     if x.dtype == jnp.bool:
         bits = x.astype(jnp.uint8)
     else:
@@ -61,16 +89,27 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
     place = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(bits.ndim):
         stride = math.prod(bits.shape[dim + 1 :]) % 2**32
-        place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride)
-    if bits.size > 2**32:
-        place ^= _mix(jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 0), _MURMUR)
+        index = _index(bits, dim)
+        if dim == 0 and first is not None:
+            index += first.astype(jnp.uint32)
+        place += index * jnp.uint32(stride)
+    if math.prod((*rows, *bits.shape[1:])) > 2**32:
+        row = _index(bits, 0)
+        if first is not None:
+            row += first.astype(jnp.uint32)
+        place ^= _mix(row, _MURMUR)
     place = _mix(place, _LOWBIAS)
     # All dims but the last one are added up first, as vectors.
-    rows = tuple(range(bits.ndim - 1))
+    outer = tuple(range(bits.ndim - 1))
     words = []
     for mixed in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS)):
-        words.append(mixed.sum(rows, jnp.uint32).sum(dtype=jnp.uint32))
-    return start + jnp.stack(words)
+        words.append(mixed.sum(outer, jnp.uint32).sum(dtype=jnp.uint32))
+    return jnp.stack(words)
+
+
+def _index(x: Array, dim: int) -> Array:
+    """Of each element, its place along a dim."""
+    return jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
 
 
 def leaf_names(tree: PyTree) -> list[str]:
@@ -92,9 +131,9 @@ def compiler_options(platform: str) -> dict[str, str]:
 
 
 @functools.cache
-def _compiled(platform: str) -> jax.stages.Wrapped:
+def _compiled(platform: str, in_layers: tuple[bool, ...]) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
-        words = jnp.stack([digest(on_device(leaf)) for leaf in leaves])
+        words = jnp.stack(list(map(digest_of, leaves, in_layers)))
         # Whole on every device.
         return constrain(words, None, None)
 
@@ -103,7 +142,9 @@ def _compiled(platform: str) -> jax.stages.Wrapped:
 
 def digests(tree: PyTree[Array]) -> UInt32[Array, "leaves 2"]:
     """The digest of every leaf, in the tree's order; on the device, without waiting for it."""
-    return _compiled(jax.default_backend())(jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    in_layers = tuple(map(lies_in_layers, leaves))
+    return _compiled(jax.default_backend(), in_layers)(leaves)
 
 
 def hash_text(words: ArrayLike) -> str:

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from maxtrain.ops.digest import compiler_options, leaf_names
-from maxtrain.parallel.host_memory import on_device
+from maxtrain.parallel.host_memory import by_layer, lies_in_layers, on_device
 from maxtrain.parallel.sharding import constrain
 
 
@@ -36,13 +37,15 @@ def _is_finite(x: Array) -> Bool[Array, ""]:
 def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
     """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every
     device."""
-    return _program(jax.default_backend())(jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return _program_for(leaves)(leaves)
 
 
 def compiler_of_finite(tree: PyTree[jax.ShapeDtypeStruct]) -> Callable[[], object]:
     """What compiles the program of `begin_finite` for arrays of these shapes and shardings, in any
     thread, so that a later call finds it there."""
-    return _program(jax.default_backend()).lower(jax.tree.leaves(tree)).compile
+    leaves = jax.tree.leaves(tree)
+    return _program_for(leaves).lower(leaves).compile
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:
@@ -74,9 +77,18 @@ def _is_finite_at_rest(x: Array) -> Bool[Array, ""]:
     return exponents.max(rows).max() != jnp.asarray(mask, words)
 
 
+def _program_for(leaves: list[Any]) -> jax.stages.Wrapped:
+    return _program(jax.default_backend(), tuple(map(lies_in_layers, leaves)))
+
+
 @functools.cache
-def _program(platform: str) -> jax.stages.Wrapped:
+def _program(platform: str, in_layers: tuple[bool, ...]) -> jax.stages.Wrapped:
+    def is_finite(leaf: Array, in_layers: bool) -> Array:
+        if in_layers:
+            return by_layer(_is_finite_at_rest, leaf).all()
+        return _is_finite_at_rest(on_device(leaf))
+
     def of_all(leaves: list[Array]) -> Array:
-        return constrain(jnp.stack([_is_finite_at_rest(on_device(leaf)) for leaf in leaves]), None)
+        return constrain(jnp.stack(list(map(is_finite, leaves, in_layers))), None)
 
     return jax.jit(of_all, compiler_options=compiler_options(platform))

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from data_pipeline.errors import ConfigError
 
 # Pages that the system never moves, so that devices read and write them by themselves.
 _KIND = "pinned_host"
+# More rows of an array are not taken for layers.
+_MOST_LAYERS = 1024
 
 
 def require_host_memory(mesh: Mesh, setting: str, without: str) -> None:
@@ -74,7 +76,15 @@ def where_it_was(x: Array, before: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def by_layer(measure: Callable[..., Float[Array, ""]], *stacks: Array) -> Float[Array, " layers"]:
+def lies_in_layers(x: Any) -> bool:
+    """Whether an array, at rest or described, lies in the memory of hosts as layers that can be
+    fetched one after another: the first of its dims is short, and not split."""
+    if not is_on_host(x) or x.ndim < 3 or x.shape[0] > _MOST_LAYERS:
+        return False
+    return not x.sharding.spec or x.sharding.spec[0] is None
+
+
+def by_layer(measure: Callable[..., Shaped[Array, ""]], *stacks: Array) -> Shaped[Array, " layers"]:
     """A number of each layer of arrays that are stacked over layers, of which one at a time is
     fetched; inside jit.
 

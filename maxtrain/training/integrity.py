@@ -19,9 +19,9 @@ from jaxtyping import Array, PyTree
 
 from data_pipeline.errors import TryAgainError
 from maxtrain.config.schema import IntegrityConfig
-from maxtrain.ops.digest import compiler_options, digest, leaf_names
+from maxtrain.ops.digest import compiler_options, digest_of, leaf_names
 from maxtrain.parallel.agreement import gather
-from maxtrain.parallel.host_memory import on_device, where_it_was
+from maxtrain.parallel.host_memory import layer_of, lies_in_layers, on_device, where_it_was
 
 # Findings that are told.
 _MOST = 8
@@ -97,7 +97,8 @@ def device_digests(tree: PyTree[Array]) -> np.ndarray:
     """
     leaves = jax.tree.leaves(tree)
     specs = tuple(leaf.sharding.spec for leaf in leaves)
-    program = _program(leaves[0].sharding.mesh, specs)
+    in_layers = tuple(map(lies_in_layers, leaves))
+    program = _program(leaves[0].sharding.mesh, specs, in_layers)
     return np.asarray(program(leaves))
 
 
@@ -140,9 +141,11 @@ def _place(device: Any, hosts: Sequence[str]) -> str:
 
 
 @functools.cache
-def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped:
+def _program(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], in_layers: tuple[bool, ...]
+) -> jax.stages.Wrapped:
     def own(leaves: list[Array]) -> Array:
-        return jnp.stack([digest(leaf) for leaf in leaves])[None]
+        return jnp.stack(list(map(digest_of, leaves, in_layers)))[None]
 
     apart = jax.shard_map(
         own,
@@ -153,14 +156,25 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
     options = compiler_options(mesh.devices.flat[0].platform)
-
-    def of_all(leaves: list[Array]) -> Array:
-        return apart([on_device(leaf) for leaf in leaves])
-
-    return jax.jit(of_all, out_shardings=everywhere, compiler_options=options)
+    return jax.jit(apart, out_shardings=everywhere, compiler_options=options)
 
 
-@jax.jit
 def _copy(tree: PyTree[Array]) -> PyTree[Array]:
     """Buffers of their own, for a program that its arguments are donated to."""
-    return jax.tree.map(lambda x: where_it_was(jnp.copy(on_device(x)), x), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    in_layers = tuple(map(lies_in_layers, leaves))
+    return jax.tree.unflatten(structure, _copies(leaves, in_layers))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copies(leaves: list[Array], in_layers: tuple[bool, ...]) -> list[Array]:
+    def copy(x: Array, in_layers: bool) -> Array:
+        if not in_layers:
+            return where_it_was(jnp.copy(on_device(x)), x)
+
+        def of_layer(layer: Array) -> Array:
+            return where_it_was(on_device(layer_of(x, layer))[0], x)
+
+        return jax.lax.map(of_layer, jnp.arange(x.shape[0]))
+
+    return list(map(copy, leaves, in_layers))

@@ -395,12 +395,25 @@ def state_from_variables(
     optimizer: optax.GradientTransformation,
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
-    """All of the policy's parameters and buffers (donated), and a fresh optimizer."""
-    frozen = paths(abstract.frozen[POLICY])
+    """All of the policy's parameters and buffers, as they are, and a fresh optimizer.
 
-    def create(variables: nnx.State) -> TrainState:
-        params, buffers = split_buffers(variables)
-        return _init(*split(params, frozen), buffers, optimizer, loss_scale)
+    Arrays of the variables are those of the state: a program that copies them would bring to
+    devices what lies on hosts.
+    """
+    params, buffers = split_buffers(variables)
+    trainable, frozen = split(params, paths(abstract.frozen[POLICY]))
 
-    program = jax.jit(create, out_shardings=shardings(abstract), donate_argnums=0)
-    return program(variables)
+    def without_params(state: TrainState) -> TrainState:
+        return dataclasses.replace(
+            state, trainable=nothing(), frozen=only_policy(), buffers=nothing()
+        )
+
+    def create(trainable: nnx.State) -> TrainState:
+        return without_params(_init(trainable, nothing(), nothing(), optimizer, loss_scale))
+
+    program = jax.jit(create, out_shardings=shardings(without_params(abstract)))
+    placed = shardings((abstract.trainable, abstract.frozen[POLICY], abstract.buffers))
+    trainable, frozen, buffers = jax.device_put((trainable, frozen, buffers), placed)
+    return dataclasses.replace(
+        program(trainable), trainable=trainable, frozen={POLICY: frozen}, buffers=buffers
+    )

@@ -16,7 +16,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import AnomalyConfig
 from maxtrain.ops.digest import tree_digests
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.host_memory import is_on_host, require_host_memory
+from maxtrain.parallel.host_memory import is_on_host, lies_in_layers, require_host_memory
 from maxtrain.parallel.memory import (
     HOST_MEND,
     bytes_on_device,
@@ -175,6 +175,34 @@ def test_checks_see_arrays_on_hosts(tiny):
         assert non_finite_names(there) == []
         bad = jax.tree.map(lambda x: jax.device_put(np.asarray(x) * np.nan, x.sharding), there)
         assert len(non_finite_names(bad)) == len(jax.tree.leaves(there))
+
+
+@pytest.mark.long
+def test_checks_fetch_layer_by_layer(tiny):
+    """Digests, finiteness and copies of weights and moments, of which some are not in layers."""
+    parts, state, _ = ran(tiny, "adamw", True, (2, 2, 2), 2, weights="all", remat="full")
+    tree = (state.trainable, state.opt_state)
+    assert {lies_in_layers(x) for x in jax.tree.leaves(tree)} == {True, False}
+    with jax.set_mesh(parts.mesh):
+        devices = [x.sharding.with_memory_kind("device") for x in jax.tree.leaves(tree)]
+        here = jax.device_put(tree, jax.tree.unflatten(jax.tree.structure(tree), devices))
+        expected = tree_digests(here)
+        assert tree_digests(tree) == expected
+        np.testing.assert_array_equal(
+            integrity.device_digests(tree), integrity.device_digests(here)
+        )
+        copies = integrity._copy(tree)
+        assert tree_digests(copies) == expected
+        assert jax.tree.map(is_on_host, copies) == jax.tree.map(is_on_host, tree)
+        assert non_finite_names(tree) == []
+        leaves, structure = jax.tree.flatten(tree)
+        chosen = next(number for number, x in enumerate(leaves) if lies_in_layers(x))
+        bad = np.array(leaves[chosen])
+        bad[-1, 0] = np.nan
+        leaves[chosen] = jax.device_put(bad, leaves[chosen].sharding)
+        assert len(non_finite_names(jax.tree.unflatten(structure, leaves))) == 1
+        other = tree_digests(jax.tree.unflatten(structure, leaves))
+        assert sum(other[name] != expected[name] for name in expected) == 1
 
 
 def test_devices_that_name_no_memory_of_hosts_are_refused():
