@@ -4,7 +4,7 @@ at least. All of it from the compiled step; nothing is executed."""
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,10 +37,11 @@ from maxtrain.parallel.sharding import named_sharding
 from maxtrain.rl.rows import count_rows
 from maxtrain.serve.engine import cache_room
 from maxtrain.step_memory import StepPrograms
-from maxtrain.training.state import policy_variables
+from maxtrain.training.state import TrainState, policy_variables
 
 _USED = re.compile(r"Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB}
+_TEMPORARIES = "gradients, activations and other temporaries"
 
 
 class Shape(NamedTuple):
@@ -284,39 +285,40 @@ def memory_by_kind(
     programs: StepPrograms, compiled: jax.stages.Compiled, shape: Shape
 ) -> dict[str, int]:
     """Bytes on each device."""
-    state = programs.parts.abstract
-    others = {name: params for name, params in state.frozen.items() if name != POLICY}
+    found = _state_by_kind(programs.parts.abstract, bytes_on_device)
     batch = bytes_on_device(programs.batch(*shape))
-    found = {
-        "parameters": bytes_on_device((state.trainable, state.frozen[POLICY], state.buffers)),
-        "other models": bytes_on_device(others),
-        "optimizer": bytes_on_device((state.opt_state, state.control, state.step)),
-        "batch, with those that wait": batch + programs.waiting_bytes(*shape),
-    }
+    found["batch, with those that wait"] = batch + programs.waiting_bytes(*shape)
     analysis = compiled.memory_analysis()
     assert analysis is not None
     code = analysis.generated_code_size_in_bytes
     # Of what a tile of a TPU leaves empty.
     arguments = sum(found.values()) - programs.waiting_bytes(*shape)
     found["padding of layouts"] = max(0, analysis.argument_size_in_bytes - arguments)
-    found["gradients, activations and other temporaries"] = bytes_beside_arguments(compiled) - code
+    found[_TEMPORARIES] = bytes_beside_arguments(compiled) - code
     found["program"] = code
     return {kind: count for kind, count in found.items() if count}
 
 
 def host_memory_by_kind(parts: Parts, compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes in the memory of hosts, for each device."""
-    state = parts.abstract
-    others = {name: params for name, params in state.frozen.items() if name != POLICY}
+    found = _state_by_kind(parts.abstract, bytes_on_host)
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    found = {
-        "parameters": bytes_on_host((state.trainable, state.frozen[POLICY])),
-        "other models": bytes_on_host(others),
-        "optimizer": bytes_on_host(state.opt_state),
-        "gradients, activations and other temporaries": analysis.host_temp_size_in_bytes,
-    }
+    found[_TEMPORARIES] = analysis.host_temp_size_in_bytes
     return {kind: count for kind, count in found.items() if count}
+
+
+def _state_by_kind(state: TrainState, count: Callable[[Any], int]) -> dict[str, int]:
+    """Bytes of the training state.
+
+    `count`: those of a tree in one kind of memory.
+    """
+    others = {name: params for name, params in state.frozen.items() if name != POLICY}
+    return {
+        "parameters": count((state.trainable, state.frozen[POLICY], state.buffers)),
+        "other models": count(others),
+        "optimizer": count((state.opt_state, state.control, state.step)),
+    }
 
 
 def _refused_bytes(message: str) -> int | None:

@@ -17,9 +17,9 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
@@ -240,24 +240,11 @@ def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     trials = Trials(folder, tally, asked)
     starts = scene.starts()
     requests = {start.name: len(scene.requests(start)) for start in starts}
-    chain: Chain | None = None
-    for number, rng in trials.numbers():
-        if chain is None:
-            chain = Chain(scene, rng.choice(starts), requests)
-        killed = chain.attempt(rng)
-        if killed is None:
-            chain = None
-            continue
-        where, problems = killed
-        trials.count(number, where, problems)
-        if problems:
-            tally.tell(f"kept in {scene.put_away()}")
-            chain = None
-    if chain is not None:
-        problems = chain.finish()
-        if problems:
-            tally.fail(failure("the end of the last run", problems))
-    scene.server.close()
+
+    def begin(rng: random.Random) -> Chain:
+        return Chain(scene, rng.choice(starts), requests)
+
+    kill_all(scene, tally, trials, begin)
     where = trials.places()
     tally.rows = [("SIGKILL of a run behind s3://", tally.trials, len(tally.failures))]
     tally.rows += [(f"of these: {what}", count, bad) for what, (count, bad) in where.items()]
@@ -267,6 +254,40 @@ def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         f"{max(requests.values())} requests. After each kill, in a half of cases, the disk of the "
         "host was lost, too."
     )
+
+
+class Killed(Protocol):
+    """One run, whose attempts are killed until one reaches the end."""
+
+    def attempt(self, rng: random.Random) -> tuple[str, list[str]] | None:
+        """Starts an attempt and kills it: where, and what is wrong; None: it reached its end."""
+
+    def finish(self) -> list[str]:
+        """Lets the run go on undisturbed; what is wrong with its end."""
+
+
+def kill_all(
+    scene: Bucket, tally: Tally, trials: "Trials", begin: Callable[[random.Random], Killed]
+) -> None:
+    """Makes the trials, with runs that begin one after the other, and closes the store."""
+    run: Killed | None = None
+    for number, rng in trials.numbers():
+        if run is None:
+            run = begin(rng)
+        killed = run.attempt(rng)
+        if killed is None:
+            run = None
+            continue
+        where, problems = killed
+        trials.count(number, where, problems)
+        if problems:
+            tally.tell(f"kept in {scene.put_away()}")
+            run = None
+    if run is not None:
+        problems = run.finish()
+        if problems:
+            tally.fail(failure("the end of the last run", problems))
+    scene.server.close()
 
 
 class Chain:

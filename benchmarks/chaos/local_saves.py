@@ -13,8 +13,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from benchmarks.chaos.bucket import BUCKET, RUN, Bucket, Start, Trials
-from benchmarks.chaos.report import Tally, failure
+from benchmarks.chaos.bucket import BUCKET, RUN, Bucket, Start, Trials, kill_all
+from benchmarks.chaos.flips import damage
+from benchmarks.chaos.report import Tally
 from benchmarks.chaos.victim import Forked, end, ended_with, size_of, wait_for
 from maxtrain.checkpoint.integrity import survey
 
@@ -151,11 +152,7 @@ class Chain:
         # A step that is older than the one at the URL is not read.
         if what == "damaged" and on_disk and on_disk[-1] > self._uploaded:
             arrays = scene.place / f"{on_disk.pop():08d}" / "arrays"
-            files = sorted(path for path in arrays.rglob("*") if path.is_file())
-            chosen = rng.choice([path for path in files if path.stat().st_size])
-            content = bytearray(chosen.read_bytes())
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-            chosen.write_bytes(content)
+            damage(arrays, rng, {"flipped bit": 1})
             self._is_damaged = True
         elif what == "damaged":
             what = "kept"
@@ -168,24 +165,7 @@ def local_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     scene = BetweenUploads(folder / "local")
     trials = Trials(folder, tally, asked)
     start = Start("nothing", {}, disk=False)
-    chain: Chain | None = None
-    for number, rng in trials.numbers():
-        if chain is None:
-            chain = Chain(scene, start)
-        killed = chain.attempt(rng)
-        if killed is None:
-            chain = None
-            continue
-        where, problems = killed
-        trials.count(number, where, problems)
-        if problems:
-            tally.tell(f"kept in {scene.put_away()}")
-            chain = None
-    if chain is not None:
-        problems = chain.finish()
-        if problems:
-            tally.fail(failure("the end of the last run", problems))
-    scene.server.close()
+    kill_all(scene, tally, trials, lambda rng: Chain(scene, start))
     tally.rows = [
         ("SIGKILL of a run that saves between uploads", tally.trials, len(tally.failures))
     ]

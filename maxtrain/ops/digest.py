@@ -87,17 +87,14 @@ def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Arr
     # modulo 2^32, and so that larger arrays do not repeat themselves, mixed with the outermost
     # index.
     place = jnp.zeros(bits.shape, jnp.uint32)
-    for dim in range(bits.ndim):
+    indices = [jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) for dim in range(bits.ndim)]
+    if first is not None:
+        indices[0] += first.astype(jnp.uint32)
+    for dim, index in enumerate(indices):
         stride = math.prod(bits.shape[dim + 1 :]) % 2**32
-        index = _index(bits, dim)
-        if dim == 0 and first is not None:
-            index += first.astype(jnp.uint32)
         place += index * jnp.uint32(stride)
     if math.prod((*rows, *bits.shape[1:])) > 2**32:
-        row = _index(bits, 0)
-        if first is not None:
-            row += first.astype(jnp.uint32)
-        place ^= _mix(row, _MURMUR)
+        place ^= _mix(indices[0], _MURMUR)
     place = _mix(place, _LOWBIAS)
     # All dims but the last one are added up first, as vectors.
     outer = tuple(range(bits.ndim - 1))
@@ -105,11 +102,6 @@ def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Arr
     for mixed in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS)):
         words.append(mixed.sum(outer, jnp.uint32).sum(dtype=jnp.uint32))
     return jnp.stack(words)
-
-
-def _index(x: Array, dim: int) -> Array:
-    """Of each element, its place along a dim."""
-    return jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
 
 
 def leaf_names(tree: PyTree) -> list[str]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.attention.share import shares
+from maxtrain.ops.attention.share import on_each_device
 from maxtrain.ops.names import ATTENTION
 
 # Rows are multiples of the lanes of the vector unit.
@@ -44,18 +44,7 @@ def flash_attention(
         softcap=softcap,
         interpret=interpret,
     )
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return share(q, k, v, mask.q_segments)
-    # XLA can't split a kernel that it did not write: each device is given its rows and heads.
-    of = shares()
-    split = jax.shard_map(
-        share,
-        in_specs=(of.queries, of.keys, of.keys, of.tokens),
-        out_specs=of.queries,
-        check_vma=False,
-    )
-    return split(q, k, v, mask.q_segments)
+    return on_each_device(share, q, k, v, mask.q_segments)
 
 
 def flash_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:

@@ -1,10 +1,12 @@
 """How the arrays of attention are split over the current mesh, for kernels that are given each
 device's share of them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from maxtrain.parallel.sharding import LENGTH, partition_spec
 
@@ -30,3 +32,25 @@ def shares() -> Shares:
         columns=partition_spec((LENGTH,), shape),
         heads=partition_spec(("heads",), shape),
     )
+
+
+def on_each_device(
+    kernel: Callable[[Array, Array, Array, Array], Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+) -> Array:
+    """What a kernel makes of queries, keys, values and segments, each device of its rows and heads:
+    XLA can't split a kernel that it did not write."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(q, k, v, segments)
+    of = shares()
+    split = jax.shard_map(
+        kernel,
+        in_specs=(of.queries, of.keys, of.keys, of.tokens),
+        out_specs=of.queries,
+        check_vma=False,
+    )
+    return split(q, k, v, segments)

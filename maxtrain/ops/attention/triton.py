@@ -3,12 +3,11 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.attention.share import shares
+from maxtrain.ops.attention.share import on_each_device
 from maxtrain.ops.attention.triton_kernels import Form, attend, tile_of
 
 
@@ -28,18 +27,7 @@ def triton_attention(
     share = functools.partial(
         _on_one_device, window=mask.window, dtype=dtype, scale=scale, interpret=interpret
     )
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return share(q, k, v, mask.q_segments)
-    # XLA can't split a kernel that it did not write: each device is given its rows and heads.
-    of = shares()
-    split = jax.shard_map(
-        share,
-        in_specs=(of.queries, of.keys, of.keys, of.tokens),
-        out_specs=of.queries,
-        check_vma=False,
-    )
-    return split(q, k, v, mask.q_segments)
+    return on_each_device(share, q, k, v, mask.q_segments)
 
 
 def triton_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:

@@ -92,18 +92,15 @@ def _attend_forward(
     group = N // k.shape[2]
     tiles = _tiles(T, _FORWARD_BLOCKS)
     first = _met(segments, tiles, form.window).argmax(2).astype(jnp.int32)
-    of_queries = pl.BlockSpec((None, tiles.queries, None, H), lambda i, b, n: (b, i, n, 0))
-    of_keys = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, n // group, 0))
+    of_queries = _of_block(tiles.queries, H)
+    of_keys = _of_key_head(T, H, group)
     out, lse = _call(
         functools.partial(_forward_kernel, tiles=tiles, form=form),
         "attention_forward",
         form,
         grid=(T // tiles.queries, B, N),
         in_specs=[of_queries, of_keys, of_keys, _of_row(T), _of_row(first.shape[1])],
-        out_specs=[
-            of_queries,
-            pl.BlockSpec((None, None, tiles.queries), lambda i, b, n: (b, n, i)),
-        ],
+        out_specs=[of_queries, _numbers_of_block(tiles.queries)],
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
@@ -127,9 +124,9 @@ def _attend_backward(form: Form, saved: tuple, g: Array) -> tuple:
     first = met.argmax(2).astype(jnp.int32)
     end = (met.shape[1] - met[:, ::-1].argmax(1)).astype(jnp.int32)
 
-    of_queries = pl.BlockSpec((None, tiles.queries, None, H), lambda i, b, n: (b, i, n, 0))
-    of_keys = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, n // group, 0))
-    of_numbers = pl.BlockSpec((None, None, tiles.queries), lambda i, b, n: (b, n, i))
+    of_queries = _of_block(tiles.queries, H)
+    of_keys = _of_key_head(T, H, group)
+    of_numbers = _numbers_of_block(tiles.queries)
     dq = _call(
         functools.partial(_query_kernel, tiles=tiles, form=form),
         "attention_backward_queries",
@@ -149,7 +146,7 @@ def _attend_backward(form: Form, saved: tuple, g: Array) -> tuple:
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
     )(q, k, v, g, lse, mean, segments, first)
 
-    of_block = pl.BlockSpec((None, tiles.keys, None, H), lambda j, b, n: (b, j, n, 0))
+    of_block = _of_block(tiles.keys, H)
     of_group = pl.BlockSpec((None, T, group, H), lambda j, b, n: (b, 0, n, 0))
     of_numbers = pl.BlockSpec((None, group, T), lambda j, b, n: (b, n, 0))
     dk, dv = _call(
@@ -198,6 +195,21 @@ def _call(kernel: Any, name: str, form: Form, **options: Any) -> Any:
     )
 
 
+def _of_block(size: int, H: int) -> pl.BlockSpec:
+    """A block of the tokens of one head, by the number of the block."""
+    return pl.BlockSpec((None, size, None, H), lambda i, b, n: (b, i, n, 0))
+
+
+def _of_key_head(length: int, H: int, group: int) -> pl.BlockSpec:
+    """All tokens of the key head that a head shares with others of its group."""
+    return pl.BlockSpec((None, length, None, H), lambda i, b, n: (b, 0, n // group, 0))
+
+
+def _numbers_of_block(size: int) -> pl.BlockSpec:
+    """A number of each token of a block, of one head."""
+    return pl.BlockSpec((None, None, size), lambda i, b, n: (b, n, i))
+
+
 def _of_row(length: int) -> pl.BlockSpec:
     """All numbers of a row."""
     return pl.BlockSpec((None, length), lambda _, b, n: (b, 0))
@@ -236,6 +248,11 @@ def _dot(a: Array, b: Array) -> Array:
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _scores(q: Array, k: Array, form: Form) -> Float[Array, "t s"]:
+    """Scaled ones, as powers of two have them."""
+    return _dot(q, k.T) * (form.scale * _LOG2_E)
+
+
 def _visible(
     i: Array, j: Array, q_segments: Array, kv_segments: Array, tiles: _Tiles, window: int | None
 ) -> Bool[Array, "t s"]:
@@ -269,8 +286,7 @@ def _forward_kernel(
         out, top, total = carry
         keys = pl.ds(j * tiles.keys, tiles.keys)
         visible = _visible(i, j, q_segments, segments_ref[keys], tiles, form.window)
-        scores = _dot(q, k_ref[keys, :].T) * (form.scale * _LOG2_E)
-        scores = jnp.where(visible, scores, _MASKED)
+        scores = jnp.where(visible, _scores(q, k_ref[keys, :], form), _MASKED)
         higher = jnp.maximum(top, scores.max(1))
         # What nobody sees has no weight, also where a query has seen nothing yet.
         weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
@@ -287,6 +303,15 @@ def _forward_kernel(
     out, top, total = jax.lax.fori_loop(first_ref[i], tiles.key_blocks(i), meet, start)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = top + jnp.log2(total)
+
+
+def _weights_and_slopes(
+    q: Array, k: Array, v: Array, g: Array, lse: Array, mean: Array, visible: Array, form: Form
+) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
+    """Of queries and keys of two blocks, the weights once more, and the gradients of scores."""
+    scores = _scores(q, k, form)
+    weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
+    return weights, weights * (_dot(g, v.T) - mean[:, None])
 
 
 def _query_kernel(
@@ -315,10 +340,8 @@ def _query_kernel(
         keys = pl.ds(j * tiles.keys, tiles.keys)
         k = k_ref[keys, :]
         visible = _visible(i, j, q_segments, segments_ref[keys], tiles, form.window)
-        scores = _dot(q, k.T) * (form.scale * _LOG2_E)
-        weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
-        slope = weights * (_dot(g, v_ref[keys, :].T) - mean[:, None])
-        return dq + _dot(slope.astype(k.dtype), k)
+        _, slopes = _weights_and_slopes(q, k, v_ref[keys, :], g, lse, mean, visible, form)
+        return dq + _dot(slopes.astype(k.dtype), k)
 
     start = jnp.zeros(q.shape, jnp.float32)
     dq = jax.lax.fori_loop(first_ref[i], tiles.key_blocks(i), meet, start)
@@ -354,12 +377,11 @@ def _key_kernel(
             q = q_ref[queries, head, :]
             g = g_ref[queries, head, :]
             visible = _visible(i, j, segments_ref[queries], kv_segments, tiles, form.window)
-            scores = _dot(q, k.T) * (form.scale * _LOG2_E)
             lse = lse_ref[head, queries]
-            weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
-            slope = weights * (_dot(g, v.T) - mean_ref[head, queries][:, None])
+            mean = mean_ref[head, queries]
+            weights, slopes = _weights_and_slopes(q, k, v, g, lse, mean, visible, form)
             dv += _dot(weights.astype(g.dtype).T, g)
-            dk += _dot(slope.astype(q.dtype).T, q)
+            dk += _dot(slopes.astype(q.dtype).T, q)
             return dk, dv
 
         return jax.lax.fori_loop(tiles.first_query_block(j), end_ref[j], meet, carry)

@@ -144,3 +144,19 @@ def _of_mesh(places: str) -> np.ndarray:
     group = math.prod(factors[key] for key in within)
     split = numbers.reshape(tuple(factors.values()))
     return split.transpose([*outer, *inner]).reshape(-1, group)
+
+
+def goes_on(computation: Computation) -> bool:
+    """Whether a fusion goes on with a collective that another one may have begun.
+
+    TPU's compiler writes a collective that overlaps with products several times: in the fusion that
+    begins it, in those that go on with it, also inside a loop, and in the one that ends it.
+    """
+    return computation.name.startswith("async_collective_fusion")
+
+
+def ends(computation: Computation) -> bool:
+    """Whether a fusion ends such a collective."""
+    return any(
+        '"AsyncCollectiveDone"' in one.attributes for one in computation.instructions.values()
+    )

@@ -9,7 +9,7 @@ without any would move.
 
 from typing import NamedTuple
 
-from maxtrain.parallel.compiled.collectives import collective
+from maxtrain.parallel.compiled.collectives import collective, ends, goes_on
 from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module, Shape
 
 # Names for what is there already, and ends of what has been counted at its start.
@@ -29,43 +29,28 @@ _NOTHING = {
 }
 _VIEWS = {"bitcast", "reshape", "convert", "copy"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
-
-
 # The space of the memory of a host, as layouts name it: xla's Layout::kHostMemorySpace.
 _HOST = 5
-
-
-def goes_on(computation: Computation) -> bool:
-    """Whether a fusion goes on with a collective that another one may have begun.
-
-    TPU's compiler writes a collective that overlaps with products several times: in the fusion that
-    begins it, in those that go on with it, also inside a loop, and in the one that ends it.
-    """
-    return computation.name.startswith("async_collective_fusion")
-
-
-def is_end(computation: Computation) -> bool:
-    """Whether a fusion ends such a collective."""
-    return any(
-        '"AsyncCollectiveDone"' in one.attributes for one in computation.instructions.values()
-    )
 
 
 def copied_by_host(one: Instruction) -> float:
     """Bytes that an instruction brings from the memory of a host, or there."""
     if one.opcode == "dynamic-slice-start":
         # (operand, indices), result, what belongs to the launch.
-        source, target, copied = one.shapes[0], one.shapes[-2], one.shapes[-2]
+        source = one.shapes[0]
+        target = one.shapes[-2]
     elif one.opcode == "dynamic-update-slice-start":
         # (operand, update, indices), result, what belongs to the launch.
-        source, target, copied = one.shapes[1], one.shapes[0], one.shapes[1]
+        source = one.shapes[1]
+        target = one.shapes[0]
     elif one.opcode == "copy-start":
-        target, source, copied = one.shapes[0], one.shapes[1], one.shapes[0]
+        target, source, *_ = one.shapes
     else:
         return 0.0
     if (source.space == _HOST) == (target.space == _HOST):
         return 0.0
-    return copied.num_bytes
+    # Of the larger one, it is a slice.
+    return min(source.num_bytes, target.num_bytes)
 
 
 class _Fused(NamedTuple):
@@ -143,11 +128,14 @@ class Traffic:
         return total + min(fused.written, sum(map(self._bytes, shapes)))
 
     def _of_fused(self, computation: Computation) -> _Fused:
-        if computation.name not in self._fused and is_end(computation):
-            self._fused[computation.name] = _Fused([0.0] * len(computation.parameters()), 0.0)
         if computation.name not in self._fused:
             read = [self._read(one, computation) for one in computation.parameters()]
-            self._fused[computation.name] = _Fused(read, self._written(computation))
+            written = self._written(computation)
+            if ends(computation):
+                # Counted where it began.
+                read = [0.0] * len(read)
+                written = 0.0
+            self._fused[computation.name] = _Fused(read, written)
         return self._fused[computation.name]
 
     def _read(self, parameter: Instruction, computation: Computation) -> float:

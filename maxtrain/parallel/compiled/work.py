@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from maxtrain.parallel.compiled.collectives import Collective, collective
+from maxtrain.parallel.compiled.collectives import Collective, collective, ends, goes_on
 from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module, Shape
 from maxtrain.parallel.compiled.loops import Place, rounds
-from maxtrain.parallel.compiled.traffic import Traffic, copied_by_host, goes_on, is_end
+from maxtrain.parallel.compiled.traffic import Traffic, copied_by_host
 
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -142,12 +142,12 @@ class _Counting:
 
 
 def _is_first_part(one: Instruction, computation: Computation, begun: set[str]) -> bool:
-    """Whether a collective counts, and is not a later part of one: see `traffic.goes_on`.
+    """Whether a collective counts, and is not a later part of one: see `goes_on`.
 
     Args:
         begun: channels of those that fusions have begun.
     """
-    if is_end(computation):
+    if ends(computation):
         return False
     channel = one.attribute("channel_id") or ""
     for other in computation.instructions.values():
