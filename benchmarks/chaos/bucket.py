@@ -261,9 +261,11 @@ class Killed(Protocol):
 
     def attempt(self, rng: random.Random) -> tuple[str, list[str]] | None:
         """Starts an attempt and kills it: where, and what is wrong; None: it reached its end."""
+        ...
 
     def finish(self) -> list[str]:
         """Lets the run go on undisturbed; what is wrong with its end."""
+        ...
 
 
 def kill_all(
