@@ -15,6 +15,7 @@ from maxtrain.parallel.memory import (
     bytes_on_device,
     is_out_of_memory,
     require_memory,
+    size,
 )
 from maxtrain.training.state import TrainState
 
@@ -93,6 +94,7 @@ class Programs:
         refused = None
         try:
             compiled = self.compile(state, batch)
+            self._tell(what, compiled)
             # On a CPU the process keeps the memory that earlier steps needed, and it would be
             # counted as taken.
             if not self._has_run or jax.default_backend() != "cpu":
@@ -108,6 +110,14 @@ class Programs:
         raise_together(refused)
         assert compiled is not None
         return compiled
+
+    def _tell(self, what: str, compiled: jax.stages.Compiled) -> None:
+        """What a step needs beside what a launch says that a device holds."""
+        if jax.device_count() > 1:
+            needed = size(bytes_beside_arguments(compiled))
+            self._progress.message(
+                f"{what}: {needed} of activations, gradients and the like a device"
+            )
 
 
 def _key(batch: AnyBatch) -> frozenset[Any]:

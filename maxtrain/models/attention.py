@@ -129,4 +129,5 @@ class Attention(nnx.Module):
             sinks=sinks,
             dropout=dropout_of(noise),
         )
+        out = constrain(out, "activation_batch", "activation_length", "heads", "head_dim")
         return self.o(out.astype(self.recipe.result), noise), cache

@@ -30,7 +30,7 @@ from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.rope import row_lengths
 from maxtrain.ops.sums import Sum
-from maxtrain.parallel.sharding import constrain
+from maxtrain.parallel.sharding import LENGTH, constrain, constrain_residual
 
 Ids = Int[Array, "B T"]
 
@@ -192,7 +192,9 @@ class Decoder(nnx.Module):
         context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
-        hidden = split.leave(self.final_norm(out.x))
+        hidden = constrain_residual(self.final_norm(out.x))
+        hidden = constrain(hidden, "activation_batch", LENGTH, "activation_embed")
+        hidden = split.leave(hidden)
         return Forward(hidden, out.terms, out.stats, observed)
 
     def quantities(self) -> tuple[Quantity, ...]:
@@ -284,6 +286,8 @@ class Decoder(nnx.Module):
         # gathered whole.
         table = constrain(self.embedding[...], "vocab", None)
         x = jnp.take(table, tokens, axis=0)
+        # Each device looks for all tokens in its part: else the table would be gathered.
+        x = constrain(x, "activation_batch", LENGTH, "activation_embed")
         if self.spec.embedding_scale != 1.0:
             # Rounded to the table's type, as in the models that have it.
             x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
@@ -292,4 +296,4 @@ class Decoder(nnx.Module):
             vectors = jnp.take(self.position_embedding[...], positions, axis=0, mode="fill")
             x = x.astype(jnp.float32) + vectors.astype(jnp.float32)
         x = x.astype(self.precision.activations)
-        return constrain(x, "activation_batch", "activation_length", "activation_embed")
+        return constrain_residual(x)

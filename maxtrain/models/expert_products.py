@@ -56,12 +56,15 @@ class Layout(NamedTuple):
         experts: whole experts.
         has_own_tokens: whether tokens are split over the axis of experts, too. If not, all of its
             devices have the same ones.
+        deals_out: whether what comes of hidden units that are split is dealt out by tokens as it is
+            summed, a part to each device along that axis.
         axes: all axes of the mesh.
     """
 
     units: str | None = None
     experts: str | None = None
     has_own_tokens: bool = False
+    deals_out: bool = False
     axes: tuple[str, ...] = ()
 
 
@@ -81,8 +84,8 @@ class Work(NamedTuple):
 
 def share(
     work: Work, layout: Layout, x: Float[Array, "B T D"], taken: Taken, weights: Weights
-) -> Float[Array, "B T D"]:
-    """What a device's tokens get from experts, float32.
+) -> Float[Array, "B S D"]:
+    """What a device's tokens get from experts, float32; or its part of them, see `Layout`.
 
     Args:
         work: what is to be done.
@@ -108,9 +111,12 @@ def share(
     else:
         out = _here(work, tokens, _numbered_here(taken, layout.experts, weights), weights)
         summed.append(layout.experts)
+    out = out.reshape(x.shape)
+    if layout.deals_out:
+        out = jax.lax.psum_scatter(out, summed.pop(0), scatter_dimension=1, tiled=True)
     if summed:
         out = jax.lax.psum(out, tuple(summed))
-    return out.reshape(x.shape)
+    return out
 
 
 def _num_experts(weights: Weights) -> int:

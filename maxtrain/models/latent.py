@@ -105,6 +105,7 @@ class LatentAttention(nnx.Module):
         else:
             keys = extension.read(cache.k, self.window)
             out = self._of_latents(plain, turned, keys, extension)
+        out = constrain(out, "activation_batch", "activation_length", "heads", "head_dim")
         return self.o(out.astype(self.recipe.result), noise), cache
 
     def _rotated(self, heads: Float[Array, "B T N P"], context: Context) -> Float[Array, "B T N P"]:

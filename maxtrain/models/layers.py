@@ -24,7 +24,7 @@ from maxtrain.models.specs import AttentionSpec, LatentSpec, LayerSpec, MlpSpec,
 from maxtrain.models.summary import Summary
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.sums import Sum
-from maxtrain.parallel.sharding import constrain
+from maxtrain.parallel.sharding import constrain_residual, gather_residual
 
 
 class LayerOut(NamedTuple):
@@ -91,8 +91,9 @@ class DecoderLayer(nnx.Module):
         noise = context.noise
         inputs = x
         if self.attention_norm is not None:
-            inputs = self.attention_norm(x)
-        out, cache = self.attention(inputs, context, cache)
+            inputs = constrain_residual(self.attention_norm(x))
+        out, cache = self.attention(gather_residual(inputs), context, cache)
+        out = constrain_residual(out)
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         if noise is not None:
@@ -100,14 +101,13 @@ class DecoderLayer(nnx.Module):
         x = x + out
         inputs = x
         if self.mlp_norm is not None:
-            inputs = self.mlp_norm(x)
-        said = self.mlp(inputs, context)
-        out = said.x
+            inputs = constrain_residual(self.mlp_norm(x))
+        said = self.mlp(gather_residual(inputs), context)
+        out = constrain_residual(said.x)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
         if noise is not None:
             out = noise.added(out, 1)
-        x = x + out
-        x = constrain(x, "activation_batch", "activation_length", "activation_embed")
+        x = constrain_residual(x + out)
         observed = {f"mlp.{path}": value for path, value in said.observed.items()}
         return LayerOut(x, cache, said.terms, said.stats, observed)

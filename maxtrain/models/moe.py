@@ -38,10 +38,13 @@ from maxtrain.ops.routing import (
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import (
     LENGTH,
+    RESIDUAL_LENGTH,
     Axes,
     batch_shards,
+    constrain,
     length_shards,
     partition_spec,
+    residual_shards,
 )
 
 
@@ -158,6 +161,8 @@ class Moe(nnx.Module):
         moe = self.spec
         is_token = context.mask.q_segments > 0
         logits = self._logits(x, context.noise)
+        # As x is: else choices are made, and moved, in parts.
+        logits = constrain(logits, "activation_batch", LENGTH, None)
         routing = self._route(logits, is_token)
         load = choices_of(routing.experts, moe.num_experts).sum(0)
         terms = self._terms(routing, logits, is_token)
@@ -271,16 +276,24 @@ class Moe(nnx.Module):
         is_split = x.shape[0] % batch_shards() == 0
         if not is_split:
             rows = PartitionSpec(None, None, None)
+        units = _axis_of("mlp", mesh.shape)
+        # As the residual stream, that this is added to.
+        dealt = rows
+        deals_out = units is not None and is_split and capacity is None
+        deals_out = deals_out and x.shape[1] % residual_shards() == 0
+        if deals_out:
+            dealt = partition_spec(("activation_batch", RESIDUAL_LENGTH, None), mesh.shape)
         layout = Layout(
-            units=_axis_of("mlp", mesh.shape),
+            units=units,
             experts=_axis_of("exp", mesh.shape),
             has_own_tokens=is_split,
+            deals_out=deals_out,
             axes=tuple(mesh.axis_names),
         )
         split = jax.shard_map(
             functools.partial(share, work, layout),
             in_specs=(rows, rows, {name: _while_used(axes[name], mesh.shape) for name in weights}),
-            out_specs=rows,
+            out_specs=dealt,
             check_vma=False,
         )
         return split(x, taken, weights)

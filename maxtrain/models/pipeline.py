@@ -31,10 +31,9 @@ from maxtrain.models.context import Context, Noise, Rotation
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.sharding import (
-    LENGTH,
     STAGE,
     batch_shards,
-    constrain,
+    constrain_residual,
     constrain_weight,
     stages,
 )
@@ -125,14 +124,13 @@ def pipelined(
     # Of stage 0 alone, for all: numbers and zeros add up to the numbers.
     is_first = (places == 0).reshape(S, 1, 1, 1, 1)
     out = whole_batch(jnp.where(is_first, waiting, 0).sum(0, dtype=waiting.dtype))
-    out = constrain(out, "activation_batch", LENGTH, "activation_embed")
-    return out, jax.tree.map(lambda leaf: _of_layers(leaf, form), kept)
+    return constrain_residual(out), jax.tree.map(lambda leaf: _of_layers(leaf, form), kept)
 
 
 def _on_stages(x: Array) -> Array:
     """[S, ..., b, T, D] split over stages, and as activations are."""
     between = (None,) * (x.ndim - 4)
-    return constrain(x, "layers", *between, "activation_batch", LENGTH, "activation_embed")
+    return constrain_residual(x, "layers", *between)
 
 
 def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.sections.rules import RulesConfig
@@ -24,6 +25,7 @@ from maxtrain.config.sections.rules import RulesConfig
 Axes = tuple[str | None, ...]
 Rules = Mapping[str, tuple[str, ...]]
 LENGTH = "activation_length"
+RESIDUAL_LENGTH = "residual_length"
 STAGE = "stage"
 
 _SETTABLE: Rules = dataclasses.asdict(RulesConfig())
@@ -33,6 +35,7 @@ RULES: Rules = {
     "layers": (STAGE,),
     "activation_batch": ("data", "fsdp", "expert"),
     LENGTH: ("context",),
+    RESIDUAL_LENGTH: ("context", "tensor"),
     "activation_embed": (),
 }
 
@@ -141,6 +144,44 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return _constrained(x, axes, {LENGTH})
 
 
+def constrain_residual(
+    x: Float[Array, "*s B T D"], *before: str | None
+) -> Float[Array, "*s B T D"]:
+    """Fixes how the residual stream is split, and what norms make of it: by tokens, over `tensor`
+    as well.
+
+    What enters products that are split over `tensor` is gathered, and what they give is summed and
+    dealt out in one, so that each device keeps and normalises a part of the tokens
+    (https://arxiv.org/abs/2205.05198, section 4.2.2). A length that these axes don't divide is
+    split as by `constrain`.
+
+    Args:
+        before: logical names of the dims before those of the batch.
+    """
+    length = RESIDUAL_LENGTH
+    if x.shape[-2] % residual_shards():
+        length = LENGTH
+    return constrain(x, *before, "activation_batch", length, "activation_embed")
+
+
+@jax.custom_vjp
+def gather_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """What products that are split over `tensor` take of the residual stream: all tokens, gathered
+    once for all of these products. Its gradient is split as the residual stream is."""
+    return constrain(x, "activation_batch", LENGTH, "activation_embed")
+
+
+def _gather(x: Array) -> tuple[Array, None]:
+    return gather_residual(x), None
+
+
+def _scatter(_: None, gradient: Array) -> tuple[Array]:
+    return (constrain_residual(gradient),)
+
+
+gather_residual.defvjp(_gather, _scatter)
+
+
 def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
     """As `constrain`, of a parameter while it is used. A dim that can't be split there, but perhaps
     is where it is stored, is whole."""
@@ -170,6 +211,11 @@ def parts_of(axis: str | None, mesh_shape: Mapping[str, int], rules: Rules = RUL
 def length_shards() -> int:
     """Number of parts that the tokens of a row are split into on the current mesh."""
     return parts_of(LENGTH, jax.sharding.get_abstract_mesh().shape)
+
+
+def residual_shards() -> int:
+    """Number of parts that the tokens of a row are split into where the residual stream is kept."""
+    return parts_of(RESIDUAL_LENGTH, jax.sharding.get_abstract_mesh().shape)
 
 
 def stages() -> int:

@@ -5,7 +5,9 @@ import functools
 import pytest
 
 from benchmarks.meshes import CASES, SEVERAL, TOLERANCE, Found, apart, computed, on_processes
+from tests.tiny import optax_dtypes
 
+__all__ = ["optax_dtypes"]
 SHARED = [case for case in CASES if case.is_shared]
 
 

@@ -12,6 +12,8 @@ from maxtrain.parallel.sharding import (
     RULES,
     batch_shards,
     constrain,
+    constrain_residual,
+    gather_residual,
     named_sharding,
     partition_spec,
 )
@@ -113,6 +115,38 @@ def test_inside_a_mesh_an_array_is_where_its_names_say():
     assert x.sharding == named_sharding(mesh, ("activation_batch", "mlp"), x.shape)
     assert x.addressable_shards[0].data.shape == (2, 3)
     assert (x == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "own"),
+    [
+        (8, (2, 2, 6)),
+        (6, (2, 3, 6)),  # not by 4, but by the context's 2
+        (3, (2, 3, 6)),
+    ],
+)
+def test_the_residual_stream_is_split_by_tokens_over_context_and_tensor(length, own):
+    mesh = make_mesh(MeshConfig(fsdp=2, context=2, tensor=2), jax.devices())
+    with jax.set_mesh(mesh):
+        x = jax.jit(lambda x: constrain_residual(x * 2))(jnp.ones((4, length, 6)))
+    assert x.addressable_shards[0].data.shape == own
+    assert (x == 2).all()
+
+
+def test_what_products_take_is_gathered_and_its_gradient_dealt_out_again():
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4), jax.devices())
+
+    def loss(x):
+        taken = gather_residual(constrain_residual(x))
+        return (taken**2).sum(), taken
+
+    with jax.set_mesh(mesh):
+        x = jnp.arange(4.0 * 8 * 6).reshape(4, 8, 6)
+        gradient, taken = jax.jit(jax.grad(loss, has_aux=True))(x)
+    assert taken.addressable_shards[0].data.shape == (2, 8, 6)
+    assert gradient.addressable_shards[0].data.shape == (2, 2, 6)
+    assert (taken == x).all()
+    assert (gradient == 2 * x).all()
 
 
 def test_a_named_sharding_is_checked_like_its_spec():
