@@ -1,5 +1,5 @@
-"""`maxtrain doctor [config=NAME key=value ...]`: measures the devices, network, clocks and disks of
-all processes of a job, started as `train` would be, and says what is broken.
+"""`maxtrain doctor [config=NAME key=value ...]`: measures the devices, network, clocks, disks and
+bucket of all processes of a job, started as `train` would be, and says what is broken.
 
 It ends with 70 if something is. Nothing is trained, and what is written is removed again.
 """
@@ -22,9 +22,10 @@ from rich.console import Console
 from data_pipeline.errors import LostProcessError, TryAgainError, UsageError, UserError, run_command
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import load_with_notes
-from maxtrain.config.run_path import run_path
+from maxtrain.config.run_path import run_path, run_url
 from maxtrain.config.schema import MeshConfig
 from maxtrain.doctor import host
+from maxtrain.doctor.bucket import bucket
 from maxtrain.doctor.devices import clock_offsets, measure, measure_sums
 from maxtrain.doctor.show import show
 from maxtrain.doctor.verdict import notes, problems
@@ -158,6 +159,10 @@ def _reports(config: RunConfig, is_given: bool, seconds: float, doing: Any) -> l
     folder = run_path(config).parent
     doing(f"writing to {folder}")
     report["disk"] = host.disk(folder)
+    report["bucket"] = None
+    if run_url(config) is not None:
+        doing(f"writing to {config.output_dir}, and reading that")
+        report["bucket"] = bucket(config.output_dir)
     doing("reading data")
     report["data"] = host.data(_data_paths(config))
     report["devices"] = []

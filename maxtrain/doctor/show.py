@@ -19,8 +19,10 @@ def show(
     notes: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints tables of hosts, devices and sums, then what is worth a look, and what is broken."""
+    """Prints tables of hosts, buckets, devices and sums; what is worth a look; what is broken."""
     console.print(_table_of_hosts(reports))
+    if reports[0]["bucket"]:
+        console.print(_table_of_buckets(reports))
     console.print(_table_of_devices(reports))
     if reports[0]["sums"]:
         console.print(_table_of_sums(reports))
@@ -59,6 +61,19 @@ def _table_of_hosts(reports: Sequence[Mapping[str, Any]]) -> Table:
             _scaled(disk.get("free_bytes"), 1e9),
             _scaled(disk.get("bytes_per_second"), 1e6),
             _scaled(slowest, 1e6),
+        )
+    return table
+
+
+def _table_of_buckets(reports: Sequence[Mapping[str, Any]]) -> Table:
+    table = _new_table(("process", "bucket"), ("uploaded MB/s", "downloaded MB/s"))
+    for index, report in enumerate(reports):
+        found = report["bucket"]
+        table.add_row(
+            str(index),
+            Text(found["url"]),
+            _scaled(found.get("uploaded_bytes_per_second"), 1e6),
+            _scaled(found.get("downloaded_bytes_per_second"), 1e6),
         )
     return table
 

@@ -21,6 +21,8 @@ _MOST_CLOCK_SECONDS = 1.0
 _LEAST_FREE_BYTES = 1 << 30
 # A host is worth a look if it writes at less than this share of what is usual.
 _LEAST_WRITING = 0.2
+# Bytes per second: what most hosts reach at a bucket is worth a look below.
+_LEAST_OF_BUCKET = 1e7
 
 _Report = Mapping[str, Any]
 
@@ -30,8 +32,9 @@ def problems(reports: Sequence[_Report]) -> list[str]:
 
     Args:
         reports: of each process, in their order: `host`, `versions`, `clock` (seconds ahead of
-            process 0), `disk` and `data` as `host.py` says, `devices` as `devices.measure` says,
-            and `sums`, `Sums` as mappings.
+            process 0), `disk` and `data` as `host.py` says, `bucket` as `bucket.py` says (None:
+            runs are on a disk), `devices` as `devices.measure` says, and `sums`, `Sums` as
+            mappings.
     """
     return [
         *_unlike_versions(reports),
@@ -41,21 +44,15 @@ def problems(reports: Sequence[_Report]) -> list[str]:
         *_small_devices(reports),
         *_clocks(reports),
         *_disks(reports),
+        *_buckets(reports),
         *_sums(reports),
     ]
 
 
 def notes(reports: Sequence[_Report]) -> list[str]:
     """What is worth a look, and may be as it should."""
-    found = []
     rates = [report["disk"].get("bytes_per_second") for report in reports]
-    known = [rate for rate in rates if rate]
-    for index, rate in enumerate(rates):
-        if rate and rate < _LEAST_WRITING * statistics.median(known):
-            usual = statistics.median(known) / 1e6
-            found.append(
-                f"{_who(reports, index)} writes {rate / 1e6:,.0f} MB/s, and {usual:,.0f} are usual."
-            )
+    found = [*_slower(reports, rates, "writes"), *_slow_buckets(reports)]
     kinds = sorted({device["kind"] for _, device in _devices(reports)})
     for kind in kinds:
         if peak_from_table(kind) is None and not _is_cpu(reports, kind):
@@ -63,6 +60,34 @@ def notes(reports: Sequence[_Report]) -> list[str]:
     if any(device["platform"] == "cpu" for _, device in _devices(reports)):
         found.append("CPU devices share their cores: their speeds are not judged.")
     return found
+
+
+def _slower(reports: Sequence[_Report], rates: Sequence[float | None], verb: str) -> Iterator[str]:
+    """Of bytes per second of each process (None: not known): hosts with far less than others."""
+    known = [rate for rate in rates if rate]
+    for index, rate in enumerate(rates):
+        if rate and rate < _LEAST_WRITING * statistics.median(known):
+            usual = statistics.median(known) / 1e6
+            speeds = f"{rate / 1e6:,.0f} MB/s, and {usual:,.0f} are usual"
+            yield f"{_who(reports, index)} {verb} {speeds}."
+
+
+def _slow_buckets(reports: Sequence[_Report]) -> Iterator[str]:
+    if reports[0]["bucket"] is None:
+        return
+    for verb in ("uploads", "downloads"):
+        key = f"{verb.removesuffix('s')}ed_bytes_per_second"
+        rates = [report["bucket"].get(key) for report in reports]
+        known = [rate for rate in rates if rate]
+        if known and statistics.median(known) < _LEAST_OF_BUCKET:
+            url = reports[0]["bucket"]["url"]
+            rate = statistics.median(known)
+            minutes = 1e10 / rate / 60
+            yield (
+                f"A host {verb} {rate / 1e6:,.1f} MB/s at {url}: 10 GB of a checkpoint would take "
+                f"{minutes:,.0f} minutes. Look at its network, and at the region of the bucket."
+            )
+        yield from _slower(reports, rates, verb)
 
 
 def _who(reports: Sequence[_Report], index: int) -> str:
@@ -161,13 +186,23 @@ def _disks(reports: Sequence[_Report]) -> Iterator[str]:
         who = _who(reports, index)
         disk = report["disk"]
         if "error" in disk:
-            yield f"{who} can't write to output_dir: {disk['error']}. Mend access to it."
+            key = "output_dir"
+            if report["bucket"] is not None:
+                key = "local_dir"
+            yield f"{who} can't write to {key}: {disk['error']}. Mend access to it."
         elif disk["free_bytes"] < _LEAST_FREE_BYTES:
             free = f"{disk['free_bytes'] / 1e9:.2f} GB free"
             yield f"{who} has {free} in {disk['folder']}, less than 1 GiB. Free space there."
         for found in report["data"]:
             if "error" in found:
                 yield f"{who} can't read {found['key']}: {found['error']}"
+
+
+def _buckets(reports: Sequence[_Report]) -> Iterator[str]:
+    for index, report in enumerate(reports):
+        found = report["bucket"]
+        if found is not None and "error" in found:
+            yield f"{_who(reports, index)} can't keep a run in {found['url']}: {found['error']}"
 
 
 def _sums(reports: Sequence[_Report]) -> Iterator[str]:

@@ -39,6 +39,11 @@ def report(index: int, **changes) -> dict:
         "clock": 0.001 * index,
         "versions": {"jax": "1"},
         "disk": {"folder": "/runs", "free_bytes": 10**12, "bytes_per_second": 1e9},
+        "bucket": {
+            "url": "s3://b/runs",
+            "uploaded_bytes_per_second": 4e8,
+            "downloaded_bytes_per_second": 8e8,
+        },
         "data": [{"key": "data.sources.a.path", "path": "/d", "bytes_per_second": 1e9}],
         "devices": [device(2 * index), device(2 * index + 1)],
         "sums": [sums],
@@ -65,7 +70,8 @@ def test_nothing_is_said_of_sound_hosts():
         (("devices",), [device(4)], "devices is 1 x NVIDIA H100 80GB HBM3, but 2 x"),
         (("versions", "jax"), "2", "jax is 2, but 1 elsewhere. Install"),
         (("clock",), -3.0, "its clock is 3.0 s behind the others. Start its NTP"),
-        (("disk",), {"folder": "/", "error": "/: Read-only"}, "can't write to output_dir: /: Read"),
+        (("disk",), {"folder": "/", "error": "/: Read-only"}, "can't write to local_dir: /: Read"),
+        (("bucket", "error"), "s3://b: no.", "can't keep a run in s3://b/runs: s3://b: no."),
         (("disk", "free_bytes"), 10**8, "has 0.10 GB free in /runs"),
         (("data", 0, "error"), "/d: is not there.", "can't read data.sources.a.path: /d: is not"),
         (("sums", 0, "wrong"), [5], "device 5 has a wrong sum over mesh.fsdp. Take it out"),
@@ -118,6 +124,29 @@ def test_a_host_that_writes_slowly_is_worth_a_look():
     assert problems(reports) == []
 
 
+def test_a_bucket_that_is_slow_for_one_host_or_for_all_is_worth_a_look():
+    reports = hosts()
+    reports[1]["bucket"]["downloaded_bytes_per_second"] = 2e7
+    assert notes(reports) == ["process 1 on h1 downloads 20 MB/s, and 800 are usual."]
+    for found in reports:
+        found["bucket"]["uploaded_bytes_per_second"] = 4e6
+    assert notes(reports)[0] == (
+        "A host uploads 4.0 MB/s at s3://b/runs: 10 GB of a checkpoint would take 42 minutes. "
+        "Look at its network, and at the region of the bucket."
+    )
+    assert len(notes(reports)) == 2 and problems(reports) == []
+
+
+def test_runs_on_a_disk_have_no_bucket():
+    reports = [report(index, bucket=None) for index in range(2)]
+    reports[1]["disk"] = {"folder": "/", "error": "/: Read-only"}
+    (problem,) = problems(reports)
+    assert "can't write to output_dir: /: Read-only. Mend" in problem and notes(reports) == []
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(reports, [], [], console)
+    assert "bucket" not in console.export_text()
+
+
 def test_tables_have_every_host_and_the_slowest_devices():
     reports = [report(index) for index in range(40)]
     reports[7]["devices"][1]["bfloat16"] = 1e12
@@ -128,3 +157,4 @@ def test_tables_have_every_host_and_the_slowest_devices():
     assert "broken: process 7 on h7: device 15" in text
     assert "Nothing is broken" not in text and " h39 " in text
     assert "of its links" in text and "80%" in text
+    assert "uploaded MB/s" in text and "s3://b/runs          400.0            800.0" in text
