@@ -144,6 +144,50 @@ def test_a_config_file_goes_along(capsys, tmp_path):
     assert load_config(there).data.batch_size == 32
 
 
+def documented_pod() -> str:
+    """What docs/devices.md has for --pod."""
+    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    _, _, after = text.partition("**Runs in a bucket**")
+    _, _, block = after.partition("```yaml\n")
+    block, _, _ = block.partition("```")
+    return block
+
+
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        ([word for word in K8S if word not in STORED], "s3://bucket/runs"),
+        ([word for word in TPU if word not in STORED], "gs://bucket/runs"),
+    ],
+    ids=["k8s", "gke-tpu"],
+)
+def test_a_run_in_a_bucket_needs_no_volume(words, url, capsys, tmp_path, monkeypatch):
+    """Pods may use it by what --pod says, as in the document; a run in a path needs a volume."""
+    monkeypatch.chdir(tmp_path)
+    place = f"output_dir={url}"
+    *_, job_set = manifests(capsys, *words, *RUN, place)
+    pod = job_of(job_set)["template"]["spec"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
+    assert place in container_of(job_set)["args"]
+    file = tmp_path / "pod.yaml"
+    file.write_text(documented_pod())
+    region = "AWS_DEFAULT_REGION=eu-west-1"
+    options = ["--pod", str(file), "--env", region, "local_dir=/scratch"]
+    *_, job_set = manifests(capsys, *words, *options, *RUN, place)
+    pod = job_of(job_set)["template"]["spec"]
+    assert pod["serviceAccountName"] == "trainer"
+    container = container_of(job_set)
+    assert container["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+    assert container["env"][-1] == {"name": "AWS_DEFAULT_REGION", "value": "eu-west-1"}
+    assert container["volumeMounts"][-1] == {"name": "scratch", "mountPath": "/scratch"}
+    assert "local_dir=/scratch" in container["args"]
+    assert command.main([*words, *RUN, "output_dir=/runs"], "maxtrain launch") == 64
+    assert "output_dir=/runs is on no volume" in capsys.readouterr().err
+    # What tries the bucket needs none, either.
+    *_, job_set = manifests(capsys, *words, "--job", "doctor", *RUN, place)
+    assert container_of(job_set)["args"][0] == "doctor"
+
+
 def test_what_a_pod_file_says_is_merged(capsys, tmp_path):
     file = tmp_path / "pod.yaml"
     file.write_text(

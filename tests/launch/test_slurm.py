@@ -184,6 +184,22 @@ def test_the_process_that_says_why_counts(slurm):
     assert code == 65 and len(slurm.said_to("srun")) == 1
 
 
+def test_codes_of_a_run_in_a_bucket_are_left_where_it_was_submitted(tmp_path, capsys, monkeypatch):
+    """No node has a folder of the run; the one of the script is what they share."""
+    submitted = tmp_path / "sub mitted"
+    submitted.mkdir()
+    monkeypatch.chdir(submitted)
+    url = "output_dir=s3://bucket/runs"
+    slurm = Slurm(tmp_path, capsys, "--nodes", "2", "--gpus-per-node", "4", url)
+    assert f"ends={shlex.quote(str(submitted))}/.ends-$SLURM_JOB_ID\n" in slurm.text
+    checked = subprocess.run([*shellcheck(), "-"], input=slurm.text, text=True)
+    assert checked.returncode == 0
+    code, _ = slurm.run("75+75+65 0")
+    assert code == 65 and list(submitted.iterdir()) == []
+    (called,) = slurm.said_to("srun")
+    assert url in ast.literal_eval(called) and not (tmp_path / "a b").exists()
+
+
 def test_there_is_an_end_to_restarts(slurm):
     code, said = slurm.run("74")
     assert code == 74 and len(slurm.said_to("srun")) == 3
