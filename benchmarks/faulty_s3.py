@@ -64,18 +64,56 @@ class Fault:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class FaultyS3:
-    """A server with a bucket, named by the usual variables while the `with` lasts, for child
-    processes too; `faults` may change at any time, and `seen` has all requests."""
+class Faults:
+    """What is to happen to requests: `faults` may change at any time, and `seen` has all requests."""
 
     def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.seen: list[str] = []
+        self._counting = threading.Lock()
+
+    def fault_of(self, request: str) -> Fault | None:
+        """What happens to a request, which was seen; None: it is done."""
+        with self._counting:
+            self.seen.append(request)
+            for fault in self.faults:
+                if fault.times < 1 or not re.fullmatch(fault.pattern, request):
+                    continue
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                return fault
+        return None
+
+    def begin(self, faults: list[Fault]) -> None:
+        """Has these faults from now on, and has seen nothing."""
+        with self._counting:
+            self.seen.clear()
+            self.faults[:] = faults
+
+    def requests(self) -> list[str]:
+        """All that were seen."""
+        with self._counting:
+            return list(self.seen)
+
+
+class FaultyS3(Faults):
+    """A server with a bucket, named by the usual variables while the `with` lasts, for child
+    processes too.
+
+    Attributes:
+        url: of the bucket.
+    """
+
+    url = f"s3://{BUCKET}"
+
+    def __init__(self) -> None:
+        super().__init__()
         from moto.server import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415
         from werkzeug.serving import make_server  # noqa: PLC0415
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self.faults: list[Fault] = []
-        self.seen: list[str] = []
-        self._counting = threading.Lock()
         self._inner = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -109,7 +147,7 @@ class FaultyS3:
 
     def _answer(self, environ: dict[str, Any], start: Callable) -> Iterable[bytes]:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
-        fault = self._fault_of(request)
+        fault = self.fault_of(request)
         if fault is None:
             return self._inner(environ, start)
         time.sleep(fault.seconds)
@@ -142,31 +180,6 @@ class FaultyS3:
         if fault.cut:
             return _half(environ, b"".join(content))
         return content
-
-    def _fault_of(self, request: str) -> Fault | None:
-        """What happens to a request; None: it is done."""
-        with self._counting:
-            self.seen.append(request)
-            for fault in self.faults:
-                if fault.times < 1 or not re.fullmatch(fault.pattern, request):
-                    continue
-                if fault.skip:
-                    fault.skip -= 1
-                    continue
-                fault.times -= 1
-                return fault
-        return None
-
-    def begin(self, faults: list[Fault]) -> None:
-        """Has these faults from now on, and has seen nothing."""
-        with self._counting:
-            self.seen.clear()
-            self.faults[:] = faults
-
-    def requests(self) -> list[str]:
-        """All that were seen."""
-        with self._counting:
-            return list(self.seen)
 
     def contents(self, prefix: str) -> dict[str, bytes]:
         """What is below a folder of the bucket, by name from there; faults don't matter."""

@@ -15,6 +15,7 @@ import filecmp
 import functools
 import hashlib
 import io
+import logging
 import posixpath
 import random
 import re
@@ -38,6 +39,15 @@ _PAUSE = 1.0
 _OBJECT_STORES = frozenset(_EXTRAS)
 # What S3 says of a bucket that is in another region than the one that was asked.
 _OTHER_REGION = re.compile(r"region '.*' is wrong|must be addressed using the specified endpoint")
+# How credentials are given, by extras.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gcs": "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
+}
+# gcsfs has no class for what is not allowed: this is what it says of one request, and, among the
+# answers to several, what Google says.
+_FORBIDDEN = re.compile(r"Forbidden: |\{.*\"code\": 40[13]\b", re.DOTALL)
+_UNKNOWN_CALLER = 401
 # What stores say of an object that is there although it must not be.
 _IS_THERE = re.compile(r"pre-?condition", re.I)
 # Errors of the code itself: trying again can't help.
@@ -520,6 +530,8 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
     again where that may help."""
     protocol = path.url.partition("://")[0]
     fsspec = load_package("fsspec", "remote", path.url)
+    # It logs errors with a traceback before it raises them.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     for number in range(_TRIES):
         try:
             fs, inner = fsspec.core.url_to_fs(path.url, use_listings_cache=False)
@@ -551,7 +563,24 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
 
 def _reason(error: Exception) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    first, _, said = str(error).partition("\n")
+    if said and first.startswith("Forbidden: "):
+        # Of gcsfs: the address of the request, and then why.
+        first, _, _ = f"Forbidden: {said}".partition("\n")
+        return first
+    return f"{type(error).__name__}: {first}"
+
+
+def _is_denied(error: Exception) -> bool:
+    """Whether a store says that this is not allowed, or does not know who asks."""
+    if isinstance(error, PermissionError):
+        return True
+    # NonRetryableError is what gcsfs makes of credentials that lack something.
+    if re.search(r"Credentials|RefreshError|NonRetryableError", type(error).__name__):
+        return True
+    if isinstance(error, OSError) and _FORBIDDEN.match(str(error)):
+        return True
+    return str(getattr(error, "code", "")) == str(_UNKNOWN_CALLER)
 
 
 def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
@@ -566,8 +595,10 @@ def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
         return StorageError(
             f"{path}: {what} failed, since the bucket is in another region ({reason}). {mend}."
         )
-    is_credentials = re.search(r"Credentials|RefreshError", type(error).__name__)
-    if isinstance(error, PermissionError) or is_credentials:
-        mend = "Give this machine credentials that may, or name another place"
+    if _is_denied(error):
+        ways = _CREDENTIALS.get(_EXTRAS.get(protocol, ""), "")
+        if ways:
+            ways = f" ({ways})"
+        mend = f"Give this machine credentials that may{ways}, or name another place"
         return StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.")
     return None

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -271,14 +272,24 @@ def s3() -> Iterator[FaultyS3]:
 
 
 @pytest.fixture(scope="session")
-def gs_server() -> Iterator[None]:
-    """A local server of gs://, with a bucket of the name `bucket`."""
+def gs_server() -> Iterator[Any]:
+    """A local server of gs://, with buckets of the names `bucket` and `faulty`; a FaultyGS."""
     pytest.importorskip("gcsfs", reason="needs maxtrain[gcs]")
     pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
     from tests.gcs import gcs_server  # noqa: PLC0415
 
-    with gcs_server():
-        yield
+    with gcs_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs_server", marks=pytest.mark.long)])
+def store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A bucket of a local server of s3://, or of gs://, that can be told to fail: a FaultyS3, or a
+    FaultyGS."""
+    server = request.getfixturevalue(request.param)
+    server.begin([])
+    yield server
+    server.begin([])
 
 
 @pytest.fixture(scope="session")

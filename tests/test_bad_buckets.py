@@ -1,6 +1,7 @@
 """Runs at places that can't be: what is told, and that nothing was made of them."""
 
 import os
+import re
 
 import pytest
 
@@ -29,27 +30,22 @@ def config(tmp_path_factory, tiny_run):
         (
             "abscent",
             None,
-            "s3://abscent is not there. Make that bucket, or name another one.",
+            r"://abscent is not there. Make that bucket, or name another one\.",
         ),
         (
             "faulty",
             Fault("PUT .*", **DENIED),
-            "writing is not allowed (PermissionError: no). Give this machine credentials that may",
+            r"writing is not allowed \((PermissionError|Forbidden): no\). Give this machine cred",
         ),
         (
             "faulty",
             Fault("GET .*", **DENIED),
-            "listing is not allowed (PermissionError: no). Give this machine credentials that may",
+            r"listing is not allowed \((PermissionError|Forbidden): no\). Give this machine cred",
         ),
         (
             "faulty",
-            Fault(".*", **WRONG_REGION),
-            "expecting 'eu-west-1'). Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of the",
-        ),
-        (
-            "faulty",
-            Fault(".*", seconds=0.4),
-            "which may pass. Check network and service, then run the same command again.",
+            Fault("PUT .*", status=400, code="Odd", message="x"),
+            r"writing failed 5 times \(.*x.*\), which may pass. Check network and service, then",
         ),
         (
             "faulty",
@@ -57,23 +53,49 @@ def config(tmp_path_factory, tiny_run):
             "was written, but is not there. Set output_dir to a store that keeps what is written",
         ),
     ],
-    ids=["no bucket", "read-only", "not readable", "region", "slow", "loses"],
+    ids=["no bucket", "read-only", "not readable", "fails", "loses"],
 )
 def test_a_bucket_that_will_not_do_is_named_with_the_mend(
-    s3, config, tmp_path, monkeypatch, capsys, bucket, fault, said
+    store, config, tmp_path, monkeypatch, capfd, bucket, fault, said
 ):
-    monkeypatch.setattr(remote, "_PAUSE", 0.01)
-    s3.begin([])
-    if fault is not None:
-        s3.begin([fault])
-    if fault is not None and fault.seconds:
+    faults = [fault] if fault is not None else []
+    _require_told(store, faults, config, tmp_path, monkeypatch, capfd, bucket, said)
+
+
+@pytest.mark.usefixtures("this_process")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            Fault(".*", **WRONG_REGION),
+            r"expecting 'eu-west-1'\). Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of",
+        ),
+        (
+            Fault(".*", seconds=0.4),
+            r"which may pass. Check network and service, then run the same command again\.",
+        ),
+    ],
+    ids=["region", "slow"],
+)
+def test_a_bucket_that_is_elsewhere_or_too_slow_is_named(
+    s3, config, tmp_path, monkeypatch, capfd, fault, said
+):
+    if fault.seconds:
         _wait_little(monkeypatch)
-    words = [f"config={config}", "run_name=nowhere", f"output_dir=s3://{bucket}/runs"]
-    assert main(load_config([*words, f"local_dir={tmp_path}"])) == 74
-    error = capsys.readouterr().err
-    s3.begin([])
-    assert f"s3://{bucket}/runs/nowhere" in error and said in error and "Traceback" not in error
-    assert not any(name.startswith("runs/nowhere/") for name in s3.contents(""))
+    _require_told(s3, [fault], config, tmp_path, monkeypatch, capfd, "faulty", said)
+
+
+def _require_told(store, faults, config, folder, monkeypatch, capfd, bucket, said):
+    """A run in a bucket ends with 74, says this, and has left nothing there."""
+    monkeypatch.setattr(remote, "_PAUSE", 0.01)
+    store.begin(faults)
+    url = f"{store.url.replace('faulty', bucket)}/runs"
+    words = [f"config={config}", "run_name=nowhere", f"output_dir={url}"]
+    assert main(load_config([*words, f"local_dir={folder}"])) == 74
+    error = capfd.readouterr().err
+    store.begin([])
+    assert f"{url}/nowhere" in error and re.search(said, error) and "Traceback" not in error
+    assert not any(name.startswith("runs/nowhere/") for name in store.contents(""))
 
 
 def _wait_little(monkeypatch):
@@ -99,4 +121,17 @@ def test_a_machine_without_credentials_is_told_so(s3, config, tmp_path, monkeypa
     s3fs.S3FileSystem.clear_instance_cache()
     error = capsys.readouterr().err
     assert "s3://faulty/runs/x: listing is not allowed (NoCredentialsError" in error
-    assert "Give this machine credentials that may, or name another place." in error
+    assert "Give this machine credentials that may (AWS_ACCESS_KEY_ID and" in error
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("this_process")
+@pytest.mark.parametrize("store", ["gs_server"], indirect=True)
+def test_a_machine_without_credentials_is_told_so_by_google(
+    store, config, tmp_path, monkeypatch, capfd
+):
+    """It is asked as nobody in particular then, and refuses."""
+    refusal = "Anonymous caller does not have storage.objects.list access"
+    said = rf"listing is not allowed \(HttpError: {refusal}.*\(gcloud auth application-default log"
+    faults = [Fault(".*", status=401, message=refusal)]
+    _require_told(store, faults, config, tmp_path, monkeypatch, capfd, "faulty", said)

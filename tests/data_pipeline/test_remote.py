@@ -87,6 +87,12 @@ class NoCredentialsError(Exception):
     pass
 
 
+class HttpError(Exception):
+    """As gcsfs raises it."""
+
+    code = 401
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "message", "calls"),
     [
@@ -101,6 +107,31 @@ class NoCredentialsError(Exception):
             StorageError,
             r"not allowed \(NoCred.*\). Give this machine credentials",
             1,
+        ),
+        # As gcsfs has it of one request, of one among several, and of a caller without credentials.
+        (
+            OSError("Forbidden: https://storage/b/o\nno storage.objects.create access\n"),
+            StorageError,
+            r"not allowed \(Forbidden: no storage.objects.create access\). Give this machine cred",
+            1,
+        ),
+        (
+            OSError('{  "code": 403,  "message": "no storage.objects.delete access"}'),
+            StorageError,
+            r"not allowed \(OSError: .*no storage.objects.delete access.*\). Give this machine cred",
+            1,
+        ),
+        (
+            HttpError("Anonymous caller does not have storage.objects.get access"),
+            StorageError,
+            r"not allowed \(HttpError: Anonymous caller .*\). Give this machine credentials that may",
+            1,
+        ),
+        (
+            OSError('{  "code": 503,  "message": "busy"}'),
+            StorageError,
+            r"reading failed 5 times \(OSError: .*busy.*\), which may pass",
+            5,
         ),
         (
             TimeoutError("slow"),
@@ -126,6 +157,21 @@ def test_what_may_pass_is_tried_again_and_the_rest_explained(
     with pytest.raises(raised, match=message):
         RemotePath("s3://b/k").read_bytes()
     assert fs.calls == calls and len(pauses) == calls - 1 and pauses == sorted(pauses)
+
+
+@pytest.mark.parametrize(
+    ("url", "ways"),
+    [
+        ("s3://b/k", r"may \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE\), or"),
+        ("gs://b/k", r"may \(gcloud auth application-default login, or GOOGLE_APPLICATION_CRED"),
+        ("abfs://b/k", r"credentials that may, or name another place"),
+    ],
+)
+def test_credentials_are_those_of_the_store(monkeypatch, url, ways):
+    fs, fsspec = Broken(PermissionError("no")), pytest.importorskip("fsspec")
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, "b/k"))
+    with pytest.raises(StorageError, match=ways):
+        RemotePath(url).read_bytes()
 
 
 def test_an_unknown_protocol_is_named():

@@ -1,16 +1,20 @@
-"""A place in the bucket of a local S3 server that can be told to fail."""
+"""A place in the bucket of a local server of s3://, or of gs://, that can be told to fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.faulty_s3 import FaultyS3
 from data_pipeline.remote import RemotePath
 
 
 @pytest.fixture
-def url(s3: FaultyS3, tmp_path: Path) -> Iterator[RemotePath]:
+def url(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
     """An empty place in the bucket of a server that works, until it is told to fail."""
-    yield RemotePath(f"s3://faulty/{tmp_path.parent.name}-{tmp_path.name}")
-    s3.faults.clear()
+    if store.url.startswith("gs://"):
+        # gcsfs pauses for 2 ** tries seconds and a random part, or not at all if that is below 0.
+        monkeypatch.setattr("gcsfs.retry.random", SimpleNamespace(random=lambda: -40.0))
+    yield RemotePath(f"{store.url}/{tmp_path.parent.name}-{tmp_path.name}")
+    store.begin([])

@@ -35,12 +35,12 @@ def pushed(url, folder):
     pushed.close()
 
 
-def test_what_changed_is_uploaded_and_what_is_gone_goes(s3, url, folder, pushed):
+def test_what_changed_is_uploaded_and_what_is_gone_goes(store, url, folder, pushed):
     pushed.push()
     assert names_below(url) == ["a/b.txt", "metrics.jsonl", "run.json"]
-    s3.seen.clear()
+    store.seen.clear()
     pushed.push()
-    assert not s3.seen
+    assert not store.seen
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("2\n")
     (folder / "a" / "b.txt").unlink()
@@ -57,11 +57,11 @@ def test_a_folder_that_somebody_emptied_empties_nothing(url, folder, pushed):
     assert names_below(url) == ["a/b.txt", "metrics.jsonl", "run.json"]
 
 
-def test_what_fails_is_uploaded_the_next_time_and_losers_upload_nothing(s3, url, folder, pushed):
-    s3.faults.append(Fault("PUT .*/metrics.jsonl", status=403, code="AccessDenied"))
+def test_what_fails_is_uploaded_the_next_time_and_losers_upload_nothing(store, url, folder, pushed):
+    store.faults.append(Fault("PUT .*/metrics.jsonl", status=403, code="AccessDenied"))
     with pytest.raises(StorageError, match=r"metrics.jsonl: writing is not allowed"):
         pushed.push()
-    s3.faults.clear()
+    store.faults.clear()
     pushed.push()
     assert "metrics.jsonl" in names_below(url)
 
@@ -77,7 +77,7 @@ def test_what_fails_is_uploaded_the_next_time_and_losers_upload_nothing(s3, url,
 
 
 def test_another_host_gets_what_is_there_and_the_same_host_only_what_changed(
-    s3, url, folder, pushed, tmp_path
+    store, url, folder, pushed, tmp_path
 ):
     pushed.push()
     other = tmp_path / "there"
@@ -94,17 +94,19 @@ def test_another_host_gets_what_is_there_and_the_same_host_only_what_changed(
     assert not (other / "gone.txt").exists()
     (url / "metrics.jsonl").write_bytes(b"other\n")
     os.utime(folder / "run.json", (1, 1))
-    s3.seen.clear()
+    store.seen.clear()
     pull_records(folder, url, url.tree())
     assert (folder / "metrics.jsonl").read_text() == "other\n"
-    read = [seen for seen in s3.seen if seen.startswith("GET") and seen.endswith((".jsonl", "n"))]
+    read = [
+        seen for seen in store.seen if seen.startswith("GET") and seen.endswith((".jsonl", "n"))
+    ]
     assert sorted({seen.rpartition("/")[2] for seen in read}) == ["metrics.jsonl", "run.json"]
-    assert not any(seen.endswith("b.txt") for seen in s3.seen)
+    assert not any(seen.endswith("b.txt") for seen in store.seen)
 
 
 def test_a_folder_of_something_else_is_left_alone(url, tmp_path):
     write(tmp_path, precious_txt="mine")
-    with pytest.raises(StorageError, match=r"is not a copy of s3://.*set local_dir to another"):
+    with pytest.raises(StorageError, match=rf"is not a copy of {url}.*set local_dir to another"):
         require_copy_of(tmp_path, url, {"lock"})
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
@@ -120,14 +122,16 @@ def test_readers_are_told_of_an_empty_place_and_of_what_they_cannot_write(url):
 
 
 def test_records_that_changed_on_their_way_do_not_become_those_of_the_run(
-    s3, url, folder, pushed, tmp_path
+    store, url, folder, pushed, tmp_path
 ):
     pushed.push()
-    s3.fill(url.url.removeprefix("s3://faulty/"), {"/metrics.jsonl": b"1\n", "/run.json": b"{}"})
+    store.fill(
+        url.url.removeprefix(f"{store.url}/"), {"/metrics.jsonl": b"1\n", "/run.json": b"{}"}
+    )
     other = tmp_path / "there"
     other.mkdir()
     require_copy_of(other, url, set())
     listing = url.tree()
-    s3.begin([Fault("GET .*/metrics.jsonl", flip=True, times=1)])
+    store.begin([Fault("GET .*/metrics.jsonl", flip=True, times=1)])
     pull_records(other, url, listing)
     assert (other / "metrics.jsonl").read_text() == "1\n"
