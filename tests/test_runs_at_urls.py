@@ -99,18 +99,18 @@ def assert_same(folder, run, bucket=BUCKET):
 
 
 @pytest.mark.long
-def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, s3, capsys):
-    assert train(folder, "plain", "steps=6", disk="disk") == 0
+def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, store, capsys):
+    assert train(folder, "plain", "steps=6", disk="disk", bucket=store.url) == 0
     shutil.rmtree(folder / "disk")
-    assert train(folder, "plain", disk="disk") == 0
+    assert train(folder, "plain", disk="disk", bucket=store.url) == 0
     assert "Goes on from step 6" in capsys.readouterr().out
-    assert_same(folder, "plain")
-    names = names_below(RemotePath(url_of("plain")))
+    assert_same(folder, "plain", store.url)
+    names = names_below(RemotePath(url_of("plain", store.url)))
     assert {"run.json", "config.yaml", "metrics.jsonl", "launches.jsonl", "clock.jsonl"} <= {*names}
     assert any(name.startswith("tensorboard/") for name in names)
-    assert steps_at("plain") == [6, 9]
+    assert steps_at("plain", store.url) == [6, 9]
     # On this host the newest step is whole, and of others there are small files.
-    here = folder / "disk" / "s3" / "faulty" / "runs" / "plain" / "checkpoints"
+    here = folder / "disk" / store.url[:2] / "faulty" / "runs" / "plain" / "checkpoints"
     assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
 
 
@@ -221,42 +221,46 @@ def test_killed_in_an_upload_it_goes_on_from_an_empty_disk_bit_for_bit(folder, s
 
 
 @pytest.mark.slow
-def test_damage_at_the_url_is_put_aside_there_and_damage_here_is_fetched_again(folder, s3, capsys):
-    assert train(folder, "damaged", "steps=6", disk="one") == 0
-    home = RemotePath(url_of("damaged")) / "checkpoints"
-    here = folder / "one" / "s3" / "faulty" / "runs" / "damaged" / "checkpoints" / "00000006"
+def test_damage_at_the_url_is_put_aside_there_and_damage_here_is_fetched_again(
+    folder, store, capsys
+):
+    assert train(folder, "damaged", "steps=6", disk="one", bucket=store.url) == 0
+    home = RemotePath(url_of("damaged", store.url)) / "checkpoints"
+    here = (
+        folder / "one" / store.url[:2] / "faulty" / "runs" / "damaged" / "checkpoints" / "00000006"
+    )
     (name, *_) = here.glob("arrays/params.*kernel/[0-9]*")
     name.write_bytes(flipped(name.read_bytes()))
     capsys.readouterr()
-    assert train(folder, "damaged", "steps=7", disk="one") == 0
+    assert train(folder, "damaged", "steps=7", disk="one", bucket=store.url) == 0
     said = capsys.readouterr()
     assert "are fetched again" in said.err and "Goes on from step 6" in said.out
-    assert train(folder, "damaged", "steps=6", disk="one") == 0
+    assert train(folder, "damaged", "steps=6", disk="one", bucket=store.url) == 0
     bad = home / "00000007" / name.relative_to(here).as_posix()
     bad.write_bytes(flipped(bad.read_bytes()))
     shutil.rmtree(folder / "one")
-    assert train(folder, "damaged", disk="two") == 0
+    assert train(folder, "damaged", disk="two", bucket=store.url) == 0
     said = capsys.readouterr()
-    assert "At s3://faulty/runs/damaged/checkpoints/00000007 it is put aside" in said.err
+    assert f"At {store.url}/runs/damaged/checkpoints/00000007 it is put aside" in said.err
     assert "Goes on from step 6" in said.out
-    assert_same(folder, "damaged")
+    assert_same(folder, "damaged", store.url)
     aside = [name for name in names_below(home) if ".damaged-" in name]
     assert any(name.endswith("/commit.json") for name in aside)
 
 
 @pytest.mark.slow
 def test_a_store_that_refuses_ends_the_run_and_the_same_command_goes_on(
-    folder, s3, capsys, monkeypatch
+    folder, store, capsys, monkeypatch
 ):
     monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
     place = r"PUT /faulty/runs/refused/checkpoints/00000006/.*"
-    s3.faults.append(Fault(place, status=403, code="AccessDenied"))
-    assert train(folder, "refused", disk="three") == 74
+    store.faults.append(Fault(place, status=403, code="AccessDenied"))
+    assert train(folder, "refused", disk="three", bucket=store.url) == 74
     assert "writing is not allowed" in capsys.readouterr().err
-    s3.faults.clear()
-    assert steps_at("refused") == [3]
-    assert train(folder, "refused", disk="four") == 0
-    assert_same(folder, "refused")
+    store.faults.clear()
+    assert steps_at("refused", store.url) == [3]
+    assert train(folder, "refused", disk="four", bucket=store.url) == 0
+    assert_same(folder, "refused", store.url)
 
 
 @pytest.mark.slow
