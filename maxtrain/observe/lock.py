@@ -27,14 +27,16 @@ class RunLock:
         folder: the run's folder.
         needed: whether a folder that can't be locked is an error; otherwise it is used without a
             lock.
+        key: of the config, that says where the folder is.
 
     Raises:
         LockedError: another process has the lock; the message names it.
         StorageError: the folder can't be locked.
     """
 
-    def __init__(self, folder: Path, needed: bool = True):
+    def __init__(self, folder: Path, needed: bool = True, key: str = "output_dir"):
         self._path = folder / FILE_NAME
+        self._key = key
         self._needed = needed
         self._file: IO[str] | None = None
         self._made_folder = False
@@ -72,7 +74,7 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
-            mend = "Set output_dir to a folder that you may write to"
+            mend = f"Set {self._key} to a folder that you may write to"
             raise StorageError(f"{self._path}: {error.strerror}. {mend}.") from error
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,8 +84,8 @@ class RunLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 what = f"{self._path} can't be locked ({error.strerror})"
                 raise StorageError(
-                    f"{what}, so two runs could write there at the same time. Set output_dir to a "
-                    "file system with locks."
+                    f"{what}, so two runs could write there at the same time. "
+                    f"Set {self._key} to a file system with locks."
                 ) from error
             recorded = holder(self._path.parent)
             who = recorded or "a process that has not said which it is"

@@ -64,7 +64,7 @@ class StoreAtUrl(Store):
         super().__init__(folder)
         self.checkpoints = url / CHECKPOINTS
         self._url = url
-        self._lock = RunLock(folder)
+        self._lock = RunLock(folder, key="local_dir")
         self._lease: Lease | None = None
         self._records: Records | None = None
         self._listing: dict[str, str] = {}
