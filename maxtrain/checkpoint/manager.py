@@ -351,7 +351,11 @@ class Checkpoints:
         Raises:
             StorageError: in all processes, if it has no space for one.
         """
-        once = _num_bytes(constant)
+        size = _num_bytes
+        if self._home is not None:
+            # Each process writes the parts that its devices hold, and sends them.
+            size = _num_bytes_here
+        once = size(constant)
         if any(not defect(path) for path in frozen.stores(self.directory)):
             once = 0
         key = "output_dir"
@@ -363,7 +367,7 @@ class Checkpoints:
             why = "the newest, which stays on this host,"
             kept = 1
         more = max(1, kept + 1 - len(self.steps()))
-        needed = Needed(_num_bytes(abstract_state), once, more, key, why)
+        needed = Needed(size(abstract_state), once, more, key, why)
         with raising_together(StorageError):
             warning = require_space(self.directory, needed)
             if self.local is not None:

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import ConfigError, StorageError
+from data_pipeline.remote import RemotePath
 from maxtrain.checkpoint import copying, manager, writing
 from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints
@@ -183,6 +184,31 @@ def test_space_is_looked_at_before_it_is_needed(checkpoints, monkeypatch):
         else:
             warning = checkpoints.require_space(small())
             assert steps in warning and bool(warning) == bool(steps)
+
+
+def test_behind_a_url_a_host_needs_space_for_its_part_alone(tmp_path, monkeypatch):
+    """One of four hosts, each of which holds a quarter."""
+    quarters = dict(enumerate(["a", "b", "c", "d"]))
+    sharding = types.SimpleNamespace(
+        devices_indices_map=lambda shape: quarters,
+        addressable_devices_indices_map=lambda shape: {2: quarters[2]},
+    )
+    leaf = types.SimpleNamespace(
+        size=1000, shape=(1000,), dtype=jnp.dtype("float32"), sharding=sharding
+    )
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda place: types.SimpleNamespace(free=2 * 1000 - 1)
+    )
+    home = RemotePath(f"file://{tmp_path}/bucket")
+    at_url = Checkpoints(tmp_path / "here", CheckpointConfig(), home=home)
+    assert "the newest, which stays on this host, needs 2 more" in at_url.require_space([leaf])
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: types.SimpleNamespace(free=2 * 1000))
+    assert at_url.require_space([leaf]) == ""
+    at_url.close()
+    on_disk = Checkpoints(tmp_path / "disk", CheckpointConfig())
+    with pytest.raises(StorageError, match=r"a checkpoint takes up to"):
+        on_disk.require_space([leaf])
+    on_disk.close()
 
 
 def test_a_save_is_due_so_many_minutes_after_the_last_one(tmp_path, monkeypatch):
