@@ -59,7 +59,7 @@ def test_a_bucket_that_will_not_do_is_named_with_the_mend(
     store, config, tmp_path, monkeypatch, capfd, bucket, fault, said
 ):
     faults = [fault] if fault is not None else []
-    _require_told(store, faults, config, tmp_path, monkeypatch, capfd, bucket, said)
+    assert_told(store, faults, config, tmp_path, monkeypatch, capfd, bucket, said)
 
 
 @pytest.mark.usefixtures("this_process")
@@ -82,10 +82,10 @@ def test_a_bucket_that_is_elsewhere_or_too_slow_is_named(
 ):
     if fault.seconds:
         _wait_little(monkeypatch)
-    _require_told(s3, [fault], config, tmp_path, monkeypatch, capfd, "faulty", said)
+    assert_told(s3, [fault], config, tmp_path, monkeypatch, capfd, "faulty", said)
 
 
-def _require_told(store, faults, config, folder, monkeypatch, capfd, bucket, said):
+def assert_told(store, faults, config, folder, monkeypatch, capfd, bucket, said):
     """A run in a bucket ends with 74, says this, and has left nothing there."""
     monkeypatch.setattr(remote, "_PAUSE", 0.01)
     store.begin(faults)
@@ -134,4 +134,4 @@ def test_a_machine_without_credentials_is_told_so_by_google(
     refusal = "Anonymous caller does not have storage.objects.list access"
     said = rf"listing is not allowed \(HttpError: {refusal}.*\(gcloud auth application-default log"
     faults = [Fault(".*", status=401, message=refusal)]
-    _require_told(store, faults, config, tmp_path, monkeypatch, capfd, "faulty", said)
+    assert_told(store, faults, config, tmp_path, monkeypatch, capfd, "faulty", said)
