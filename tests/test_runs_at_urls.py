@@ -358,6 +358,26 @@ def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3,
     assert generate.main([url_of(run), "--prompt", "the", "--max-tokens", "4"]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_another_number_of_processes_goes_on_from_a_bucket(folder, s3, capsys):
+    """What two hosts have saved, each its part, one reads alone."""
+    run = "fewer"
+    codes, said = on_two_hosts(folder, run, ("first", "second"), overrides=["steps=6"])
+    assert codes == [0, 0] and steps_at(run) == [3, 6], said
+    for disk in ("first", "second"):
+        shutil.rmtree(folder / disk)
+    capsys.readouterr()
+    assert train(folder, run, disk="alone") == 0
+    assert "Goes on from step 6" in capsys.readouterr().out and steps_at(run) == [6, 9]
+    ours = read_metrics(readable(url_of(run)))
+    whole = read_metrics(folder / "runs" / "whole")
+    assert [record["step"] for record in ours] == [record["step"] for record in whole]
+    losses = [record["loss"] for record in whole]
+    assert [record["loss"] for record in ours] == pytest.approx(losses, rel=1e-5)
+    assert checkpoints.main(["verify", url_of(run)]) == 0
+
+
 def between_uploads(folder, name="fast", every=4):
     """Overrides of a run that saves each step, and uploads few."""
     return [
