@@ -24,9 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import PipelineConfig
-from maxtrain.config.words import divisors, nearest
 from maxtrain.models.context import Context, Noise, Rotation
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
@@ -134,18 +132,10 @@ def _on_stages(x: Array) -> Array:
 
 
 def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:
-    """The layers of each stage, by round.
-
-    ConfigError: the stages can't have equal numbers of them.
-    """
+    """The layers of each stage, by round."""
     S, R, _ = form
     N = leaf.shape[0]
-    if N % (S * R):
-        raise ConfigError(
-            f"model.pipeline.rounds={R} times mesh.stage={S} must divide {N}, the number of layers "
-            "that are alike, or of groups of such. Set model.pipeline.rounds to "
-            f"{nearest(R, divisors(N // S))}."
-        )
+    assert N % (S * R) == 0, f"{N} layers or periods in {R} rounds of {S} stages"
     length = N // (S * R)
     by_round = leaf.reshape(R, S, length, *leaf.shape[1:])
     return by_round.swapaxes(0, 1)

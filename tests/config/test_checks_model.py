@@ -205,7 +205,7 @@ LONGROPE = [
         ),
         # stages
         (
-            ["mesh.stage=3", "model.vocab_size=256"],
+            ["mesh.stage=3", "model.num_layers=24", "model.vocab_size=256"],
             "mesh.stage=3 must divide model.vocab_size=256",
             "Set mesh.stage to 1, 2, 4 or 8.",
         ),
@@ -215,7 +215,7 @@ LONGROPE = [
             "Set model.pipeline.micro_batches to 1, 2, 4 or 8, or data.batch_size to 15 or 18.",
         ),
         (
-            ["mesh.stage=32", "mesh.fsdp=1", "model.pipeline.rounds=2"],
+            ["mesh.stage=32", "mesh.fsdp=1", "model.num_layers=64", "model.pipeline.rounds=2"],
             "needs at least mesh.stage=32 of them",
             "Set model.pipeline.rounds=1, or data.batch_size to 32 or more.",
         ),

@@ -8,12 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.families import PARITY, repeated
 from data_pipeline.errors import ConfigError
+from maxtrain.config import RunConfig
+from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.schema import (
+    LatentConfig,
     MeshConfig,
+    ModelConfig,
+    MoeConfig,
     PipelineConfig,
+    PrecisionConfig,
     RegularizationConfig,
     RoutingConfig,
 )
@@ -165,10 +173,58 @@ def test_losses_of_routers_are_those_of_whole_batches(scope, accumulation):
     assert_same(found, run(model, {}, PLAIN))
 
 
-def test_stages_that_can_not_have_equal_numbers_of_layers_are_refused():
-    model = model_of("llama3")
-    with pytest.raises(ConfigError, match=r"rounds=3 times mesh.stage=2 must divide 4.* to 1 or 2"):
-        run(model, {"stage": 2}, PLAIN, pipeline=PipelineConfig(rounds=3))
+def builds(model, stage) -> bool:
+    """Whether parameters can be placed on so many stages, and rows can go through them."""
+    mesh = make_mesh(MeshConfig(fsdp=1, stage=stage), jax.devices()[:stage])
+    rows = jax.ShapeDtypeStruct((stage, 8), jnp.int32)
+
+    def hidden(params, rows):
+        return nnx.merge(graphdef, params).hidden(rows, rows, rows)
+
+    try:
+        graphdef, params = abstract_model(model, PrecisionConfig(), mesh)
+        with jax.set_mesh(mesh):
+            jax.eval_shape(hidden, params, rows)
+    except ConfigError as error:
+        assert "dim 'layers'" in str(error)
+        return False
+    except AssertionError as error:
+        assert "rounds of" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.long
+@settings(max_examples=15, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "gemma2", "gemma3", "deepseek_v3"]),
+    layers=st.integers(1, 16),
+    stage=st.integers(2, 4),
+    rounds=st.integers(1, 3),
+)
+@example(family="gemma2", layers=9, stage=2, rounds=2)
+@example(family="deepseek_v3", layers=7, stage=3, rounds=2)
+@example(family="deepseek_v3", layers=8, stage=4, rounds=1)
+@example(family="llama", layers=12, stage=4, rounds=3)
+def test_a_config_is_accepted_exactly_if_its_model_builds(family, layers, stage, rounds):
+    model = ModelConfig(
+        family,
+        vocab_size=24,
+        num_layers=layers,
+        embed_dim=8,
+        mlp_dim=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        attention="eager",
+        latent=LatentConfig(kv_rank=4, rope_dim=4, value_dim=4),
+        moe=MoeConfig(2, 1, expert_dim=8, dense_layers=1),
+        routing=RoutingConfig(kernel="eager"),
+        pipeline=PipelineConfig(rounds=rounds),
+    )
+    config = RunConfig(model=model, mesh=MeshConfig(fsdp=1, stage=stage))
+    found = list(pipeline_problems(config, {}, 0))
+    assert (not found) == builds(model, stage), found
 
 
 def test_the_share_of_waiting_falls_with_micro_batches_and_rounds():

@@ -1,10 +1,40 @@
-"""Layers in stages: what rows, experts and the vocabulary must be for them."""
+"""Layers in stages: what layers, rows, experts and the vocabulary must be for them."""
 
+import dataclasses
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from maxtrain.config.rollouts import rollout_settings
-from maxtrain.config.schema import RunConfig
-from maxtrain.config.words import divisors, multiples, nearest
+from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.sections.model import MAX_LAYERS, PERIODS
+from maxtrain.config.sections.moe import DEEPSEEK
+from maxtrain.config.words import choices, divisors, multiples, nearest
+
+
+class Alike(NamedTuple):
+    """What stages can have equal numbers of.
+
+    Attributes:
+        count: layers that are alike, or groups of layers that take turns.
+        length: layers of a group.
+        others: layers before and after these, which all stages compute.
+    """
+
+    count: int
+    length: int
+    others: int
+
+
+def alike_layers(model: ModelConfig) -> Alike:
+    """Of a model, as its family makes them."""
+    length = PERIODS.get(model.family, 1)
+    dense = 0
+    if model.family in DEEPSEEK and model.moe.dense_layers < model.num_layers:
+        dense = model.moe.dense_layers
+    # Fewer layers than take turns are a group, too.
+    count = max(1, (model.num_layers - dense) // length)
+    return Alike(count, length, max(0, model.num_layers - count * length))
 
 
 def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -> Iterator[str]:
@@ -28,6 +58,7 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
             "several stages can't send tokens to experts in turns. "
             "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1."
         )
+    yield from _layer_problems(config)
     yield from _vocabulary_problems(config)
     if shards > 0:
         for key, rows in batches.items():
@@ -41,6 +72,79 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
         )
 
 
+def _layer_problems(config: RunConfig) -> Iterator[str]:
+    """Layers of which stages can't have equal numbers in each round."""
+    stage = config.mesh.stage
+    rounds = config.model.pipeline.rounds
+    alike = alike_layers(config.model)
+    if alike.count % (stage * rounds) == 0:
+        return
+    what = f"mesh.stage={stage}"
+    if rounds > 1:
+        what += f" times model.pipeline.rounds={rounds}"
+    mends = [_stage_mend(config)]
+    if rounds > 1 and alike.count % stage == 0:
+        valid = nearest(rounds, divisors(alike.count // stage))
+        mends.append(f"model.pipeline.rounds to {valid}")
+    mends += _num_layers_mend(config)
+    yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(mends)}."
+
+
+def _in_words(alike: Alike, model: ModelConfig) -> str:
+    """What must be divided, and where its number comes from."""
+    layers = f"model.num_layers={model.num_layers}"
+    if alike.length > 1:
+        kind = f"model.family={model.family}"
+        return f"{alike.count}, the groups of {alike.length} layers of {kind} in {layers}"
+    if alike.others:
+        dense = f"model.moe.dense_layers={alike.others}"
+        return f"{alike.count}, the layers of {layers} that come after {dense}"
+    return layers
+
+
+def _stage_mend(config: RunConfig) -> str:
+    """Numbers of stages that divide the layers and the vocabulary."""
+    rounds = config.model.pipeline.rounds
+    alike = alike_layers(config.model).count
+    valid: list[int] = []
+    if rounds > 1 and alike % rounds == 0:
+        # One stage has no rounds.
+        valid = [stage for stage in _stages(config, alike // rounds) if stage > 1]
+    words = "mesh.stage to"
+    if not valid:
+        valid = _stages(config, alike)
+        if rounds > 1:
+            words = f"model.pipeline.rounds=1 and {words}"
+    return f"{words} {nearest(config.mesh.stage, valid)}"
+
+
+def _stages(config: RunConfig, blocks: int) -> list[int]:
+    """Those that divide so many blocks of layers, and the vocabulary where it is known."""
+    return divisors(math.gcd(blocks, config.model.vocab_size or 0))
+
+
+def _num_layers_mend(config: RunConfig) -> list[str]:
+    """The next numbers of layers that are right, of those that keep what is beside the groups;
+    weights that are there decide themselves."""
+    if config.checkpoint.init_from is not None:
+        return []
+    model = config.model
+    alike = alike_layers(model)
+    blocks = config.mesh.stage * model.pipeline.rounds
+    below = alike.count // blocks * blocks
+    valid = []
+    for count in (below, below + blocks):
+        num_layers = model.num_layers + (count - alike.count) * alike.length
+        if count and num_layers <= MAX_LAYERS:
+            changed = dataclasses.replace(model, num_layers=num_layers)
+            # With more layers than are dense, or than take turns, others are alike.
+            if alike_layers(changed).count == count:
+                valid.append(num_layers)
+    if not valid:
+        return []
+    return [f"model.num_layers to {choices(valid)}"]
+
+
 def _vocabulary_problems(config: RunConfig) -> Iterator[str]:
     size = config.model.vocab_size
     stage = config.mesh.stage
@@ -49,7 +153,7 @@ def _vocabulary_problems(config: RunConfig) -> Iterator[str]:
         return
     yield (
         f"mesh.stage={stage} must divide model.vocab_size={size}: stages have parts of the "
-        f"embedding and of the head. Set mesh.stage to {nearest(stage, divisors(size))}."
+        f"embedding and of the head. Set {_stage_mend(config)}."
     )
 
 

@@ -11,6 +11,9 @@ from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, Routi
 from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
+# How many layers of a family take turns; those of others are alike.
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt_oss": 2}
+MAX_LAYERS = 10_000
 _LOCAL = UsedBy({"model.family": ("mistral", "mixtral", "gemma2", "gemma3", "gpt_oss")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _TURNED = UsedBy(
@@ -158,7 +161,7 @@ class ModelConfig:
     vocab_size: int | None = key(
         None, "V; null: the vocabulary of the training data's tokenizer", low=1
     )
-    num_layers: int = key(4, "L", low=1, high=10_000)
+    num_layers: int = key(4, "L", low=1, high=MAX_LAYERS)
     embed_dim: int = key(256, "D, model width", low=1, high=1 << 20)
     mlp_dim: int = key(704, "F, feed-forward width", low=1, high=1 << 22)
     num_heads: int = key(4, "N, query heads", low=1, high=1 << 14)

@@ -10,6 +10,7 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
+from maxtrain.config.sections.model import PERIODS
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings, plain_number
 from maxtrain.models.families.tables import decoder_table
@@ -31,8 +32,8 @@ NORMS = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 # Every so many layers, one sees all tokens; the others have a window.
-PERIOD_OF_GEMMA2 = 2
-PERIOD_OF_GEMMA3 = 6
+PERIOD_OF_GEMMA2 = PERIODS["gemma2"]
+PERIOD_OF_GEMMA3 = PERIODS["gemma3"]
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
 # How names of Gemma 3's part for text begin in a model that sees pictures, and in one for text.

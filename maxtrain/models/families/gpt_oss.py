@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from maxtrain.config.schema import ModelConfig, MoeConfig
+from maxtrain.config.sections.model import PERIODS
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.gemma import GLOBAL, alternating, layer_types
@@ -21,7 +22,7 @@ from maxtrain.models.families.tables import (
 from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry, Join, Permute
 
-_PERIOD = 2
+_PERIOD = PERIODS["gpt_oss"]
 # Where a config.json says nothing of them.
 _ROPE = {
     "rope_type": "yarn",
