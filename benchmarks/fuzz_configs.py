@@ -70,7 +70,7 @@ MEND = re.compile(
 NOT_DRAWN = re.compile(
     r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path"
     r"|data\.(cache|cache_bytes|accept_changes|workers)"
-    r"|mesh\.(platform|simulated_devices|dcn_data|dcn_fsdp|coordinator|num_processes|process_id|min_processes"
+    r"|mesh\.(platform|simulated_devices|dcn_data|dcn_stage|dcn_fsdp|coordinator|num_processes|process_id|min_processes"
     r"|connect_seconds|heartbeat_seconds)"
     r"|checkpoint\.(copy_to|local|init_from|init_partial|minutes|grace_seconds)"
     r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"

@@ -36,6 +36,7 @@ from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.run_path import run_path
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.config.sections.mesh import num_slices
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for, find_reference
 from maxtrain.inputs import attach_stored_teacher, open_data, require_answers, with_vocabulary
@@ -420,7 +421,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
-        slices = config.mesh.dcn_data * config.mesh.dcn_fsdp
+        slices = num_slices(config.mesh)
         # Nobody knows here which processes make a slice; if each is one, all are whole.
         if slices not in (1, had):
             return False

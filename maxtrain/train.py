@@ -45,7 +45,7 @@ from maxtrain.checkpoint.local import LocalSteps, OtherStep
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
 from maxtrain.config.run_path import local_folder, run_path, run_url
-from maxtrain.config.sections.mesh import slow_axes_of
+from maxtrain.config.sections.mesh import num_stages, slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
@@ -546,7 +546,7 @@ def describe_micro_batches(progress: Progress, job: Job, chosen: str) -> None:
     """How many micro-batches a step has, if that was `chosen`, and what they cost."""
     config = job.config
     lines = [chosen, counting_note(config.model, config.optimizer.micro_batches)]
-    if config.mesh.stage > 1:
+    if num_stages(config.mesh) > 1:
         lines.append(describe_stages(config))
     for line in lines:
         if line:

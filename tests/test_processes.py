@@ -482,6 +482,11 @@ MIXTRAL = ["model.family=mixtral", "model.moe.num_experts=4", "model.routing.exc
         ("experts", ["mesh.expert=4", *MIXTRAL], []),
         # What a slow network connects is a matter of order alone.
         ("slices", ["mesh.fsdp=2", "mesh.dcn_data=2"], ["mesh.dcn_data=1", "mesh.data=2"]),
+        (
+            "stages",
+            ["mesh.fsdp=2", "mesh.dcn_stage=2", "model.num_layers=2"],
+            ["mesh.dcn_stage=1", "mesh.stage=2"],
+        ),
     ],
 )
 def test_rows_experts_and_slices_may_be_those_of_several_processes(config, name, mesh, same):

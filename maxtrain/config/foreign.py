@@ -102,7 +102,8 @@ _MAXTEXT = (
     ("mesh.fsdp", _SAME, "ici_fsdp_parallelism"),
     ("mesh.dcn_fsdp", _SAME, "dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
-    ("mesh.stage", _STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
+    ("mesh.stage", _STAGES, "ici_pipeline_parallelism"),
+    ("mesh.dcn_stage", _STAGES, "dcn_pipeline_parallelism"),
     ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
     (
         "mesh.context",

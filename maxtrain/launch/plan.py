@@ -13,7 +13,7 @@ from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, fit_to_plan
 from maxtrain.config.across.attention_choice import Hardware, choose
 from maxtrain.config.kernels import AUTO
 from maxtrain.config.load import Models, load_with_notes
-from maxtrain.config.sections.mesh import slow_axes_of
+from maxtrain.config.sections.mesh import num_slices, slow_axes_of
 from maxtrain.config.shipped import find_file, shipped_configs
 
 # The verbs that can be launched.
@@ -108,7 +108,7 @@ def enough_nodes(plan: Plan, given: Devices, per_node: int) -> list[int]:
     count = given.count(config)
     if plan.verb != "train" or least is None or count is None:
         return []
-    slices = config.mesh.dcn_data * config.mesh.dcn_fsdp
+    slices = num_slices(config.mesh)
     nodes = given.processes // per_node
     # Which nodes make a slice is not known here, if a slice is more than a node.
     if slices not in (1, nodes, given.processes):

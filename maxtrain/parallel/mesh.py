@@ -114,7 +114,7 @@ def _require_slices(slow: dict[str, int], count: int, units: str) -> None:
     keys = " and ".join(slow)
     raise ConfigError(
         f"{given} must be the number of {units}, {count}. Set {keys} so that they multiply to "
-        f"{count}, or leave mesh.dcn_data and mesh.dcn_fsdp out."
+        f"{count}, or leave them out."
     )
 
 

@@ -67,6 +67,19 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "mesh.data to 2, or mesh.fsdp to 4",
         ),
         (
+            ["mesh.dcn_stage=2", "mesh.fsdp=2"],
+            8,
+            "mesh.dcn_stage=2 x mesh.data=1 x mesh.fsdp=2 x mesh.tensor=1 = 4 must be",
+            "mesh.data to 2, or mesh.fsdp to 4",
+        ),
+        (
+            # Stages have no rows of their own.
+            ["mesh.dcn_data=2", "mesh.dcn_stage=2", "data.batch_size=18"],
+            16,
+            "mesh.dcn_data=2 times mesh.data=1 times mesh.fsdp=4",
+            "Set data.batch_size to 16 or 24",
+        ),
+        (
             ["mesh.dcn_data=2", "mesh.dcn_fsdp=2", "data.batch_size=18"],
             16,
             "mesh.dcn_data=2 times mesh.dcn_fsdp=2 times mesh.data=1 times mesh.fsdp=4",
@@ -289,6 +302,22 @@ def test_fewer_processes_than_planned_that_nothing_fits_are_refused(planned, cou
             3,
             1,
             "optimizer.accumulation=2 mesh.dcn_data=1 mesh.dcn_fsdp=3",
+        ),
+        # Shards go rather than stages, and stages only where layers allow it.
+        (
+            ("mesh.dcn_stage=2", "mesh.dcn_fsdp=2"),
+            4,
+            2,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_fsdp=1",
+        ),
+        (("mesh.dcn_data=2", "mesh.dcn_stage=2"), 4, 3, 1, None),
+        (
+            ("mesh.dcn_stage=4", "model.num_layers=12", "model.vocab_size=4104"),
+            4,
+            3,
+            1,
+            "optimizer.accumulation=2 mesh.dcn_stage=3",
         ),
         # Two processes are a slice, of which there is no half.
         (("mesh.dcn_data=4",), 8, 4, 1, "optimizer.accumulation=2 mesh.dcn_data=2"),

@@ -18,8 +18,8 @@ from tests.config.checking import check_problem, load
 # Layers that are all alike, that follow others, and that take turns.
 KINDS = ("llama", "deepseek_v3", "gemma2", "gemma3")
 DENSE = 1
-# 2 to 8 stages divide it.
-VOCABULARY = 840
+# 2 to 8 stages in up to three slices divide it.
+VOCABULARY = 5040
 
 
 @functools.cache
@@ -27,7 +27,9 @@ def base() -> RunConfig:
     return load("mesh.fsdp=1")
 
 
-def staged(family, layers, stage, rounds=1, vocabulary=VOCABULARY, init_from=None) -> RunConfig:
+def staged(
+    family, layers, stage, rounds=1, vocabulary=VOCABULARY, init_from=None, slow=1
+) -> RunConfig:
     """A config with so many layers in so many stages; not checked."""
     config = base()
     model = dataclasses.replace(
@@ -41,7 +43,7 @@ def staged(family, layers, stage, rounds=1, vocabulary=VOCABULARY, init_from=Non
     return dataclasses.replace(
         config,
         model=model,
-        mesh=dataclasses.replace(config.mesh, stage=stage),
+        mesh=dataclasses.replace(config.mesh, stage=stage, dcn_stage=slow),
         checkpoint=dataclasses.replace(config.checkpoint, init_from=init_from),
     )
 
@@ -91,6 +93,24 @@ def found_in(config) -> list[str]:
             "mesh.stage=2 must divide 3, the groups of 6 layers of model.family=gemma3 in "
             "model.num_layers=20.",
             "Set mesh.stage to 1 or 3, or model.num_layers to 14 or 26.",
+        ),
+        # Stages in several slices.
+        (
+            staged("llama", 6, 2, slow=2),
+            "mesh.dcn_stage=2 times mesh.stage=2 must divide model.num_layers=6.",
+            "Set mesh.stage to 1 or 3, or mesh.dcn_stage to 1 or 3, or model.num_layers to 4 or 8.",
+        ),
+        (
+            staged("llama", 3, 2, slow=2),
+            "mesh.dcn_stage=2 times mesh.stage=2 must divide model.num_layers=3.",
+            "Set mesh.dcn_stage=1 and mesh.stage to 1 or 3, or model.num_layers to 4.",
+        ),
+        (
+            staged("llama", 8, 1, rounds=3, slow=2),
+            "mesh.dcn_stage=2 times model.pipeline.rounds=3 must divide model.num_layers=8.",
+            "Set model.pipeline.rounds=1 and mesh.stage to 1, 2 or 4, or model.pipeline.rounds=1 "
+            "and mesh.dcn_stage to 1, 2, 4 or 8, or model.pipeline.rounds to 1, 2 or 4, or "
+            "model.num_layers to 6 or 12.",
         ),
         # What divides the vocabulary, too.
         (
@@ -155,13 +175,15 @@ def test_layers_that_are_alike_are_counted_as_models_have_them(family):
     layers=st.integers(1, 40),
     stage=st.integers(2, 8),
     rounds=st.integers(1, 4),
+    slow=st.integers(1, 3),
 )
-def test_each_mend_is_one(family, layers, stage, rounds):
+def test_each_mend_is_one(family, layers, stage, rounds, slow):
     """Every value that a message gives is accepted, and there is one."""
-    given = {"layers": layers, "stage": stage, "rounds": rounds}
+    given = {"layers": layers, "stage": stage, "rounds": rounds, "slow": slow}
     names = {
         "model.num_layers": "layers",
         "mesh.stage": "stage",
+        "mesh.dcn_stage": "slow",
         "model.pipeline.rounds": "rounds",
     }
     found = found_in(staged(family, **given))
@@ -169,9 +191,10 @@ def test_each_mend_is_one(family, layers, stage, rounds):
         for mend in problem.partition(". Set ")[2].split(", or "):
             key, _, values = mend.rpartition(" to ")
             changed = dict(given)
-            if key.startswith("model.pipeline.rounds=1 and "):
-                changed["rounds"] = 1
-                key = key.removeprefix("model.pipeline.rounds=1 and ")
+            *others, key = key.split(" and ")
+            for other in others:
+                name, _, number = other.partition("=")
+                changed[names[name]] = int(number)
             for number in re.findall(r"\d+", values):
                 changed[names[key]] = int(number)
                 assert found_in(staged(family, **changed)) == [], mend

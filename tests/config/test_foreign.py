@@ -72,6 +72,7 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("learning_rate", "optimizer.learning_rate"),
         ("ici_context_parallelism", "mesh.context"),
         ("dcn_fsdp_parallelism", "mesh.dcn_fsdp"),
+        ("dcn_pipeline_parallelism", "mesh.dcn_stage"),
         ("parallelism.expert_parallel_degree", "mesh.expert"),
         ("mesh.ep", "mesh.expert"),
         ("parallelism.context_parallel_degree", "mesh.context"),

@@ -50,6 +50,16 @@ def test_outer_axes_are_split_over_slices():
     assert len({device.id for device in mesh.devices.flat}) == 16
 
 
+def test_stages_are_split_over_slices_where_that_is_asked_for():
+    """Two slices of eight chips: a device gives micro-batches to one of the other slice."""
+    answer_libtpu()
+    described = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2)
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2, dcn_stage=2), described.devices)
+    assert mesh.shape["stage"] == 2
+    slices = [[chip.slice_index for chip in chips.flat] for chips in mesh.devices[0]]
+    assert slices == [[0] * 8, [1] * 8]
+
+
 def case(axes: dict[str, int], attention: str, *marks: pytest.MarkDecorator):
     mesh = "-".join(f"{axis}{size}" for axis, size in axes.items())
     return pytest.param(axes, attention, marks=marks, id=f"{mesh}-{attention}")

@@ -75,6 +75,16 @@ def test_a_slow_axis_goes_from_slice_to_slice_and_the_others_stay_within_one():
     assert sorted(ids(mesh).flat) == list(range(32))
 
 
+def test_stages_may_go_from_slice_to_slice():
+    """Four slices of four devices: two replicas of four stages, two of them in each slice."""
+    config = MeshConfig(data=1, stage=2, fsdp=2, dcn_data=2, dcn_stage=2)
+    mesh = over_slices(config, fakes(16, of_process=4, of_slice=4))
+    assert mesh.shape == (2, 4, 2, 1, 1, 1)
+    slices = ids(mesh).reshape(2, 4, 2) // 4
+    # [data, stage]: fsdp stays inside.
+    assert slices[:, :, 0].tolist() == slices[:, :, 1].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+
+
 @pytest.mark.parametrize("of_slice", [None, 16], ids=["none", "all in one"])
 def test_without_slices_processes_are_what_a_slow_network_connects(of_slice):
     config = MeshConfig(data=2, fsdp=2, expert=2, dcn_data=2)

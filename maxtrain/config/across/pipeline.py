@@ -7,6 +7,12 @@ from typing import NamedTuple
 
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.sections.mesh import (
+    MeshConfig,
+    num_stages,
+    stage_words,
+    without_stages,
+)
 from maxtrain.config.sections.model import MAX_LAYERS, PERIODS
 from maxtrain.config.sections.moe import DEEPSEEK
 from maxtrain.config.words import choices, divisors, multiples, nearest
@@ -44,19 +50,20 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
         batches: every number of rows of a step, by its key.
         shards: devices with rows of their own; 0: the mesh is not known yet.
     """
-    stage = config.mesh.stage
-    if stage <= 1:
+    mesh = config.mesh
+    if num_stages(mesh) <= 1:
         return
+    split = stage_words(mesh)
     if rollout_settings(config) is not None:
         yield (
-            f"mesh.stage={stage} is not for completions that are sampled: they are not made in "
-            "stages. Set mesh.stage=1, and mesh.fsdp or mesh.tensor higher."
+            f"{split} is not for completions that are sampled: they are not made in stages. "
+            f"Set {without_stages(mesh)}, and mesh.fsdp or mesh.tensor higher."
         )
-    if config.mesh.expert > 1:
+    if mesh.expert > 1:
         yield (
-            f"mesh.stage={stage} does not go with mesh.expert={config.mesh.expert}: devices of "
-            "several stages can't send tokens to experts in turns. "
-            "Set mesh.expert=1, and mesh.fsdp or mesh.tensor higher, or mesh.stage=1."
+            f"{split} does not go with mesh.expert={mesh.expert}: devices of several stages can't "
+            "send tokens to experts in turns. Set mesh.expert=1, and mesh.fsdp or mesh.tensor "
+            f"higher, or {without_stages(mesh)}."
         )
     yield from _layer_problems(config)
     yield from _vocabulary_problems(config)
@@ -67,24 +74,24 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
     if routing.balance and routing.balance_scope == "micro_batch":
         yield (
             "model.routing.balance_scope=micro_batch goes by what is computed at a time, and "
-            f"mesh.stage={stage} computes fewer rows at a time. "
+            f"{split} computes fewer rows at a time. "
             "Set model.routing.balance_scope to sequence or global."
         )
 
 
 def _layer_problems(config: RunConfig) -> Iterator[str]:
     """Layers of which stages can't have equal numbers in each round."""
-    stage = config.mesh.stage
+    stages = num_stages(config.mesh)
     rounds = config.model.pipeline.rounds
     alike = alike_layers(config.model)
-    if alike.count % (stage * rounds) == 0:
+    if alike.count % (stages * rounds) == 0:
         return
-    what = f"mesh.stage={stage}"
+    what = stage_words(config.mesh)
     if rounds > 1:
         what += f" times model.pipeline.rounds={rounds}"
-    mends = [_stage_mend(config)]
-    if rounds > 1 and alike.count % stage == 0:
-        valid = nearest(rounds, divisors(alike.count // stage))
+    mends = _stage_mends(config)
+    if rounds > 1 and alike.count % stages == 0:
+        valid = nearest(rounds, divisors(alike.count // stages))
         mends.append(f"model.pipeline.rounds to {valid}")
     mends += _num_layers_mend(config)
     yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(mends)}."
@@ -102,20 +109,38 @@ def _in_words(alike: Alike, model: ModelConfig) -> str:
     return layers
 
 
-def _stage_mend(config: RunConfig) -> str:
-    """Numbers of stages that divide the layers and the vocabulary."""
+def _stage_mends(config: RunConfig) -> list[str]:
+    """What makes numbers of stages that divide the layers and the vocabulary, each by itself."""
     rounds = config.model.pipeline.rounds
     alike = alike_layers(config.model).count
-    valid: list[int] = []
     if rounds > 1 and alike % rounds == 0:
         # One stage has no rounds.
-        valid = [stage for stage in _stages(config, alike // rounds) if stage > 1]
-    words = "mesh.stage to"
-    if not valid:
-        valid = _stages(config, alike)
-        if rounds > 1:
-            words = f"model.pipeline.rounds=1 and {words}"
-    return f"{words} {nearest(config.mesh.stage, valid)}"
+        several = [count for count in _stages(config, alike // rounds) if count > 1]
+        found = _by_one_axis(config.mesh, several)
+        if found:
+            return found
+    valid = _stages(config, alike)
+    first = ""
+    if rounds > 1:
+        first = "model.pipeline.rounds=1 and "
+    found = _by_one_axis(config.mesh, valid)
+    if not found:
+        found = [f"mesh.dcn_stage=1 and mesh.stage to {nearest(num_stages(config.mesh), valid)}"]
+    return [first + mend for mend in found]
+
+
+def _by_one_axis(mesh: MeshConfig, valid: list[int]) -> list[str]:
+    """Sizes of each axis with which the other one makes one of these numbers of stages."""
+    found = []
+    for key, size, other in (
+        ("mesh.stage", mesh.stage, mesh.dcn_stage),
+        ("mesh.dcn_stage", mesh.dcn_stage, mesh.stage),
+    ):
+        sizes = [count // other for count in valid if count % other == 0]
+        is_slow = key == "mesh.dcn_stage"
+        if sizes and not (is_slow and size == 1):
+            found.append(f"{key} to {nearest(size, sizes)}")
+    return found
 
 
 def _stages(config: RunConfig, blocks: int) -> list[int]:
@@ -130,7 +155,7 @@ def _num_layers_mend(config: RunConfig) -> list[str]:
         return []
     model = config.model
     alike = alike_layers(model)
-    blocks = config.mesh.stage * model.pipeline.rounds
+    blocks = num_stages(config.mesh) * model.pipeline.rounds
     below = alike.count // blocks * blocks
     valid = []
     for count in (below, below + blocks):
@@ -147,19 +172,19 @@ def _num_layers_mend(config: RunConfig) -> list[str]:
 
 def _vocabulary_problems(config: RunConfig) -> Iterator[str]:
     size = config.model.vocab_size
-    stage = config.mesh.stage
-    if size is None or size % stage == 0:
+    if size is None or size % num_stages(config.mesh) == 0:
         # What mesh.tensor does not divide, it says itself.
         return
     yield (
-        f"mesh.stage={stage} must divide model.vocab_size={size}: stages have parts of the "
-        f"embedding and of the head. Set {_stage_mend(config)}."
+        f"{stage_words(config.mesh)} must divide model.vocab_size={size}: stages have parts of the "
+        f"embedding and of the head. Set {', or '.join(_stage_mends(config))}."
     )
 
 
 def _row_problems(config: RunConfig, key: str, rows: int, shards: int) -> Iterator[str]:
     """Rows of a device in a micro-batch that can't be divided, or too few of them to go around."""
     pipeline = config.model.pipeline
+    stages = num_stages(config.mesh)
     unit = shards * config.optimizer.least_micro_batches
     if rows % unit:
         return
@@ -173,10 +198,10 @@ def _row_problems(config: RunConfig, key: str, rows: int, shards: int) -> Iterat
             f"Set model.pipeline.micro_batches to {valid}, or {key} to "
             f"{multiples(rows, unit * count)}."
         )
-    if pipeline.rounds > 1 and count < config.mesh.stage:
+    if pipeline.rounds > 1 and count < stages:
         yield (
             f"{what} in {count} micro-batches, and model.pipeline.rounds={pipeline.rounds} needs "
-            f"at least mesh.stage={config.mesh.stage} of them, so that the first stage does not "
+            f"at least {stage_words(config.mesh)} of them, so that the first stage does not "
             f"wait for the last one. Set model.pipeline.rounds=1, or {key} to "
-            f"{unit * config.mesh.stage} or more."
+            f"{unit * stages} or more."
         )

@@ -16,6 +16,7 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.mesh import (
     MeshConfig,
     axes_of,
+    num_slices,
     row_axes_of,
     row_shards,
     slow_axes_of,
@@ -253,23 +254,27 @@ def fit_to_planned(config: RunConfig, count: int, devices: int) -> RunConfig:
 def _with_fewer_slices(mesh: MeshConfig, had: int, count: int) -> MeshConfig | None:
     """The mesh with as many slices as `count` of `had` processes have; None: one is not whole.
 
-    There are fewer replicas (mesh.dcn_data) rather than fewer shards (mesh.dcn_fsdp).
+    There are fewer replicas (mesh.dcn_data) rather than fewer shards (mesh.dcn_fsdp), and fewer of
+    these rather than fewer stages (mesh.dcn_stage).
     """
-    slices = mesh.dcn_data * mesh.dcn_fsdp
+    slices = num_slices(mesh)
     if slices == 1:
         return mesh
     left, rest = divmod(count * slices, had)
     if rest:
         return None
-    if left % mesh.dcn_fsdp == 0:
-        return dataclasses.replace(mesh, dcn_data=left // mesh.dcn_fsdp)
-    return dataclasses.replace(mesh, dcn_data=1, dcn_fsdp=left)
+    of_replica = mesh.dcn_fsdp * mesh.dcn_stage
+    if left % of_replica == 0:
+        return dataclasses.replace(mesh, dcn_data=left // of_replica)
+    if left % mesh.dcn_stage == 0:
+        return dataclasses.replace(mesh, dcn_data=1, dcn_fsdp=left // mesh.dcn_stage)
+    return dataclasses.replace(mesh, dcn_data=1, dcn_fsdp=1, dcn_stage=left)
 
 
 def fewer_settings(config: RunConfig, fewer: RunConfig) -> dict[str, str]:
     """What `fit_to_fewer` has changed, as settings of a command line."""
     settings = {"optimizer.accumulation": str(fewer.optimizer.accumulation)}
-    for name in ("dcn_data", "dcn_fsdp"):
+    for name in ("dcn_data", "dcn_stage", "dcn_fsdp"):
         size = getattr(fewer.mesh, name)
         if size != getattr(config.mesh, name):
             settings[f"mesh.{name}"] = str(size)

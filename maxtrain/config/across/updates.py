@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.mesh import stage_axes_of, stage_words, without_stages
 from maxtrain.config.sections.optimizer import WITH_BETAS, pattern_problem
 
 # bfloat16 keeps 8 bits: what changes a number by less than half of the last one leaves it as it is.
@@ -59,11 +60,11 @@ def on_host_problems(config: RunConfig) -> Iterator[str]:
             "optimizer.on_host=true updates layer by layer, and optimizer.stochastic_rounding=true "
             "draws for all layers at once. Set one of the two to false."
         )
-    if config.mesh.stage != 1:
+    if stage_axes_of(config.mesh):
         yield (
             "optimizer.on_host=true updates one layer on all devices at a time, but with "
-            f"mesh.stage={config.mesh.stage} these hold different layers. "
-            "Set mesh.stage=1, or optimizer.on_host=false."
+            f"{stage_words(config.mesh)} these hold different layers. "
+            f"Set {without_stages(config.mesh)}, or optimizer.on_host=false."
         )
 
 
@@ -83,11 +84,11 @@ def weights_on_host_problems(config: RunConfig) -> Iterator[str]:
             "and model.remat=none would keep those of all layers until then. "
             "Set model.remat=full, for example, or train.on_host=none."
         )
-    if config.mesh.stage != 1:
+    if stage_axes_of(config.mesh):
         yield (
             f"train.on_host={weights} fetches one layer to all devices at a time, but with "
-            f"mesh.stage={config.mesh.stage} these hold different layers. "
-            "Set mesh.stage=1, or train.on_host=none."
+            f"{stage_words(config.mesh)} these hold different layers. "
+            f"Set {without_stages(config.mesh)}, or train.on_host=none."
         )
     if weights == "all" and not config.optimizer.on_host:
         yield (

@@ -45,6 +45,13 @@ class MeshConfig:
         low=1,
         high=1 << 20,
     )
+    dcn_stage: int = key(
+        1,
+        "slices or processes that a slow network connects; each has its own mesh.stage parts of "
+        "the layers",
+        low=1,
+        high=1 << 20,
+    )
     dcn_fsdp: int = key(
         1,
         "slices or processes that a slow network connects; each has its own mesh.fsdp shards",
@@ -103,14 +110,47 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
 
 def slow_axes_of(mesh: MeshConfig) -> dict[str, int]:
     """How many parts of an axis a slow network connects, by their keys, of those that are not 1."""
-    slow = {"mesh.dcn_data": mesh.dcn_data, "mesh.dcn_fsdp": mesh.dcn_fsdp}
+    slow = {
+        "mesh.dcn_data": mesh.dcn_data,
+        "mesh.dcn_stage": mesh.dcn_stage,
+        "mesh.dcn_fsdp": mesh.dcn_fsdp,
+    }
     return {key: size for key, size in slow.items() if size != 1}
+
+
+def num_slices(mesh: MeshConfig) -> int:
+    """What a slow network connects; 1: nobody said."""
+    return math.prod(slow_axes_of(mesh).values())
+
+
+def stage_axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """What layers are split over, by its keys, of those that are not 1."""
+    axes = {"mesh.dcn_stage": mesh.dcn_stage, "mesh.stage": mesh.stage}
+    return {key: size for key, size in axes.items() if size != 1}
+
+
+def num_stages(mesh: MeshConfig) -> int:
+    """Parts of the layers; 0: the mesh is not known yet."""
+    if mesh.stage < 1:
+        return 0
+    return math.prod(stage_axes_of(mesh).values())
+
+
+def stage_words(mesh: MeshConfig) -> str:
+    """What layers are split over, as messages say it."""
+    return " times ".join(f"{key}={size}" for key, size in stage_axes_of(mesh).items())
+
+
+def without_stages(mesh: MeshConfig) -> str:
+    """The settings that split no layers."""
+    return " and ".join(f"{key}=1" for key in stage_axes_of(mesh))
 
 
 def row_axes_of(mesh: MeshConfig) -> dict[str, int]:
     """What rows are split over, by its keys; that of experts where they are split."""
     axes = axes_of(mesh)
     of_rows = slow_axes_of(mesh)
+    of_rows.pop("mesh.dcn_stage", None)
     for axis in ("mesh.data", "mesh.fsdp"):
         of_rows[axis] = axes[axis]
     if axes["mesh.expert"] != 1:

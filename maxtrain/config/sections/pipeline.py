@@ -5,7 +5,7 @@ import dataclasses
 from data_pipeline.config_key import AllBut, UsedBy, key
 
 _STAGED = UsedBy(
-    {"mesh.stage": AllBut(1)},
+    {"mesh.stage": AllBut(1), "mesh.dcn_stage": AllBut(1)},
     "{key}={value} is not used with {cause}. Set mesh.stage=2, for example, or leave it out.",
 )
 
