@@ -1,11 +1,11 @@
 """The usual keys of other stacks: which key each is here ("" if there is none), and what else
-changes with it.
+changes with it; and their usual values of a key that has other ones here.
 
 A name is looked up as it was typed, with its section, and then by its last part. Where several
 stacks have a name, the note of the first of them is told.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _SHARDS = "a directory of token shards, made by `prepare`"
 _MESH = "one mesh over all hosts: multiply the dcn and the ici value"
@@ -17,6 +17,7 @@ _STAGES = "micro-batches are in model.pipeline"
 _SPLIT_ROWS = "a ring, or with model.attention=xla heads that are dealt out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
+_REMAT = "full, dots, dots_no_batch, none, or named with model.kept.on_device and on_host"
 
 # Key here, what differs, names there.
 _MAXTEXT = (
@@ -79,7 +80,7 @@ _MAXTEXT = (
     ("model.rope_theta", _SAME, "rope_max_timescale"),
     (
         "model.remat",
-        "full recomputes most, dots is near MaxText's minimal, none recomputes nothing",
+        _REMAT,
         "remat_policy",
     ),
     ("checkpoint.init_from", "a Hugging Face directory", "load_parameters_path"),
@@ -181,7 +182,7 @@ _HUGGING_FACE = (
         "auto; or xla, eager, cudnn on GPUs, flash on TPUs",
         "attn_implementation use_flash_attention_2",
     ),
-    ("model.remat", "full, dots, dots_no_batch or none", "gradient_checkpointing"),
+    ("model.remat", _REMAT, "gradient_checkpointing"),
     (
         "model.max_length",
         "the longest it is meant for; data.seq_length is trained",
@@ -366,7 +367,7 @@ _TORCHTITAN = (
         "an axis of its own: mesh.fsdp is what is left",
         "parallelism.expert_parallel_degree expert_parallel_degree",
     ),
-    ("model.remat", "full, dots, dots_no_batch or none", "activation_checkpoint.mode"),
+    ("model.remat", _REMAT, "activation_checkpoint.mode"),
     (
         "config",
         "take a shipped one, such as config=llama3_8b, or write your own file",
@@ -420,7 +421,7 @@ _LEVANTER = (
     ("model.embed_dim", _SAME, "model.hidden_dim hidden_dim"),
     ("model.mlp_dim", _SAME, "model.intermediate_dim intermediate_dim"),
     ("data.seq_length", "model.max_length is the most the model is meant for", "train_seq_len"),
-    ("model.remat", "full, dots, dots_no_batch or none", "model.gradient_checkpointing"),
+    ("model.remat", _REMAT, "model.gradient_checkpointing"),
 )
 _PEFT = (
     ("model.lora.rank", _SAME, "lora_r lora_rank model.lora.r"),
@@ -490,3 +491,62 @@ def _table() -> dict[str, Foreign]:
 
 
 FOREIGN = _table()
+
+
+def _kept(on_device: str, on_host: str = "") -> str:
+    """The settings that keep what these names are of."""
+    words = f"model.remat=named model.kept.on_device='[{on_device}]'"
+    if on_host:
+        words += f" model.kept.on_host='[{on_host}]'"
+    return words
+
+
+class ForeignValue(NamedTuple):
+    """The settings that a value of other stacks is, and what differs ("": nothing)."""
+
+    settings: str
+    note: str = ""
+
+    def mend(self) -> str:
+        """What to set."""
+        note = ""
+        if self.note:
+            note = f" ({self.note})"
+        return f"Set {self.settings}{note}."
+
+
+_OUT = "the product behind attention is computed again"
+# By the key here. Those of remat are MaxText's, torchtitan's selective, and two usual words.
+FOREIGN_VALUES = {
+    "model.remat": {
+        "attention_saved": ForeignValue(_kept("attention")),
+        "offload_dots": ForeignValue(_kept("", "product")),
+        "minimal": ForeignValue("model.remat=dots_no_batch"),
+        "minimal_offloaded": ForeignValue(_kept("", "product")),
+        "minimal_with_context": ForeignValue(_kept("product, attention")),
+        "minimal_flash": ForeignValue(_kept("product, attention")),
+        "save_dot_with_context_except_mlp": ForeignValue(_kept("qkv, attention"), _OUT),
+        "save_dot_except_mlp": ForeignValue(_kept("qkv"), _OUT),
+        "save_dot_except_mlpwi": ForeignValue(
+            _kept("qkv"), "the products behind attention and in mlp are computed again"
+        ),
+        "save_qkv_proj": ForeignValue(_kept("qkv")),
+        "qkv_proj_offloaded": ForeignValue(_kept("", "qkv")),
+        "save_out_proj": ForeignValue(
+            _kept("attention"), f"what comes of the kernel is kept, and {_OUT}"
+        ),
+        "custom": ForeignValue(
+            _kept("qkv, attention"), "or others of qkv, attention, gate_up and product"
+        ),
+        "selective": ForeignValue(
+            _kept("product, attention"), "every product is kept, there every second one"
+        ),
+    }
+}
+
+
+def value_elsewhere(key: str, value: Any) -> ForeignValue | None:
+    """What a value that other stacks have is here; None: nobody has it."""
+    if not isinstance(value, str):
+        return None
+    return FOREIGN_VALUES.get(key, {}).get(value)

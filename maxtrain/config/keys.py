@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from data_pipeline.config import Epochs
 from data_pipeline.config_key import UsedBy
-from maxtrain.config.foreign import FOREIGN
+from maxtrain.config.foreign import FOREIGN, value_elsewhere
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import choices, show
 
@@ -106,8 +106,9 @@ def describe(kind: Any) -> str:
     return "section"
 
 
-def unknown(path: str) -> str:
-    """What to say of a key that does not exist: the right name, wherever one can be guessed."""
+def unknown(path: str, value: Any = None) -> str:
+    """What to say of a key that does not exist: the right name, wherever one can be guessed, and
+    what to set for a value that only others have."""
     if len(path) > _MAX_NAME:
         return f"{show(path)} is not a key. `--help` lists those there are."
     parts = path.split(".")
@@ -117,7 +118,7 @@ def unknown(path: str) -> str:
             "Write for example data.sources.NAME.path."
         )
     if path in FOREIGN:
-        return FOREIGN[path].words(path)
+        return FOREIGN[path].words(path) + _mend(FOREIGN[path].ours, value)
     likely = _likenesses(path)
     if path in likely:
         whole = path.partition("[")[0]
@@ -125,13 +126,22 @@ def unknown(path: str) -> str:
     best = max(likely.values())
     leaf = _leaf(path)
     if best.partial < _LEAF_ALONE and leaf in FOREIGN:
-        return FOREIGN[leaf].words(path)
+        return FOREIGN[leaf].words(path) + _mend(FOREIGN[leaf].ours, value)
     if best.partial > _LEAST_LIKENESS:
-        return f"{path} is not a key. Did you mean {choices(_most_likely(likely, best))}?"
+        guesses = _most_likely(likely, best)
+        return f"{path} is not a key. Did you mean {choices(guesses)}?" + _mend(guesses[0], value)
     section = ""
     if len(parts) > 1 and find(parts[0]):
         section = f" {parts[0]}"
     return f"{path} is not a key. `--help{section}` lists those there are."
+
+
+def _mend(key: str, value: Any) -> str:
+    """The settings for a value of others, behind what is said of its key."""
+    found = value_elsewhere(key, value)
+    if found is None:
+        return ""
+    return f" {found.mend()}"
 
 
 class _Likeness(NamedTuple):

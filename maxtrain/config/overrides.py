@@ -87,7 +87,7 @@ def override(tree: dict, path: str, text: str, problems: list[ValueProblem]) -> 
     """Puts the value of an override where the file would have it."""
     kind = find(path)
     if kind is None:
-        problems.append(ValueProblem(path, unknown(path)))
+        problems.append(ValueProblem(path, unknown(path, text)))
         return
     *parents, leaf = path.split(".")
     node = tree

@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from data_pipeline.config import Epochs, as_epochs
+from maxtrain.config.foreign import value_elsewhere
 from maxtrain.config.keys import describe, unknown
 from maxtrain.config.limits import out_of_range
 from maxtrain.config.words import choices, show
@@ -55,7 +56,7 @@ def section_from(cls: Any, raw: Any, path: str, problems: list[ValueProblem]) ->
         if path:
             key = f"{path}.{name}"
         if name not in fields:
-            problems.append(ValueProblem(key, _unknown(key, len(problems))))
+            problems.append(ValueProblem(key, _unknown(key, value, len(problems))))
             continue
         usual = getattr(default, name)
         field = fields[name]
@@ -70,11 +71,11 @@ def section_from(cls: Any, raw: Any, path: str, problems: list[ValueProblem]) ->
     return cls(**values)
 
 
-def _unknown(key: str, num_problems: int) -> str:
+def _unknown(key: str, value: Any, num_problems: int) -> str:
     """What to say of a key that does not exist. Its right name is guessed only where that will be
     listed, for each guess takes a while."""
     if num_problems < MAX_LISTED:
-        return unknown(key)
+        return unknown(key, value)
     return f"{show(key)} is not a key. `--help` lists those there are."
 
 
@@ -84,6 +85,9 @@ def _not_of_type(key: str, value: Any, kind: Any, default: Any, detail: str) -> 
     rule = f"{key}={show(value)} must be: {words}"
     if detail:
         rule = f"{rule} ({detail})"
+    elsewhere = value_elsewhere(key, value)
+    if elsewhere is not None:
+        return f"{rule}. {elsewhere.mend()}"
     close = difflib.get_close_matches(show(value).lower(), words.split(" | "), 1)
     if close:
         return f"{rule}. Did you mean {key}={close[0]}?"

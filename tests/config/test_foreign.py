@@ -1,10 +1,12 @@
 """Names of other stacks: each leads to a key that exists here."""
 
+import shlex
+
 import pytest
 
 from data_pipeline.errors import ConfigError, UsageError
 from maxtrain.config import keys, load_config
-from maxtrain.config.foreign import FOREIGN
+from maxtrain.config.foreign import FOREIGN, FOREIGN_VALUES
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -80,6 +82,51 @@ def test_every_name_leads_to_a_key_that_exists(name):
 )
 def test_the_usual_ones(theirs, ours):
     assert ours in keys.unknown(theirs)
+
+
+@pytest.mark.parametrize("value", FOREIGN_VALUES["model.remat"])
+def test_values_that_others_have_are_told_as_settings(value):
+    """And these are accepted."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(["config=quickstart", f"model.remat={value}"])
+    (problem,) = caught.value.problems
+    settings = problem.partition(" Set ")[2].removesuffix(".").partition(" (")[0]
+    assert settings == FOREIGN_VALUES["model.remat"][value].settings
+    load_config(["config=quickstart", *shlex.split(settings)])
+
+
+@pytest.mark.parametrize(
+    ("word", "settings"),
+    [
+        ("model.remat=attention_saved", "model.remat=named model.kept.on_device='[attention]'."),
+        (
+            "remat=offload_dots",
+            "model.remat=named model.kept.on_device='[]' model.kept.on_host='[product]'.",
+        ),
+        ("remat_policy=minimal", "model.remat=dots_no_batch."),
+        (
+            "model.remat=save_dot_with_context_except_mlp",
+            "model.remat=named model.kept.on_device='[qkv, attention]' (the product behind "
+            "attention is computed again).",
+        ),
+        (
+            "activation_checkpoint.mode=selective",
+            "model.remat=named model.kept.on_device='[product, attention]' (every product is kept, "
+            "there every second one).",
+        ),
+    ],
+)
+def test_what_to_keep_of_layers_is_told_key_by_key(word, settings):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["config=quickstart", word])
+    (problem,) = caught.value.problems
+    assert problem.endswith(f" Set {settings}")
+
+
+def test_a_value_that_nobody_has_is_answered_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"model.remat=dits must be: .* Did you mean model.remat"):
+        load_config(["config=quickstart", "model.remat=dits"])
+    assert "named with model.kept.on_device" in keys.unknown("gradient_checkpointing")
 
 
 def test_names_that_are_ours_too_need_no_entry():
