@@ -136,10 +136,11 @@ def measured(
 def random_batch(programs: StepPrograms, shape: Shape) -> dict[str, jax.Array]:
     """Rows that are one document each."""
     rng = np.random.default_rng(0)
+    vocabulary = programs.parts.config.model.vocab_size or 0
     arrays = {}
     for name, array in programs.batch(*shape).items():
         if name in ("inputs", "targets"):
-            values = rng.integers(1, 4096, array.shape)
+            values = rng.integers(1, vocabulary, array.shape)
         elif name == "positions":
             values = np.broadcast_to(np.arange(array.shape[-1]), array.shape)
         else:

@@ -24,6 +24,7 @@ from benchmarks import (
     remote,
     rl_speed,
     serving,
+    stage_seconds,
     stages,
     train_step,
     weak_scaling,
@@ -461,6 +462,14 @@ def test_1f1b_waits_and_keeps_what_its_order_says(rows):
     assert two.form.waiting() == pytest.approx(stages.waiting_of_1f1b(rows))
     if rows == 2 * S:
         assert two.kept == most
+
+
+def test_the_waiting_of_measured_steps_is_that_of_their_forms():
+    """Of times that are those of the iterations alone."""
+    forms = stage_seconds.FORMS
+    times = [form.iterations() / form.rounds for form in forms]
+    assert {form.rounds for form in forms} == {1, 2}
+    assert stage_seconds.waiting(forms, times) == pytest.approx([form.waiting() for form in forms])
 
 
 @pytest.mark.slow

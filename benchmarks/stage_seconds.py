@@ -1,0 +1,161 @@
+"""How long steps take with layers in stages, as there are more micro-batches or more rounds, beside
+the share of waiting that a run prints.
+
+    python -m benchmarks.stage_seconds [--steps 7]
+
+prints the second table of benchmarks/results/stages.md. Four stages are four devices that this
+machine's CPU pretends to have. A stage that waits computes all the same, on rows that are used
+nowhere, and simulated devices share the cores. So what a step takes is the work of all stages
+together, with waiting in it: (R M + S - 1) / R times that of a micro-batch. On real devices, stages
+work at the same time, and the same factor is that of the time.
+
+Micro-batches are of one size, so that the products in them are, too. Steps of all forms take turns,
+so that what else the machine does falls on all of them.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.fit_here import random_batch
+from benchmarks.one_core import processor
+from benchmarks.stages import STAGES
+from maxtrain.config import load_config
+from maxtrain.fitting import Shape
+from maxtrain.models.pipeline import Form
+from maxtrain.step_memory import StepPrograms
+
+# Of a micro-batch.
+ROWS = 4
+LENGTH = 64
+MODEL = (
+    "config=llama3_8b",
+    "model.vocab_size=256",
+    "model.num_layers=8",
+    "model.embed_dim=256",
+    "model.mlp_dim=512",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=64",
+    "model.remat=none",
+    "precision.compute=float32",
+    "optimizer.accumulation=1",
+    f"data.seq_length={LENGTH}",
+    "mesh.fsdp=1",
+    f"mesh.stage={STAGES}",
+)
+FORMS = (
+    Form(STAGES, 1, 1),
+    Form(STAGES, 1, 2),
+    Form(STAGES, 1, 4),
+    Form(STAGES, 1, 8),
+    Form(STAGES, 2, 4),
+    Form(STAGES, 2, 8),
+)
+HEAD = (
+    "| micro-batches | rounds | stages wait, as printed | CPU s of a step | wait, by CPU s | s "
+    "| wait, by s |\n|" + "--:|" * 7
+)
+
+
+class Took(NamedTuple):
+    """Of one step: wall time, and that of all cores together."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+class Steps:
+    """The compiled step of a form, with its state."""
+
+    def __init__(self, form: Form, devices: Sequence[Any]):
+        batch = Shape(ROWS * form.micro_batches, LENGTH)
+        words = (
+            f"data.batch_size={batch.rows}",
+            f"model.pipeline.micro_batches={form.micro_batches}",
+            f"model.pipeline.rounds={form.rounds}",
+        )
+        programs = StepPrograms(load_config([*MODEL, *words]), devices)
+        self._mesh = programs.parts.mesh
+        self._compiled = programs.compile(*batch)
+        with jax.set_mesh(self._mesh):
+            self._state = programs.parts.initial_state()
+            self._batch = random_batch(programs, batch)
+
+    def step(self) -> Took:
+        with jax.set_mesh(self._mesh):
+            start = time.perf_counter()
+            cpu = time.process_time()
+            self._state, metrics = self._compiled(self._state, self._batch)
+            jax.block_until_ready((self._state, metrics))
+            return Took(time.perf_counter() - start, time.process_time() - cpu)
+
+
+def measured(forms: Sequence[Form], devices: Sequence[Any], steps: int) -> list[Took]:
+    """The medians of each form, after one step that does not count."""
+    made = []
+    for form in forms:
+        made.append(Steps(form, devices))
+        took = made[-1].step()
+        print(f"{form}: the first step took {took.seconds:.1f} s", file=sys.stderr, flush=True)
+    rounds = [[one.step() for one in made] for _ in range(steps)]
+    medians = []
+    for of_form in zip(*rounds, strict=True):
+        times = zip(*of_form, strict=True)
+        medians.append(Took(*(statistics.median(each) for each in times)))
+    return medians
+
+
+def waiting(forms: Sequence[Form], times: Sequence[float]) -> list[float]:
+    """The share of a step that is more than its micro-batches need.
+
+    What one needs is the slope of the straight line through the times of one round by the number of
+    micro-batches: each of them adds as much, and stages wait as long for few as for many.
+    """
+    took = list(zip(forms, times, strict=True))
+    counts = [form.micro_batches for form in forms if form.rounds == 1]
+    of_one, _ = np.polyfit(counts, [each for form, each in took if form.rounds == 1], 1)
+    return [float(1 - of_one * form.micro_batches / each) for form, each in took]
+
+
+def rows(forms: Sequence[Form], found: Sequence[Took]) -> list[str]:
+    """Of the table."""
+    by_seconds = waiting(forms, [each.seconds for each in found])
+    by_cpu = waiting(forms, [each.cpu_seconds for each in found])
+    lines = []
+    for form, each, of_seconds, of_cpu in zip(forms, found, by_seconds, by_cpu, strict=True):
+        cells = [
+            f"{form.micro_batches}",
+            f"{form.rounds}",
+            f"{form.waiting():.0%}",
+            f"{each.cpu_seconds:.2f}",
+            f"{of_cpu:.0%}",
+            f"{each.seconds:.2f}",
+            f"{of_seconds:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stage_seconds")
+    parser.add_argument("--steps", type=int, default=7, help="of each form")
+    asked = parser.parse_args(argv)
+    found = measured(FORMS, jax.devices()[:STAGES], asked.steps)
+    print(processor())
+    print(HEAD)
+    print("\n".join(rows(FORMS, found)))
+    return 0
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    sys.exit(main())
