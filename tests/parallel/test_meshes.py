@@ -9,6 +9,15 @@ from tests.tiny import optax_dtypes
 
 __all__ = ["optax_dtypes"]
 SHARED = [case for case in CASES if case.is_shared]
+# The one that has most at once runs with every change, the others by -m slow.
+OFTEN = "stage2-fsdp2-tensor2-accumulation2"
+
+
+def by_name(case):
+    mark = pytest.mark.slow
+    if case.name == OFTEN:
+        mark = pytest.mark.long
+    return pytest.param(case, id=case.name, marks=mark)
 
 
 def assert_close(found):
@@ -17,9 +26,8 @@ def assert_close(found):
     assert found.gradients <= TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optax_dtypes")
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", [by_name(case) for case in CASES])
 def test_ten_steps_and_all_gradients_are_those_of_one_device(case):
     assert_close(apart(case, computed(case)))
 
