@@ -44,6 +44,14 @@ def chaos(folder, *words):
     return result.stdout
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_run_that_is_killed_once_ends_as_if_it_had_not_been(tmp_path):
+    """The least that runs with every change; the doses are slow."""
+    shown = chaos(tmp_path, "kills", "--trials", "1", "--seed", "1")
+    assert "| SIGKILL | 1 | 0 |" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_dose_of_each_fault(tmp_path):
