@@ -87,6 +87,8 @@ LONGEST = (
     "data_pipeline/test_runner.py",
     "data_pipeline/test_prepare_url.py",
 )
+# Marks of tests that only run by name.
+ON_REQUEST = ("slow", "gpu")
 # As many random examples as a test of `make test` gets; what says that it takes fewer, does.
 QUICK_EXAMPLES = 25
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
@@ -165,14 +167,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
     """All but one in three of the long tests of a file, and all but one in `dose` of the parameters of
-    each of these; rounded up."""
+    each of these; rounded up. What only runs by name has no part in it."""
 
     def drawn(name: str) -> bytes:
         return hashlib.blake2b(commit + name.encode()).digest()
 
     of_files = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ON_REQUEST)):
             test = item.nodeid.split("[")[0]
             of_files[test.split("::")[0]][test].append(item)
     left_out = []

@@ -5,9 +5,7 @@ import functools
 import pytest
 
 from benchmarks.meshes import CASES, SEVERAL, TOLERANCE, Found, apart, computed, on_processes
-from tests.tiny import optax_dtypes
 
-__all__ = ["optax_dtypes"]
 SHARED = [case for case in CASES if case.is_shared]
 # The one that has most at once runs with every change, the others by -m slow.
 OFTEN = "stage2-fsdp2-tensor2-accumulation2"
