@@ -87,6 +87,8 @@ LONGEST = (
     "data_pipeline/test_runner.py",
     "data_pipeline/test_prepare_url.py",
 )
+# Of so many long tests, a dose has one.
+SHARE = 6
 # Marks of tests that only run by name.
 ON_REQUEST = ("slow", "gpu")
 # As many random examples as a test of `make test` gets; what says that it takes fewer, does.
@@ -129,7 +131,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="run a third of the long tests of each file, and one in N of their parameters; "
+        help="run a sixth of the long tests, and one in N of their parameters; "
         "other ones with each commit; 1: all",
     )
 
@@ -166,26 +168,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
-    """All but one in three of the long tests of a file, and all but one in `dose` of the parameters of
-    each of these; rounded up. What only runs by name has no part in it."""
+    """All but one in SHARE of the long tests, evenly through the files, and all but one in `dose` of
+    the parameters of each of these, rounded up. What only runs by name has no part in it."""
 
     def drawn(name: str) -> bytes:
         return hashlib.blake2b(commit + name.encode()).digest()
 
-    of_files = collections.defaultdict(lambda: collections.defaultdict(list))
+    of_tests = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ON_REQUEST)):
-            test = item.nodeid.split("[")[0]
-            of_files[test.split("::")[0]][test].append(item)
+            of_tests[item.nodeid.split("[")[0]].append(item)
+    names = sorted(of_tests, key=lambda name: (name.split("::")[0], drawn(name)))
+    first = int.from_bytes(drawn("")) % SHARE
+    taken = set(names[first::SHARE])
     left_out = []
-    for tests in of_files.values():
-        names = sorted(tests, key=drawn)
-        share = math.ceil(len(names) / 3)
-        for name in names[:share]:
-            parameters = sorted(tests[name], key=lambda item: drawn(item.nodeid))
-            left_out += parameters[math.ceil(len(parameters) / dose) :]
-        for name in names[share:]:
-            left_out += tests[name]
+    for name, parameters in of_tests.items():
+        share = 0
+        if name in taken:
+            share = math.ceil(len(parameters) / dose)
+        left_out += sorted(parameters, key=lambda item: drawn(item.nodeid))[share:]
     return left_out
 
 

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from benchmarks import gpu_environment
-from tests.conftest import beyond_the_dose
+from tests.conftest import SHARE, beyond_the_dose
 
 ROOT = Path(__file__).parents[1]
 FINE = "def test_one(): pass\ndef test_two(): pass\n"
@@ -82,28 +82,35 @@ class Item(NamedTuple):
     """What a dose is drawn by."""
 
     nodeid: str
-    is_long: bool = True
+    marks: tuple[str, ...] = ("long",)
 
     def get_closest_marker(self, name):
-        assert name == "long"
-        return self.is_long or None
+        return name in self.marks or None
 
 
 def test_a_dose_is_a_share_of_long_tests_and_their_parameters_and_changes_with_the_commit():
     many = [Item(f"a.py::many[{number}]") for number in range(7)]
     two = [Item("a.py::two[x]"), Item("a.py::two[y]")]
-    plain = [Item("a.py::one"), Item("a.py::another"), Item("a.py::a_third")]
-    alone = [Item("b.py::alone")]
-    short = [Item(f"a.py::short[{number}]", is_long=False) for number in range(9)]
-    items = [*many, *two, *plain, *alone, *short]
+    plain = [
+        Item(f"{file}.py::plain_{number}") for file in "abc" for number in range(2 * SHARE - 2)
+    ]
+    plain += [Item(f"c.py::more_{number}") for number in range(4)]
+    long = [*many, *two, *plain]
+    short = [Item(f"a.py::short[{number}]", ()) for number in range(9)]
+    # Not among those that are counted: -m leaves them out or not.
+    slow = [Item(f"b.py::slow_{number}", ("long", "slow")) for number in range(5)]
+    items = [*long, *short, *slow]
     drawn = []
-    for commit in range(40):
+    for commit in range(60):
         left_out = beyond_the_dose(items, 3, b"%d" % commit)
         assert set(left_out) == set(beyond_the_dose(items[::-1], 3, b"%d" % commit))
         taken = [item for item in items if item not in left_out]
-        assert {*alone, *short} <= set(taken)
-        # Of the five long tests of a.py.
-        assert len({item.nodeid.split("[")[0] for item in taken if item in items[:12]}) == 2
+        assert {*short, *slow} <= set(taken)
+        names = {item.nodeid.split("[")[0] for item in taken if item in long}
+        # Of the tests of each file two, but for those at its ends.
+        for file in "abc":
+            assert 1 <= sum(name.startswith(file) for name in names) <= 3
+        assert len(names) == 6
         assert len(set(many) & set(taken)) in (0, 3) and len(set(two) & set(taken)) in (0, 1)
         drawn += taken
     assert set(drawn) == set(items), "each is in some dose"
