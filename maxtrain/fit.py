@@ -102,10 +102,14 @@ def _search(
 ) -> Fit:
     """Searches, prints what fits, and reports the fastest; or, if nothing fits, what came
     closest."""
-    console.print(
-        Text(f"{len(devices):,} x {devices[0].device_kind}, {size(limit)} each: compiling")
-    )
+    where = f"{len(devices):,} x {devices[0].device_kind}, {size(limit)} each"
     all_tried: list[Fit] = []
+
+    def begin(num_choices: int) -> None:
+        what = f"at most {asked.tries:,} steps on {num_choices:,} meshes"
+        if asked.batches:
+            what = f"at most {asked.tries:,} steps on {num_choices:,} meshes with their batches"
+        console.print(Text(f"{where}: compiling {what}, those first that promise most"))
 
     def show(found: Fit) -> None:
         all_tried.append(found)
@@ -115,11 +119,15 @@ def _search(
             words = duration(found.times.seconds)
         config = found.config
         what = f"{found.batch.rows:,} rows, accumulation={config.optimizer.micro_batches}"
-        line = f"  {mesh_words(found)}, {what}, remat={config.model.remat}: {words}"
+        line = f"{mesh_words(found)}, {what}, remat={config.model.remat}: {words}"
+        line = f"  {len(all_tried)}. {line}"
         console.print(Text(line, "dim"), soft_wrap=True)
 
     batches = asked.batches or [config.data.batch_size]
-    found = search(config, devices, limit, batches, asked.tries, show)
+    found = search(config, devices, limit, batches, asked.tries, begin, show)
+    if found.num_slower:
+        slower = f"{found.num_slower:,} meshes send too much to be as fast as what fits"
+        console.print(Text(f"not compiled: {slower}", "dim"), soft_wrap=True)
     record["tried"] = [one.record() for one in all_tried]
     if not found.is_whole:
         mend = f"Raise --tries from {asked.tries} to see the others."
@@ -183,7 +191,8 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument(
         "--search",
         action="store_true",
-        help="try meshes, remat and accumulation, and show those that fit, fastest first",
+        help="try meshes (with parts of experts and replicas, too), remat and accumulation, and "
+        "show those that fit, fastest first",
     )
     parser.add_argument(
         "--batches",

@@ -1,16 +1,20 @@
 """Which mesh, batch, remat and accumulation fit onto devices, and are fast.
 
-Compiling takes seconds to a minute, so what can't be better, or can't fit, is not compiled.
+Compiling takes seconds to minutes. So meshes come in the order of what they promise by `Bounds`,
+and what can't be better than what fits already, or can't fit, is not compiled.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import RunConfig
+from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.sections.mesh import row_shards, slow_axes_of
+from maxtrain.config.sections.moe import WITH_EXPERTS
+from maxtrain.config.words import divisors
+from maxtrain.fit_bounds import Bounds
 from maxtrain.fitting import Fit, batch_shape, fit_step
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.step_memory import StepPrograms, least_micro_batches
@@ -18,7 +22,7 @@ from maxtrain.step_memory import StepPrograms, least_micro_batches
 # Of the axes that split more than rows and parameters. More of them is never fast.
 _MOST_SPLIT = 16
 # From the one that recomputes least.
-REMATS = ("none", "dots", "full")
+REMATS = ("none", "dots", "named", "full")
 
 
 class Mesh(NamedTuple):
@@ -32,22 +36,46 @@ class Mesh(NamedTuple):
     tensor: int
 
 
-def meshes(config: RunConfig, num_devices: int) -> list[Mesh]:
+def meshes(config: RunConfig, num_devices: int, near: int) -> list[Mesh]:
     """Those of so many devices, with the rows split most first.
 
-    Replicas, stages, parts of the experts and slices are as the config has them; -1 of them is 1.
+    Stages and slices are as the config has them; -1 stages are 1. Experts are split into any number
+    of equal parts. There are one replica, as many as the config has, one of each `near` devices,
+    and as many as there can be: numbers in between send no less.
+
+    Args:
+        near: devices that a faster network connects; all of them, where there is but one.
     """
-    data = max(1, config.mesh.data)
     stage = max(1, config.mesh.stage)
-    expert = max(1, config.mesh.expert)
-    given = data * stage * expert * math.prod(slow_axes_of(config.mesh).values())
-    found = []
+    given = stage * math.prod(slow_axes_of(config.mesh).values())
+    experts = [1]
+    if config.model.family in WITH_EXPERTS and stage == 1:
+        experts = divisors(config.model.moe.num_experts)
+    found = set()
     for tensor in _powers(min(num_devices, _MOST_SPLIT)):
         for context in _powers(min(num_devices, _MOST_SPLIT)):
-            rest, left = divmod(num_devices, given * tensor * context)
-            if left == 0:
-                found.append(Mesh(data, stage, rest, context, expert, tensor))
-    return sorted(found, key=lambda mesh: (mesh.tensor * mesh.context, mesh.context))
+            for expert in experts:
+                rest, left = divmod(num_devices, given * tensor * context * expert)
+                if left:
+                    continue
+                for data in {1, config.mesh.data, num_devices // near // given, rest}:
+                    if data >= 1 and rest % data == 0:
+                        found.add(Mesh(data, stage, rest // data, context, expert, tensor))
+    return sorted(found, key=_splits)
+
+
+def _splits(mesh: Mesh) -> tuple[int, ...]:
+    """In how many parts a mesh splits what is dear to split."""
+    inside = mesh.tensor * mesh.context
+    return inside * mesh.expert, inside, mesh.context, mesh.data
+
+
+def near_devices(devices: Sequence[Any]) -> int:
+    """Of a host of GPUs; of TPUs, which links join, all."""
+    if devices[0].platform != "gpu":
+        return len(devices)
+    hosts = {device.process_index for device in devices}
+    return len(devices) // len(hosts)
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -60,14 +88,26 @@ def _powers(most: int) -> Iterator[int]:
 def with_choice(
     config: RunConfig, mesh: Mesh, rows: int, accumulation: int, remat: str
 ) -> RunConfig:
-    """The config with these settings."""
+    """The config with these settings, and without a preset, which would decide the mesh anew."""
     return dataclasses.replace(
         config,
-        mesh=dataclasses.replace(config.mesh, **mesh._asdict()),
+        mesh=dataclasses.replace(config.mesh, preset="none", **mesh._asdict()),
         data=dataclasses.replace(config.data, batch_size=rows),
         optimizer=dataclasses.replace(config.optimizer, accumulation=accumulation),
         model=dataclasses.replace(config.model, remat=remat),
     )
+
+
+class Promise(NamedTuple):
+    """A mesh and a batch.
+
+    Attributes:
+        seconds: of a token at least: if all overlaps, and if nothing does.
+    """
+
+    mesh: Mesh
+    rows: int
+    seconds: tuple[float, float]
 
 
 class Searched(NamedTuple):
@@ -76,11 +116,13 @@ class Searched(NamedTuple):
     Attributes:
         fits: fastest first.
         num_tried: that were compiled.
+        num_slower: choices of a mesh and a batch that can't be as fast as the fastest that fits.
         is_whole: nothing was left out for want of tries.
     """
 
     fits: list[Fit]
     num_tried: int
+    num_slower: int
     is_whole: bool
 
 
@@ -90,6 +132,7 @@ def search(
     limit: int,
     batches: Sequence[int],
     most: int,
+    begin: Callable[[int], None] = lambda num_choices: None,
     show: Callable[[Fit], None] = lambda found: None,
 ) -> Searched:
     """Compiles choices of mesh, batch, remat and accumulation.
@@ -98,28 +141,66 @@ def search(
         config: knows its vocabulary.
         batches: rows of a step (prompts, documents) to try.
         most: compilations.
+        begin: gets the number of choices of a mesh and a batch.
         show: gets each that was compiled.
 
     Raises:
         ConfigError: no mesh divides model and batch.
     """
+    choices = promising(config, devices, batches)
+    begin(len(choices))
     trying = _Trying(config, devices, limit, most, show)
+    num_slower = 0
     problem = None
-    num_choices = 0
-    for mesh in meshes(config, len(devices)):
+    num_possible = 0
+    for choice in choices:
+        if trying.is_slower(choice.seconds):
+            num_slower += 1
+            continue
+        try:
+            plain = with_choice(config, choice.mesh, choice.rows, 1, REMATS[0])
+            state = bytes_on_device(StepPrograms(plain, devices).parts.abstract)
+        except ConfigError as error:
+            problem = problem or error
+            continue
+        num_possible += 1
+        if state <= limit and not trying.with_mesh(choice, state):
+            break
+    if num_possible == 0 and problem is not None:
+        raise problem
+    fits = sorted(trying.fits, key=_slowness)
+    return Searched(fits, trying.num_tried, num_slower, trying.is_whole)
+
+
+def promising(config: RunConfig, devices: Sequence[Any], batches: Iterable[int]) -> list[Promise]:
+    """Meshes and batches that divide each other and the model, those first that take least by what
+    they send at least.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    bounds = None
+    found = []
+    problem = None
+    for mesh in meshes(config, len(devices), near_devices(devices)):
         for rows in batches:
             try:
                 plain = with_choice(config, mesh, rows, 1, REMATS[0])
-                state = bytes_on_device(StepPrograms(plain, devices).parts.abstract)
+                plain = fit_to_devices(plain, len(devices))
+                if bounds is None:
+                    bounds = Bounds(plain, devices, StepPrograms(plain, devices).parts.abstract)
+                shape = batch_shape(plain)
+                times = bounds.least(plain, shape.rows * shape.length, shape.length)
             except ConfigError as error:
                 problem = problem or error
                 continue
-            num_choices += 1
-            if state <= limit:
-                trying.with_mesh(mesh, rows, state)
-    if num_choices == 0 and problem is not None:
+            tokens = shape.rows * shape.length
+            seconds = (times.seconds / tokens, times.without_overlap / tokens)
+            found.append(Promise(mesh, rows, seconds))
+    if not found:
+        assert problem is not None
         raise problem
-    return Searched(sorted(trying.fits, key=_slowness), trying.num_tried, trying.is_whole)
+    return sorted(found, key=lambda choice: choice.seconds)
 
 
 class _Trying:
@@ -142,16 +223,23 @@ class _Trying:
         self.num_tried = 0
         self.is_whole = True
 
-    def with_mesh(self, mesh: Mesh, rows: int, state: int) -> None:
+    def is_slower(self, seconds: tuple[float, float]) -> bool:
+        """Whether what takes at least so long for a token is slower than what fits already."""
+        return any(_slowness(found)[:2] < seconds for found in self.fits)
+
+    def with_mesh(self, choice: Promise, state: int) -> bool:
         """Tries accumulation and remat. One that recomputes more, or accumulates more, than
         another that fits is left out.
 
         Args:
             state: bytes on each device of what lies between steps.
+
+        Returns:
+            False: there are no tries left.
         """
         too_large: dict[str, tuple[int, int]] = {}
         fitting: set[str] = set()
-        for accumulation in _accumulations(self.config, mesh, rows):
+        for accumulation in _accumulations(self.config, choice.mesh, choice.rows):
             for remat in REMATS:
                 if fitting & set(REMATS[: REMATS.index(remat) + 1]):
                     break
@@ -160,13 +248,14 @@ class _Trying:
                     continue
                 if self.num_tried == self.most:
                     self.is_whole = False
-                    return
-                asked = with_choice(self.config, mesh, rows, accumulation, remat)
+                    return False
+                asked = with_choice(self.config, choice.mesh, choice.rows, accumulation, remat)
                 found = self._tried(asked)
                 if found.fits:
                     fitting.add(remat)
                     break
                 too_large[remat] = (accumulation, found.total or found.refused or 0)
+        return True
 
     def _tried(self, config: RunConfig) -> Fit:
         self.num_tried += 1

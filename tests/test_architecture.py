@@ -90,7 +90,7 @@ FLOORS = {
         ["maxtrain.evaluate_prompts", "maxtrain.evaluate_teacher", "maxtrain.doctor"], 6
     ),
     **dict.fromkeys(["maxtrain.step_memory", "maxtrain.fit", "maxtrain.fitting"], 6),
-    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search"], 6),
+    **dict.fromkeys(["maxtrain.fit_report", "maxtrain.fit_search", "maxtrain.fit_bounds"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import platform
 import sys
 from types import SimpleNamespace
@@ -13,13 +14,14 @@ import pytest
 from data_pipeline.errors import ConfigError
 from maxtrain import fit_search
 from maxtrain.cli import main
-from maxtrain.config import load_config
+from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.fit_report import advice, mesh_words
-from maxtrain.fit_search import Mesh, meshes, search
+from maxtrain.fit_search import Mesh, Promise, meshes, promising, search, with_choice
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
 from maxtrain.models.cost import TokenFlops
 from maxtrain.parallel.compiled.roofline import Line, Roofline
+from maxtrain.parallel.topologies import described_devices
 
 pytestmark = pytest.mark.usefixtures("this_process")
 # Their compilers are for this platform alone; there, a missing package fails the test.
@@ -388,45 +390,128 @@ def test_what_would_help_is_said(found, said):
 
 
 def test_meshes_split_rows_first_and_have_all_devices():
-    found = meshes(CONFIG, 4)
+    found = meshes(CONFIG, 4, near=4)
     assert found[:3] == [
         Mesh(1, 1, 4, 1, 1, 1),
+        Mesh(4, 1, 1, 1, 1, 1),
         Mesh(1, 1, 2, 1, 1, 2),
-        Mesh(1, 1, 2, 2, 1, 1),
     ]
-    assert {mesh.data * mesh.fsdp * mesh.context * mesh.tensor for mesh in found} == {4}
+    assert all(math.prod(mesh) == 4 for mesh in found)
+    assert len(found) == len(set(found))
+    assert {mesh.expert for mesh in found} == {1}
 
 
-def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
-    """With memory and time by a rule in the place of the compiler."""
+def test_meshes_split_experts_into_all_numbers_of_equal_parts():
+    config = load_config(["config=mixtral_8x7b", "model.moe.num_experts=12"])
+    found = meshes(config, 24, near=24)
+    assert {mesh.expert for mesh in found} == {1, 2, 3, 4, 6, 12}
+    assert Mesh(1, 1, 2, 1, 12, 1) in found
+    # Stages exchange no tokens.
+    staged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=2))
+    assert {(mesh.stage, mesh.expert) for mesh in meshes(staged, 24, near=24)} == {(2, 1)}
+
+
+def test_meshes_have_a_replica_for_each_host_and_as_many_as_the_config_has():
+    alone = [mesh for mesh in meshes(CONFIG, 32, near=8) if mesh.tensor == mesh.context == 1]
+    assert [mesh.data for mesh in alone] == [1, 4, 32]
+    two = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, data=2))
+    alone = [mesh for mesh in meshes(two, 32, near=32) if mesh.tensor == mesh.context == 1]
+    assert [(mesh.data, mesh.fsdp) for mesh in alone] == [(1, 32), (2, 16), (32, 1)]
+    # Slices are replicas, too.
+    slices = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, dcn_data=4))
+    assert {math.prod(mesh) for mesh in meshes(slices, 32, near=8)} == {8}
+
+
+@pytest.mark.parametrize("preset", ["moe", "hsdp", "fsdp_tensor", "long_context"])
+def test_a_choice_is_the_mesh_whatever_the_preset(preset):
+    config = load_config(["config=mixtral_8x7b", f"mesh.preset={preset}"])
+    for mesh in (Mesh(1, 1, 8, 1, 1, 1), Mesh(1, 1, 4, 1, 2, 1)):
+        chosen = fit_to_devices(with_choice(config, mesh, 64, 1, "full"), 8)
+        assert [getattr(chosen.mesh, axis) for axis in mesh._fields] == list(mesh)
+
+
+@pytest.mark.long
+@on_linux_x86
+def test_a_search_begins_with_what_sends_least():
+    """Of a model with experts and of few tokens, parts of experts, and no weights to gather but the
+    others; of a small dense model on several hosts, no heads in parts."""
+    config = load_config(["config=mixtral_8x7b", "model.num_layers=2"])
+    first, *others = promising(config, described_devices("h100:8"), [32])
+    assert first.mesh == Mesh(1, 1, 1, 1, 8, 1)
+    assert {choice.mesh.expert for choice in others} >= {1, 2, 4}
+    small = load_config(["config=qwen3_0_6b", "data.batch_size=1024"])
+    found = promising(small, described_devices("h100:4x8"), [1024])
+    assert {choice.mesh.data for choice in found} == {1, 2, 4, 8, 16, 32}
+    assert [choice.mesh.tensor for choice in found[:3]] == [1, 1, 1]
+    # All weights of 2 bytes go once to each device, and gradients once to where they are.
+    sent = 2 * 2 * 440_401_920 * 31 / 32
+    whole = found[[choice.mesh for choice in found].index(Mesh(1, 1, 32, 1, 1, 1))]
+    of_network = (whole.seconds[1] - whole.seconds[0]) * 1024 * small.data.seq_length
+    assert of_network == pytest.approx(sent / (8 * 50e9), rel=0.01)
+    times = [choice.seconds for choice in found]
+    assert times == sorted(times)
+    with pytest.raises(ConfigError, match=r"data\.batch_size=7 must be divisible by"):
+        slices = dataclasses.replace(small, mesh=dataclasses.replace(small.mesh, dcn_data=4))
+        promising(slices, described_devices("h100:4x8"), [7])
+
+
+def a_search(monkeypatch, choices, seconds_of):
+    """With memory and time by a rule in the place of the compiler; what it tried, and the search."""
     tried = []
 
     def fit_step(config, devices, limit):
         accumulation = config.optimizer.accumulation
-        activations = {"none": 4000, "dots": 1600, "full": 400}[config.model.remat]
+        activations = {"none": 4000, "dots": 1600, "named": 1400, "full": 400}[config.model.remat]
         total = 100 + activations // accumulation
-        seconds = {"none": 3.0, "dots": 3.5, "full": 4.0}[config.model.remat] + accumulation
         tried.append((config.mesh.tensor, config.model.remat, accumulation))
-        return a_fit(config, total, (seconds, 0.0, config.mesh.tensor), limit=limit)
+        return a_fit(config, total, (seconds_of(config), 0.0, config.mesh.tensor), limit=limit)
 
     parts = SimpleNamespace(parts=SimpleNamespace(abstract=()))
     monkeypatch.setattr(fit_search, "fit_step", fit_step)
     monkeypatch.setattr(fit_search, "StepPrograms", lambda config, devices: parts)
-    monkeypatch.setattr(fit_search, "meshes", lambda config, count: [Mesh(1, 1, 1, 1, 1, 1)])
-    found = search(CONFIG, [None], 1200, [8], most=99)
+    monkeypatch.setattr(fit_search, "promising", lambda *_: choices)
+    return tried, lambda limit, most: search(CONFIG, [None], limit, [8], most)
+
+
+ONE = Promise(Mesh(1, 1, 1, 1, 1, 1), 8, (0.0, 0.0))
+
+
+def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
+    def seconds_of(config):
+        of_remat = {"none": 3.0, "dots": 3.4, "named": 3.5, "full": 4.0}[config.model.remat]
+        return of_remat + config.optimizer.accumulation
+
+    tried, searched = a_search(monkeypatch, [ONE], seconds_of)
+    found = searched(1200, 99)
     # One accumulates more for each that recomputes less; 4000 / 2 is known to be too large.
     assert tried == [
         (1, "none", 1),
         (1, "dots", 1),
+        (1, "named", 1),
         (1, "full", 1),
         (1, "dots", 2),
         (1, "none", 4),
     ]
     assert [one.config.model.remat for one in found.fits] == ["full", "dots", "none"]
-    assert found.is_whole and found.num_tried == 5
-    assert not search(CONFIG, [None], 1200, [8], most=2).is_whole
+    assert found.is_whole and found.num_tried == 6
+    assert not searched(1200, 2).is_whole
     monkeypatch.setattr(fit_search, "bytes_on_device", lambda state: 5000)
-    assert search(CONFIG, [None], 1200, [8], most=99).num_tried == 0
+    assert searched(1200, 99).num_tried == 0
+
+
+def test_a_search_leaves_out_meshes_that_send_too_much(monkeypatch):
+    """By what a step of 8 x 256 tokens takes at least, beside what one that fits takes."""
+    tokens = 8 * 256
+    split = Mesh(1, 1, 1, 1, 1, 2)
+    choices = [
+        ONE,
+        Promise(split, 8, (2.9 / tokens, 3.0 / tokens)),
+        Promise(split._replace(tensor=4), 8, (3.1 / tokens, 3.2 / tokens)),
+    ]
+    tried, searched = a_search(monkeypatch, choices, lambda config: 3.0)
+    found = searched(5000, 99)
+    assert [tensor for tensor, _, _ in tried] == [1, 2]
+    assert found.num_slower == 1 and found.is_whole
 
 
 def test_the_largest_batch_of_a_run_counts():
