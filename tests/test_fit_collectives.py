@@ -1,0 +1,251 @@
+"""What the compiled step sends over each axis of the mesh: kinds, counts and bytes of collectives,
+from first principles, for TPUs and GPUs that are not here."""
+
+import platform
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from maxtrain.config import load_config
+from maxtrain.fit_bounds import Bounds
+from maxtrain.parallel.compiled.collectives import Collective
+from maxtrain.parallel.compiled.hlo import parse
+from maxtrain.parallel.compiled.roofline import lines_of
+from maxtrain.parallel.compiled.work import work_of
+from maxtrain.parallel.hardware import links
+from maxtrain.parallel.topologies import described_devices
+from maxtrain.step_memory import StepPrograms
+
+pytestmark = [
+    pytest.mark.usefixtures("this_process"),
+    # Their compilers are for this platform alone; there, a missing package fails the test.
+    pytest.mark.skipif(
+        sys.platform != "linux" or platform.machine() != "x86_64",
+        reason="libtpu and XLA's compiler for GPUs are for Linux on x86",
+    ),
+]
+# Rows, tokens of a row, layers, width, vocabulary, numbers of all heads; experts of a token.
+B, T, L, D, V, H = 8, 256, 2, 128, 4096, 256
+# Query, key, value and output; gate, up and down.
+ATTENTION = 4 * D * H
+LAYER = ATTENTION + 3 * D * 256
+SMALL = [
+    "config=llama3_8b",
+    f"model.vocab_size={V}",
+    f"model.num_layers={L}",
+    f"model.embed_dim={D}",
+    "model.mlp_dim=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=64",
+    f"model.max_length={T}",
+    "model.remat=none",
+    f"data.seq_length={T}",
+    f"data.batch_size={B}",
+]
+EXPERTS = ["model.family=mixtral", "model.moe.num_experts=4", "model.moe.experts_per_token=2"]
+# Bytes of a collective that is not worth a word: norms and their gradients, losses and softmax of
+# tokens, numbers of experts. The smallest of the others is a part of a matrix in bfloat16.
+LITTLE = 10_000
+# Bytes of a type.
+F32, BF16 = 4, 2
+# Keys, or values, of the tokens of a device of context.
+KEYS = B * T // 4 * H * BF16
+# Rows of choices that a device sends to and gets from all four of expert: 1.5 times its tokens' two.
+CHOICES = 3 * B * T // 4 * D
+# Of stages: micro-batches M = 2, and one more until the last stage has the last of them.
+ITERATIONS = 3
+
+
+class Sent(NamedTuple):
+    """Collectives of a kind over an axis, on TPUs and GPUs.
+
+    Attributes:
+        counts: as often as loops run.
+        num_bytes: of operands on a device.
+    """
+
+    counts: tuple[int, int]
+    num_bytes: tuple[float, float]
+
+    @classmethod
+    def on_both(cls, count: int, num_bytes: float) -> "Sent":
+        """The same on TPUs and GPUs."""
+        return cls((count, count), (num_bytes, num_bytes))
+
+
+def whole_gradients() -> Sent:
+    """Of each layer one sum, in the loop over layers, of all its matrices, and one of embedding and
+    head; float32."""
+    return Sent.on_both(L + 1, F32 * (L * LAYER + 2 * D * V))
+
+
+def data() -> dict[tuple[str, str], Sent]:
+    """Nothing but gradients."""
+    return {("all-reduce", "data"): whole_gradients()}
+
+
+def fsdp() -> dict[tuple[str, str], Sent]:
+    """Each matrix is gathered forward and backward, in bfloat16; for GPUs, those of a layer are one
+    collective. The embedding is gathered once, in float32, and so is the head, which GPUs gather
+    before it is rounded. A gradient is scattered as it is summed, once for each layer and the head.
+    That of the embedding, which tokens are added to by their number, is summed whole."""
+    layers = 2 * L * LAYER * BF16
+    return {
+        ("all-gather", "fsdp"): Sent(
+            (2 * 7 * L + 2, 2 * L + 1),
+            ((layers + (F32 + BF16) * D * V) / 4, (layers + 2 * F32 * D * V) / 4),
+        ),
+        ("reduce-scatter", "fsdp"): Sent.on_both(L + 1, F32 * (L * LAYER + D * V)),
+        ("all-reduce", "fsdp"): Sent.on_both(1, F32 * D * V),
+    }
+
+
+def tensor() -> dict[tuple[str, str], Sent]:
+    """Activations are sums over devices behind attention and behind the feed-forward block of each
+    layer, and their gradients before both; and so are what is looked up in a part of the vocabulary,
+    and the gradient that comes from a part of the logits. All in the type of activations, float32.
+    Of logits, only two numbers of each token, which for GPUs are one collective, as large as a part
+    of a matrix."""
+    count = 4 * L + 2
+    of_activations = count * B * T * D * F32
+    return {
+        ("all-reduce", "tensor"): Sent(
+            (count, count + 1), (of_activations, of_activations + 2 * B * T * F32)
+        )
+    }
+
+
+def order_of_tokens() -> Sent:
+    """The even and the odd pieces of rows go where a ring has them and come back, forward and
+    backward: half of a device's activations each."""
+    return Sent.on_both(8, 8 * B * T // 4 * D * F32 / 2)
+
+
+def ring() -> dict[tuple[str, str], Sent]:
+    """Keys and values go to the next device three times forward and three times backward; their
+    gradients go with them, in float32, and once more, to where they belong. For GPUs, what goes at
+    the same time is one collective."""
+    of_layer = 2 * (3 + 3) * KEYS + 2 * 4 * 2 * KEYS
+    order = order_of_tokens()
+    sent = order.num_bytes[0] + L * of_layer
+    return {
+        ("collective-permute", "context"): Sent(
+            (order.counts[0] + L * (6 + 6 + 8), order.counts[1] + L * (3 + 3 + 1)), (sent, sent)
+        ),
+        ("all-reduce", "context"): whole_gradients(),
+    }
+
+
+def dealt() -> dict[tuple[str, str], Sent]:
+    """Queries, keys, values and results are dealt out once, and so are their gradients. Those of
+    keys and values are float32, on GPUs also those of queries."""
+    return {
+        ("all-to-all", "context"): Sent((8 * L, 8 * L), (10 * L * KEYS, 11 * L * KEYS)),
+        ("all-reduce", "context"): whole_gradients(),
+    }
+
+
+def expert() -> dict[tuple[str, str], Sent]:
+    """Choices go to experts and come back, and so do their gradients: four times a layer. Turns
+    beyond the first, of which there are none where loads are even, count as one: they go and come
+    back forward, and once more backward, with their gradients: six times. Activations are float32,
+    and on TPUs rounded where they go into products alone. All other weights are as with fsdp, and
+    those of experts stay."""
+    layers = 2 * L * ATTENTION * BF16
+    return {
+        ("all-to-all", "expert"): Sent(
+            (10 * L, 10 * L), (L * CHOICES * (7 * F32 + 3 * BF16), L * CHOICES * 10 * F32)
+        ),
+        ("all-gather", "expert"): Sent(
+            (2 * 4 * L + 2, 2 * L + 1),
+            ((layers + (F32 + BF16) * D * V) / 4, (layers + 2 * F32 * D * V) / 4),
+        ),
+        ("reduce-scatter", "expert"): Sent.on_both(L + 1, F32 * (L * ATTENTION + D * V)),
+        ("all-reduce", "expert"): Sent.on_both(1, F32 * D * V),
+    }
+
+
+def stage() -> dict[tuple[str, str], Sent]:
+    """Each iteration hands a micro-batch to the next stage, and takes its gradient back, in two
+    collectives: one from the first stage and one to it. The gradient of a stage's layer is summed in
+    each iteration, since XLA takes no sum out of a loop. The vocabulary is split over stages, so that
+    embeddings and the gradient of the head's inputs are sums; and all stages get what the last one
+    has found, and the gradient of what all have been given."""
+    rows = B // 2 * T * D * F32
+    of_data = F32 * (ITERATIONS * LAYER + D * V)
+    return {
+        ("collective-permute", "stage"): Sent.on_both(3 * ITERATIONS, 3 * ITERATIONS * rows / 2),
+        ("all-reduce", "stage"): Sent.on_both(4, 4 * rows),
+        # Of embedding and head, which GPUs sum one by one.
+        ("all-reduce", "data"): Sent((ITERATIONS + 1, ITERATIONS + 2), (of_data, of_data)),
+    }
+
+
+CASES = {
+    "data": (["mesh.data=4"], data),
+    "fsdp": (["mesh.fsdp=4"], fsdp),
+    "tensor": (["mesh.tensor=4"], tensor),
+    "ring": (["mesh.context=4", "model.attention=ring"], ring),
+    "dealt": (["mesh.context=4"], dealt),
+    "expert": (["mesh.expert=4", *EXPERTS], expert),
+    "stage": (["mesh.stage=2", "mesh.data=2", "model.pipeline.micro_batches=2"], stage),
+}
+
+
+@pytest.fixture
+def as_users_compile():
+    """With all optimizations; programs for devices elsewhere can't be read from a cache."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_goes_over_each_axis(name, topology):
+    words, wanted = CASES[name]
+    given = {"model.attention": "model.attention=xla", "mesh.fsdp": "mesh.fsdp=1"}
+    given |= {word.split("=")[0]: word for word in [*SMALL, *words]}
+    devices = described_devices(topology)
+    programs = StepPrograms(load_config(list(given.values())), devices)
+    compiled = programs.compile(B, T)
+    mesh = programs.parts.mesh
+    work = work_of(parse(compiled.as_text() or ""), devices[0].platform == "tpu")
+    large: Counter[tuple[str, str]] = Counter()
+    sent: dict[tuple[str, str], float] = dict.fromkeys(wanted(), 0.0)
+    for one, count in work.collectives.items():
+        if one.num_bytes >= LITTLE:
+            key = (one.kind, " ".join(one.axes(dict(mesh.shape))))
+            large[key] += count
+            sent[key] = sent.get(key, 0.0) + count * one.num_bytes
+    here = ["tpu", "gpu"].index(devices[0].platform)
+    # Kinds and axes, too: there are no others.
+    assert large == {key: of.counts[here] for key, of in wanted().items()}
+    for key, of in wanted().items():
+        # Norms and what is merged with larger ones; gradients of keys that TPUs round on their way.
+        assert sent[key] == pytest.approx(of.num_bytes[here], rel=0.05), key
+    assert programs.warnings == []
+    # What is known before anything is compiled is less, and not nothing.
+    lines = lines_of(work, mesh, links(devices[0]))
+    config = programs.parts.config
+    least = Bounds(config, devices, programs.parts.abstract).least(config, B * T, T)
+    assert 0 < least.network <= 1.001 * sum(line.seconds for line in lines)
+    if name == "tensor":
+        require_no_gathered_logits(work.collectives)
+
+
+def require_no_gathered_logits(collectives: Counter[Collective]) -> None:
+    """Logits of a device are those of all its tokens and a quarter of the vocabulary."""
+    logits = B * T * V // 4 * BF16
+    assert max(one.num_bytes for one in collectives) <= logits / 2
+    # Not of any kind that gathers.
+    moved = [one.num_bytes for one in collectives if one.kind != "all-reduce"]
+    assert max(moved, default=0) < LITTLE
