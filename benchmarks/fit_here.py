@@ -4,10 +4,10 @@ machine's CPU.
     python -m benchmarks.fit_here [--steps 7] [--write]
 
 Two tables. Times: the products and the memory traffic that fit counts in the compiled step, at the
-rates that this CPU reaches in one product and in one copy, beside the measured step. Memory: of a
-step of some rows, the straight line through two smaller ones, by which `maxtrain probe` chooses
-what to compile next, beside what the compiler then says; `maxtrain fit` itself always tells what
-the compiler says.
+rates that this CPU reaches in one product and in one copy, beside the measured step. Memory: how
+far from the compiled step the straight line through two smaller ones is, by which `maxtrain probe`
+chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape that it is asked
+about.
 """
 
 import argparse
@@ -36,6 +36,10 @@ from maxtrain.step_memory import StepPrograms
 RESULTS = Path(__file__).parent / "results" / "fit_here.md"
 MIB = 1 << 20
 _COPIED_BYTES = 256 * MIB
+# Of the smallest number of rows.
+UNITS = (1, 2, 4, 8)
+# Through which two, and where it is held against the compiled step.
+LINES = ((1, 2, 4), (1, 2, 8), (2, 4, 8))
 # Of the same model, so that the tables speak of shapes and kinds and not of sizes alone.
 _SMALL = (
     "config=llama3_8b",
@@ -56,6 +60,14 @@ _EXPERTS = (
     "model.moe.experts_per_token=2",
     "model.moe.expert_dim=256",
 )
+
+
+_ABOUT_MEMORY = """Memory of compiled steps, and how far from them the straight line through two
+smaller ones is. `maxtrain fit` draws no line: it compiles each shape that it is asked about, so
+that its bytes are those of the compiler. `maxtrain probe` compiles, too, and only chooses by such a
+line, always through the two largest steps that it knows, what to compile next. Through larger steps
+the line is mostly nearer: what a step needs is no line where another part of it becomes the one
+that needs most, as with few tokens, or with a large vocabulary."""
 
 
 class Case(NamedTuple):
@@ -169,22 +181,34 @@ def time_row(case: Case, steps: int, peak: float, copied: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def memory_row(case: Case) -> str:
-    """Of the second table: the line through the compiled steps of one and two units of rows, at
-    four and eight."""
-    programs = programs_of(case)
-    unit = programs.unit
+def apart(needed: dict[int, int], one: int, two: int, units: int) -> float:
+    """By which share the line through the steps of `one` and `two` units of rows is above the
+    compiled step of `units`.
+
+    Args:
+        needed: bytes of compiled steps, by their units of rows.
+    """
+    slope = (needed[two] - needed[one]) / (two - one)
+    return (needed[one] + (units - one) * slope) / needed[units] - 1
+
+
+def needed_by_units(case: Case, numbers: Sequence[int] = UNITS) -> dict[int, int]:
+    """Bytes of the compiled steps of so many units of rows."""
     needed = {}
-    for units in (1, 2, 4, 8):
-        rows = units * unit
+    for units in numbers:
+        rows = units * programs_of(case).unit
         compiled = programs_of(case.with_rows(rows)).compile(rows, case.batch.length)
         needed[units] = program_bytes(compiled)
-    cells = [case.name, f"{unit} x {case.batch.length:,}"]
-    cells += [f"{needed[units] / MIB:,.0f}" for units in (1, 2)]
-    for units in (4, 8):
-        line = needed[1] + (units - 1) * (needed[2] - needed[1])
-        apart = line / needed[units] - 1
-        cells += [f"{line / MIB:,.0f}", f"{needed[units] / MIB:,.0f}", f"{apart:+.1%}"]
+    return needed
+
+
+def memory_row(case: Case) -> str:
+    """Of the second table."""
+    needed = needed_by_units(case)
+    cells = [case.name, f"{programs_of(case).unit} x {case.batch.length:,}"]
+    cells += [f"{needed[units] / MIB:,.0f}" for units in UNITS]
+    for one, two, units in LINES:
+        cells.append(f"{apart(needed, one, two, units):+.0%}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -206,12 +230,12 @@ def tables(steps: int) -> Sequence[str]:
     show("|:--|--:|--:|--:|--:|--:|--:|--:|--:|")
     for case in CASES:
         show(time_row(case, steps, peak, copied))
-    show("")
+    show(f"\n{_ABOUT_MEMORY}\n")
     show(
-        "| step | unit of rows | 1 unit, MiB | 2 | 4: line | compiled | apart "
-        "| 8: line | compiled | apart |"
+        "| step | unit of rows | 1 unit, MiB | 2 | 4 | 8 | line of 1 and 2, at 4 | at 8 "
+        "| of 2 and 4, at 8 |"
     )
-    show("|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    show("|:--|--:|--:|--:|--:|--:|--:|--:|--:|")
     for case in CASES:
         show(memory_row(case))
     return lines

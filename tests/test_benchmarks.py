@@ -17,6 +17,7 @@ from benchmarks import (
     experts,
     families,
     fit,
+    fit_here,
     one_core,
     prefetch,
     prepare,
@@ -480,3 +481,18 @@ def test_two_passes_keep_less_as_the_compiler_counts_it():
         two = stages.temporaries(stages.Case(16, accumulation=2), devices)
     less = stages.Case(16).kept - stages.Case(16, accumulation=2).kept
     assert one - two > less * stages.UNIT
+
+
+def test_how_far_a_line_is_from_a_compiled_step():
+    needed = {1: 100, 2: 150, 4: 250, 8: 500}
+    assert fit_here.apart(needed, 1, 2, 4) == 0
+    assert fit_here.apart(needed, 1, 2, 8) == pytest.approx(450 / 500 - 1)
+
+
+@pytest.mark.long
+def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
+    """Where each layer is computed twice, of which the smallest steps say too little."""
+    [case] = [case for case in fit_here.CASES if case.name == "remat=full"]
+    with jax.numpy_dtype_promotion("standard"):
+        needed = fit_here.needed_by_units(case, (2, 4, 8))
+    assert abs(fit_here.apart(needed, 2, 4, 8)) < 0.1
