@@ -27,6 +27,26 @@ HEAD = """# What fits where
 Memory and collectives are those of the compiled program; **times are estimates** from data sheets, which no device
 reaches: the longest of products, memory and network, and in brackets their sum.
 """
+# By hand, of the records of the rows that it names.
+BEYOND = """## Beyond what is compiled here
+
+Compilers took as many devices as they were given here: 512 TPUs and 1,024 GPUs. More were not tried, and no limit was met: layers are one
+loop, so that for GPUs `llama3_405b` takes a minute and a half of one core on 512 as on 1,024. libtpu takes the slices that it
+knows by name. What a device of `llama3_405b` needs, with 4,096 tokens of its own
+(the two rows on h100 above), in GiB:
+
+| GPUs | parameters | optimizer | gradients, activations and other temporaries | needed | |
+|---|---|---|---|---|---|
+| 512 | 2.97 | 5.94 | 40.67 | 49.58 | compiled |
+| 1,024 | 1.49 | 2.98 | 38.03 | 42.51 | compiled |
+| 2,048 | 0.75 | 1.51 | 36.71 | 38.97 | extrapolated |
+| 4,096 | 0.38 | 0.77 | 36.05 | 37.20 | extrapolated |
+
+Parameters and optimizer are split over N devices, all but norms, and so are gradients, 5.28 GiB of the temporaries on 512; the other
+35.39 GiB are of a device's own tokens and of the weights of one layer, whatever N is. Of weights that are gathered and of
+gradients that are summed, a device sends (N - 1) / N: 2,047.4 GiB gathered on 512, 2,049.4 on 1,024, and at most 2,051.4 on any
+number. What goes over `context` stays the same.
+"""
 _MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by | a step, s |"
 _COLLECTIVES = "| run | devices | collective | over | count | a device sends, GiB | at least, s |"
 
@@ -47,6 +67,13 @@ class Case(NamedTuple):
 _FLASH = ("model.attention=flash",)
 _XLA = ("model.attention=xla",)
 _PARTED = ("mesh.context=4",)
+# Two devices share a row, and the state is split over all.
+_LARGEST = (
+    "precision.activations=bfloat16",
+    "mesh.context=2",
+    "model.attention=xla",
+    "mesh.rules.embed=[fsdp, context]",
+)
 CASES = (
     Case("sft_qwen2_5_0_5b", "h200:1"),
     Case("sft_lora_qwen2_5_1_5b", "h200:1"),
@@ -54,6 +81,7 @@ CASES = (
     Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
     Case("llama3_8b", "v5p:4x4x4", _FLASH),
     Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
+    Case("llama3_8b", "b200:8", ("optimizer.accumulation=4",)),
     Case("llama3_8b", "h100:8x8"),
     Case("llama3_8b", "h100:8x8", ("model.attention=triton",)),
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
@@ -68,6 +96,8 @@ CASES = (
     ),
     Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
     Case("llama3_405b", "v5p:8x8x8", (*_FLASH, "precision.activations=bfloat16")),
+    Case("llama3_405b", "h100:64x8", (*_LARGEST, "data.batch_size=256")),
+    Case("llama3_405b", "h100:128x8", _LARGEST),
     Case("mixtral_8x7b", "v5p:4x4x4", _FLASH),
     Case("mixtral_8x7b", "h100:8x8"),
     Case("qwen3_30b_a3b", "v5p:4x4x4", _FLASH),
@@ -168,7 +198,7 @@ def document(
         if title:
             lines = [title, "", *lines]
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, BEYOND])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -384,7 +384,9 @@ def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_pa
     assert fit.main(["--only", "llama3_8b on h100:8x8", "--write"]) == 0
     monkeypatch.setattr(fit, "measure", lambda case: refused)
     assert fit.main(["--only", "sft_qwen", "--write"]) == 0
-    rows = [row for row in written.read_text().splitlines() if row.startswith("| ")]
+    tables, beyond = written.read_text().split("## Beyond")
+    assert "| 4,096 | 0.38 |" in beyond
+    rows = [row for row in tables.splitlines() if row.startswith("| ")]
     assert rows[1:3] == [
         "| sft_qwen2_5_0_5b | h200:1 | fsdp=8 | 16 x 64 in 2 | 6.00 | **150%, does not fit** |  |  |",
         "| llama3_8b | h100:8x8 | fsdp=8 | 16 x 64 in 2 | 3.00 | 75% | network | 0.50 (0.75) |",
