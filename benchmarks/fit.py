@@ -104,6 +104,7 @@ CASES = (
     Case("qwen3_30b_a3b", "h100:8x8"),
     Case("deepseek_v3", "v5p:8x8x8", _XLA),
     Case("deepseek_v3", "h100:64x8"),
+    Case("deepseek_v3", "h100:64x8", ("precision.activations=bfloat16",)),
 )
 
 
