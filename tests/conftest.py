@@ -89,8 +89,8 @@ LONGEST = (
 )
 # Of so many long tests, a dose has one.
 SHARE = 6
-# Marks of tests that only run by name.
-ON_REQUEST = ("slow", "gpu")
+# Marks of tests that only run by name, or with every dose: none of these is drawn.
+NOT_DRAWN = ("slow", "gpu", "every_dose")
 # As many random examples as a test of `make test` gets; what says that it takes fewer, does.
 QUICK_EXAMPLES = 25
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
@@ -169,14 +169,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def beyond_the_dose(items: list[pytest.Item], dose: int, commit: bytes) -> list[pytest.Item]:
     """All but one in SHARE of the long tests, evenly through the files, and all but one in `dose` of
-    the parameters of each of these, rounded up. What only runs by name has no part in it."""
+    the parameters of each of these, rounded up. NOT_DRAWN have no part in it."""
 
     def drawn(name: str) -> bytes:
         return hashlib.blake2b(commit + name.encode()).digest()
 
     of_tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ON_REQUEST)):
+        if item.get_closest_marker("long") and not any(map(item.get_closest_marker, NOT_DRAWN)):
             of_tests[item.nodeid.split("[")[0]].append(item)
     names = sorted(of_tests, key=lambda name: (name.split("::")[0], drawn(name)))
     first = int.from_bytes(drawn("")) % SHARE

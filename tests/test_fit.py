@@ -78,7 +78,8 @@ def by_kind(record):
     }
 
 
-# Not long by its mark, so that each commit compiles for both, whatever else it leaves out.
+@pytest.mark.long
+@pytest.mark.every_dose
 @on_linux_x86
 @pytest.mark.parametrize(
     ("topology", "temporaries", "total"),

@@ -97,15 +97,16 @@ def test_a_dose_is_a_share_of_long_tests_and_their_parameters_and_changes_with_t
     plain += [Item(f"c.py::more_{number}") for number in range(4)]
     long = [*many, *two, *plain]
     short = [Item(f"a.py::short[{number}]", ()) for number in range(9)]
-    # Not among those that are counted: -m leaves them out or not.
+    # -m leaves them out or not.
     slow = [Item(f"b.py::slow_{number}", ("long", "slow")) for number in range(5)]
-    items = [*long, *short, *slow]
+    always = [Item(f"b.py::always_{number}", ("long", "every_dose")) for number in range(5)]
+    items = [*long, *short, *slow, *always]
     drawn = []
     for commit in range(60):
         left_out = beyond_the_dose(items, 3, b"%d" % commit)
         assert set(left_out) == set(beyond_the_dose(items[::-1], 3, b"%d" % commit))
         taken = [item for item in items if item not in left_out]
-        assert {*short, *slow} <= set(taken)
+        assert {*short, *slow, *always} <= set(taken)
         names = {item.nodeid.split("[")[0] for item in taken if item in long}
         # Of the tests of each file two, but for those at its ends.
         for file in "abc":
