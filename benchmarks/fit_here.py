@@ -148,7 +148,8 @@ def measured(
 def random_batch(programs: StepPrograms, shape: Shape) -> dict[str, jax.Array]:
     """Rows that are one document each."""
     rng = np.random.default_rng(0)
-    vocabulary = programs.parts.config.model.vocab_size or 0
+    vocabulary = programs.parts.config.model.vocab_size
+    assert vocabulary is not None
     arrays = {}
     for name, array in programs.batch(*shape).items():
         if name in ("inputs", "targets"):

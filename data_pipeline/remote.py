@@ -530,8 +530,8 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
     again where that may help."""
     protocol = path.url.partition("://")[0]
     fsspec = load_package("fsspec", "remote", path.url)
-    # It logs errors with a traceback before it raises them.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    if _EXTRAS.get(protocol) == "gcs":
+        _silence_gcsfs()
     for number in range(_TRIES):
         try:
             fs, inner = fsspec.core.url_to_fs(path.url, use_listings_cache=False)
@@ -561,6 +561,12 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             time.sleep(_PAUSE * 2**number * random.uniform(0.5, 1))
 
 
+@functools.cache
+def _silence_gcsfs() -> None:
+    """It logs errors with a traceback before it raises them, and what is raised is told."""
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+
 def _reason(error: Exception) -> str:
     """An error in one line."""
     first, _, said = str(error).partition("\n")
@@ -580,7 +586,9 @@ def _is_denied(error: Exception) -> bool:
         return True
     if isinstance(error, OSError) and _FORBIDDEN.match(str(error)):
         return True
-    return str(getattr(error, "code", "")) == str(_UNKNOWN_CALLER)
+    # "Invalid Credentials" is what gcsfs says where it could not renew them, which may pass.
+    is_unknown = str(getattr(error, "code", "")) == str(_UNKNOWN_CALLER)
+    return is_unknown and "Invalid Credentials" not in str(error)
 
 
 def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:

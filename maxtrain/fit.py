@@ -155,6 +155,10 @@ def _told(best: Fit, console: Console) -> Fit:
         f"optimizer.accumulation={config.optimizer.micro_batches}",
         f"model.remat={config.model.remat}",
     ]
+    if config.model.remat == "named":
+        for place in ("on_device", "on_host"):
+            names = ", ".join(getattr(config.model.kept, place))
+            settings.append(f"'model.kept.{place}=[{names}]'")
     text = Text.assemble(("settings of the fastest:\n", "dim"), (f"  {' '.join(settings)}", "cyan"))
     console.print(text, soft_wrap=True)
     return best

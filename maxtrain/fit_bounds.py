@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxtrain.config import RunConfig
+from maxtrain.config.sections.moe import RoutingConfig
 from maxtrain.models.cost import product_weights, token_flops
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.registry import logical_axes
@@ -29,7 +30,7 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.roofline import Roofline, lines_of, roofline
 from maxtrain.parallel.compiled.work import Work
-from maxtrain.parallel.hardware import links, peak_flops
+from maxtrain.parallel.hardware import links, peak_or
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import partition_spec, stored_rules
 from maxtrain.training.state import TrainState
@@ -42,11 +43,13 @@ class Matrix(NamedTuple):
     """Weights that tokens are multiplied with.
 
     Attributes:
+        name: its path.
         axes: the logical name of each dim.
         num_bytes: of all of it, as it is sent.
         trains: it has a gradient.
     """
 
+    name: str
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
     num_bytes: int
@@ -68,7 +71,8 @@ class Bounds:
     def __init__(self, config: RunConfig, devices: Sequence[Any], state: TrainState):
         self._devices = devices
         self._links = links(devices[0])
-        self._peak = peak_flops(devices[0], config.precision.compute)
+        tflops = config.observe.peak_tflops
+        self._peak = peak_or(tflops, devices[0], config.precision.compute)
         self._itemsize = jnp.dtype(config.precision.compute).itemsize
         self._matrices = list(_matrices(state, self._itemsize))
         self._frozen = product_weights(state.frozen[POLICY], config.model)
@@ -99,7 +103,7 @@ class Bounds:
         of_device //= config.optimizer.micro_batches
         for layer in self._layers[: len(self._layers) // mesh.shape["stage"]]:
             number = of_device * config.model.embed_dim * self._itemsize
-            found.update(_of_activations(layer, number, mesh))
+            found.update(_of_activations(layer, number, mesh, config.model.routing))
             found.update(_of_keys(layer, of_device * self._itemsize, mesh))
         return Counter({one: n * config.optimizer.micro_batches for one, n in found.items()})
 
@@ -112,14 +116,15 @@ def _matrices(state: TrainState, itemsize: int) -> Iterator[Matrix]:
             array = variable.get_value()
             width = min(itemsize, array.dtype.itemsize)
             axes = logical_axes(variable)
-            yield Matrix(axes, array.shape, width * math.prod(array.shape), trains)
+            name = ".".join(map(str, path))
+            yield Matrix(name, axes, array.shape, width * math.prod(array.shape), trains)
 
 
 def _of_matrix(matrix: Matrix, config: RunConfig, mesh: Mesh) -> Iterator[Collective]:
     """Its parts are gathered, and its gradient goes to where they are."""
     rules = stored_rules(config.mesh.rules)
     split = set()
-    for entry in partition_spec(matrix.axes, mesh.shape, matrix.shape, rules=rules):
+    for entry in partition_spec(matrix.axes, mesh.shape, matrix.shape, matrix.name, rules):
         if entry is not None:
             split |= set(entry if isinstance(entry, tuple) else (entry,))
     of_tokens = set(_OF_TOKENS)
@@ -139,7 +144,9 @@ def _of_matrix(matrix: Matrix, config: RunConfig, mesh: Mesh) -> Iterator[Collec
     yield from _over(mesh, of_tokens - gathered, kind, part)
 
 
-def _of_activations(layer: LayerSpec, num_bytes: int, mesh: Mesh) -> Iterator[Collective]:
+def _of_activations(
+    layer: LayerSpec, num_bytes: int, mesh: Mesh, routing: RoutingConfig
+) -> Iterator[Collective]:
     """Sums over `tensor` behind both blocks of a layer, and of their gradients; tokens that go to
     their experts and come back, and their gradients.
 
@@ -148,8 +155,10 @@ def _of_activations(layer: LayerSpec, num_bytes: int, mesh: Mesh) -> Iterator[Co
     """
     for _ in range(4):
         yield from _over(mesh, {"tensor"}, "all-reduce", num_bytes)
-        if isinstance(layer.mlp, MoeSpec):
-            choices = num_bytes * layer.mlp.num_choices
+        if isinstance(layer.mlp, MoeSpec) and routing.kernel != "eager":
+            # What is beyond the capacity is not sent; and `eager` gathers tokens.
+            taken = min(1.0, routing.capacity_factor or 1.0)
+            choices = num_bytes * layer.mlp.num_choices * taken
             yield from _over(mesh, {"expert"}, "all-to-all", choices)
 
 

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
-from maxtrain.config.sections.mesh import row_shards, slow_axes_of
+from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.sections.kept import KeptConfig
+from maxtrain.config.sections.mesh import num_stages, row_shards, slow_axes_of
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.config.words import divisors
 from maxtrain.fit_bounds import Bounds
-from maxtrain.fitting import Fit, batch_shape, fit_step
+from maxtrain.fitting import Fit, batch_shape, counted_shape, fit_step
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.step_memory import StepPrograms, least_micro_batches
 
@@ -49,7 +51,7 @@ def meshes(config: RunConfig, num_devices: int, near: int) -> list[Mesh]:
     stage = max(1, config.mesh.stage)
     given = stage * math.prod(slow_axes_of(config.mesh).values())
     experts = [1]
-    if config.model.family in WITH_EXPERTS and stage == 1:
+    if config.model.family in WITH_EXPERTS and num_stages(config.mesh) <= 1:
         experts = divisors(config.model.moe.num_experts)
     found = set()
     for tensor in _powers(min(num_devices, _MOST_SPLIT)):
@@ -88,13 +90,17 @@ def _powers(most: int) -> Iterator[int]:
 def with_choice(
     config: RunConfig, mesh: Mesh, rows: int, accumulation: int, remat: str
 ) -> RunConfig:
-    """The config with these settings, and without a preset, which would decide the mesh anew."""
+    """The config with these settings, and without a preset, which would decide the mesh anew, or
+    with what only another remat keeps."""
+    kept = KeptConfig()
+    if remat == "named":
+        kept = config.model.kept
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, preset="none", **mesh._asdict()),
         data=dataclasses.replace(config.data, batch_size=rows),
         optimizer=dataclasses.replace(config.optimizer, accumulation=accumulation),
-        model=dataclasses.replace(config.model, remat=remat),
+        model=dataclasses.replace(config.model, remat=remat, kept=kept),
     )
 
 
@@ -190,6 +196,8 @@ def promising(config: RunConfig, devices: Sequence[Any], batches: Iterable[int])
                 if bounds is None:
                     bounds = Bounds(plain, devices, StepPrograms(plain, devices).parts.abstract)
                 shape = batch_shape(plain)
+                if rollout_settings(plain) is not None:
+                    shape = counted_shape(StepPrograms(plain, devices), shape)
                 times = bounds.least(plain, shape.rows * shape.length, shape.length)
             except ConfigError as error:
                 problem = problem or error

@@ -23,7 +23,7 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.compiled.hlo import parse
 from maxtrain.parallel.compiled.roofline import Line, Roofline, lines_of, roofline
 from maxtrain.parallel.compiled.work import work_of
-from maxtrain.parallel.hardware import links, peak_flops
+from maxtrain.parallel.hardware import links, peak_or
 from maxtrain.parallel.memory import (
     GIB,
     bytes_beside_arguments,
@@ -208,18 +208,23 @@ def fit_step(config: RunConfig, devices: Sequence[Any], limit: int) -> Fit:
         # Of prompts or documents: rows are made of them.
         data = config.data
     programs = StepPrograms(dataclasses.replace(config, data=data), devices)
-    if rollout_settings(config) is not None:
-        shape = shape._replace(rows=count_rows(shape.rows, programs.unit))
-    return fit_program(programs, shape, limit)
+    return fit_program(programs, counted_shape(programs, shape), limit)
+
+
+def counted_shape(programs: StepPrograms, largest: Shape) -> Shape:
+    """That of the rows which are computed of the largest batch of a run: texts that are sampled are
+    filled up."""
+    if rollout_settings(programs.parts.config) is None:
+        return largest
+    return largest._replace(rows=count_rows(largest.rows, programs.unit))
 
 
 def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     """As `fit_step`, with the step made."""
     parts = programs.parts
     device = programs.devices[0]
-    peak = peak_flops(device, parts.config.precision.compute)
-    if parts.config.observe.peak_tflops is not None:
-        peak = parts.config.observe.peak_tflops * 1e12
+    tflops = parts.config.observe.peak_tflops
+    peak = peak_or(tflops, device, parts.config.precision.compute)
     frozen = product_weights(parts.abstract.frozen[POLICY], parts.config.model)
     found = Fit(
         config=parts.config,

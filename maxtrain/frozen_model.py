@@ -20,6 +20,7 @@ from data_pipeline.teacher_files import TeacherFiles
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.across.attention_choice import Hardware, choose, device_problems
+from maxtrain.config.across.pipeline import layer_problems
 from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.config.sections.dpo import UNPAIRED
@@ -84,15 +85,19 @@ class FrozenModel:
 
     def with_kernel(self, run: RunConfig, hardware: Hardware) -> "FrozenModel":
         """The same with the kernel that attends in it beside the policy of a run, whose rows it
-        reads.
+        reads, and in whose stages.
 
         Raises:
-            ConfigError: as of `choose`.
+            ConfigError: as of `choose`; the stages do not divide its layers.
         """
-        beside = dataclasses.replace(run, model=self.model, precision=self.precision)
+        model = dataclasses.replace(self.model, pipeline=run.model.pipeline)
+        beside = dataclasses.replace(run, model=model, precision=self.precision)
+        problems = list(layer_problems(beside, has_weights=True))
+        if problems:
+            raise ConfigError([f"{self.name}, whose layers these are: {one}" for one in problems])
         with self._telling_whose_keys():
             kernel = choose(hardware, beside).kernel
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+        return dataclasses.replace(self, model=dataclasses.replace(model, attention=kernel))
 
     @contextlib.contextmanager
     def _telling_whose_keys(self) -> Iterator[None]:

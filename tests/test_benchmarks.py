@@ -498,3 +498,12 @@ def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
     with jax.numpy_dtype_promotion("standard"):
         needed = fit_here.needed_by_units(case, (2, 4, 8))
     assert abs(fit_here.apart(needed, 2, 4, 8)) < 0.1
+
+
+def test_what_is_said_of_more_devices_begins_with_rows_that_were_compiled():
+    text = fit.RESULTS.read_text()
+    assert fit.BEYOND in text
+    row = re.compile(r"\| llama3_405b [^|]*\| h100:(\d+)x8 \|[^|]*\|[^|]*\| ([\d.]+) \| \d+% \|")
+    compiled = {int(hosts) * 8: memory for hosts, memory in row.findall(text)}
+    said = re.findall(r"\| ([\d,]+) \|.*\| ([\d.]+) \| compiled \|", fit.BEYOND)
+    assert {int(devices.replace(",", "")): memory for devices, memory in said} == compiled

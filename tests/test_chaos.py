@@ -45,6 +45,7 @@ def chaos(folder, *words):
 
 
 @pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.processes
 def test_a_run_that_is_killed_once_ends_as_if_it_had_not_been(tmp_path):
     """The least that runs with every change; the doses are slow."""

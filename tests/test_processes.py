@@ -285,6 +285,7 @@ def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone, g
 
 
 @pytest.mark.long
+@pytest.mark.every_dose
 def test_parameters_may_be_split_over_four_processes_by_rows_and_within_layers(config, alone):
     axes = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
     with Job(config, "on-4-tensor", 4, "checkpoint_interval=0", *axes) as job:

@@ -30,21 +30,23 @@ def bucket(url: str, mib: int = WRITTEN_MIB) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"url": url}
     probe = _nearest(url) / f".doctor-{secrets.token_hex(8)}"
+    problem = ""
+    is_written = False
     try:
         is_made = (probe / _LOCK).create(_LOCK.encode())
-    except UserError as error:
-        return found | {"error": str(error)}
-    problem = ""
-    try:
+        is_written = True
         _require_locks(probe / _LOCK, is_made)
         found |= _rates(probe / _BYTES, os.urandom(mib * _MIB))
         _require_listed(probe)
     except UserError as error:
         problem = str(error)
-    try:
-        probe.remove()
-    except UserError as error:
-        problem = f"{problem or error} What was written to try it may be left in {probe}."
+    finally:
+        # Also after an error: the object may be there although the answer was lost.
+        try:
+            probe.remove()
+        except UserError as error:
+            if is_written:
+                problem = f"{problem or error} What was written to try it may be left in {probe}."
     if problem:
         found["error"] = problem
     return found

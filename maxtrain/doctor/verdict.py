@@ -75,8 +75,10 @@ def _slower(reports: Sequence[_Report], rates: Sequence[float | None], verb: str
 def _slow_buckets(reports: Sequence[_Report]) -> Iterator[str]:
     if reports[0]["bucket"] is None:
         return
-    for verb in ("uploads", "downloads"):
-        key = f"{verb.removesuffix('s')}ed_bytes_per_second"
+    for verb, key in (
+        ("uploads", "uploaded_bytes_per_second"),
+        ("downloads", "downloaded_bytes_per_second"),
+    ):
         rates = [report["bucket"].get(key) for report in reports]
         known = [rate for rate in rates if rate]
         if known and statistics.median(known) < _LEAST_OF_BUCKET:

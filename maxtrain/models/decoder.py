@@ -30,7 +30,7 @@ from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.rope import row_lengths
 from maxtrain.ops.sums import Sum
-from maxtrain.parallel.sharding import LENGTH, constrain, constrain_residual
+from maxtrain.parallel.sharding import constrain, constrain_residual, gather_residual
 
 Ids = Int[Array, "B T"]
 
@@ -192,8 +192,7 @@ class Decoder(nnx.Module):
         context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
-        hidden = constrain_residual(self.final_norm(out.x))
-        hidden = constrain(hidden, "activation_batch", LENGTH, "activation_embed")
+        hidden = gather_residual(constrain_residual(self.final_norm(out.x)))
         hidden = split.leave(hidden)
         return Forward(hidden, out.terms, out.stats, observed)
 
@@ -279,7 +278,7 @@ class Decoder(nnx.Module):
         return {rope: rotation_of(rope, positions, lengths) for rope in ropes}
 
     def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
-        return run_layers(self.layers, x, context, cache, self.config)
+        return run_layers(self.layers, constrain_residual(x), context, cache, self.config)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
         # Split over the vocabulary only: a table that is split over its width as well would be
@@ -287,7 +286,7 @@ class Decoder(nnx.Module):
         table = constrain(self.embedding[...], "vocab", None)
         x = jnp.take(table, tokens, axis=0)
         # Each device looks for all tokens in its part: else the table would be gathered.
-        x = constrain(x, "activation_batch", LENGTH, "activation_embed")
+        x = constrain(x, "activation_batch", "activation_length", "activation_embed")
         if self.spec.embedding_scale != 1.0:
             # Rounded to the table's type, as in the models that have it.
             x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
@@ -295,5 +294,4 @@ class Decoder(nnx.Module):
             # A position without a vector gives NaN.
             vectors = jnp.take(self.position_embedding[...], positions, axis=0, mode="fill")
             x = x.astype(jnp.float32) + vectors.astype(jnp.float32)
-        x = x.astype(self.precision.activations)
-        return constrain_residual(x)
+        return x.astype(self.precision.activations)

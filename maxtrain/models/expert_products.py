@@ -97,7 +97,7 @@ def share(
     """
     tokens = x.reshape(-1, x.shape[-1])
     summed = []
-    if layout.units is not None:
+    if layout.units is not None and not layout.deals_out:
         summed.append(layout.units)
     if layout.units is not None and "down.bias" in weights:
         # Of the devices that have a part each, the first one adds it.
@@ -113,7 +113,8 @@ def share(
         summed.append(layout.experts)
     out = out.reshape(x.shape)
     if layout.deals_out:
-        out = jax.lax.psum_scatter(out, summed.pop(0), scatter_dimension=1, tiled=True)
+        assert layout.units is not None
+        out = jax.lax.psum_scatter(out, layout.units, scatter_dimension=1, tiled=True)
     if summed:
         out = jax.lax.psum(out, tuple(summed))
     return out

@@ -135,6 +135,14 @@ def peak_flops(device: Any, dtype: str) -> float:
     return peak
 
 
+def peak_or(tflops: float | None, device: Any, dtype: str) -> float:
+    """FLOP/s that one device can reach: those that the config says, in TFLOP/s; None: as
+    `peak_flops` finds, which raises."""
+    if tflops:
+        return tflops * 1e12
+    return peak_flops(device, dtype)
+
+
 def peak_from_table(kind: str) -> float | None:
     """FLOP/s of products of bfloat16 on one device of this kind; None: it is not known."""
     tflops = _first(PEAK_TFLOPS, kind)
@@ -192,10 +200,7 @@ class Peak:
         self._dtype = dtype
         self._is_measured = tflops is None and device.platform == "cpu"
         self._measurements = 1
-        if tflops:
-            self._flops = tflops * 1e12
-        else:
-            self._flops = peak_flops(device, dtype)
+        self._flops = peak_or(tflops, device, dtype)
 
     def share(self, flops: float) -> float | None:
         """Which share of the peak these FLOP/s of one device are.

@@ -128,6 +128,12 @@ class HttpError(Exception):
             1,
         ),
         (
+            HttpError("Invalid Credentials, 401"),
+            StorageError,
+            r"reading failed 5 times \(HttpError: Invalid Cred.*\), which may pass",
+            5,
+        ),
+        (
             OSError('{  "code": 503,  "message": "busy"}'),
             StorageError,
             r"reading failed 5 times \(OSError: .*busy.*\), which may pass",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,13 @@ from maxtrain.config.schema import (
     RoutingConfig,
 )
 from maxtrain.config.sections.mesh import axes_of
+from maxtrain.frozen_model import FrozenModel
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.pipeline import Form, micro_batches_of
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
+from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import abstract_model, split_buffers
@@ -246,3 +249,22 @@ def test_micro_batches_make_the_batch_again():
     micros = micro_batches(rows, 3)
     np.testing.assert_array_equal(micros[1], rows[1::3])
     np.testing.assert_array_equal(whole_batch(micros), rows)
+
+
+def test_a_frozen_model_goes_through_the_stages_of_the_run():
+    """Whatever rounds it was trained with."""
+    own = ModelConfig(vocab_size=64, num_layers=4, pipeline=PipelineConfig(rounds=2))
+    run = RunConfig(model=ModelConfig(vocab_size=64), mesh=MeshConfig(stage=4))
+    hardware = hardware_of(jax.devices()[0])
+
+    def beside(model):
+        frozen = FrozenModel(
+            "teacher", "distill.teacher=DIR", Path("DIR"), model, PrecisionConfig()
+        )
+        return frozen.with_kernel(run, hardware).model
+
+    assert beside(own).pipeline == run.model.pipeline
+    with pytest.raises(
+        ConfigError, match=r"distill\.teacher=DIR, whose .*Set mesh\.stage to [^,]*$"
+    ):
+        beside(dataclasses.replace(own, num_layers=6))

@@ -12,10 +12,10 @@ OFTEN = "stage2-fsdp2-tensor2-accumulation2"
 
 
 def by_name(case):
-    mark = pytest.mark.slow
+    marks = [pytest.mark.slow]
     if case.name == OFTEN:
-        mark = pytest.mark.long
-    return pytest.param(case, id=case.name, marks=mark)
+        marks = [pytest.mark.long, pytest.mark.every_dose]
+    return pytest.param(case, id=case.name, marks=marks)
 
 
 def assert_close(found):

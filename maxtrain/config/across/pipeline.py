@@ -65,7 +65,7 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
             "send tokens to experts in turns. Set mesh.expert=1, and mesh.fsdp or mesh.tensor "
             f"higher, or {without_stages(mesh)}."
         )
-    yield from _layer_problems(config)
+    yield from layer_problems(config, config.checkpoint.init_from is not None)
     yield from _vocabulary_problems(config)
     if shards > 0:
         for key, rows in batches.items():
@@ -79,8 +79,12 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
         )
 
 
-def _layer_problems(config: RunConfig) -> Iterator[str]:
-    """Layers of which stages can't have equal numbers in each round."""
+def layer_problems(config: RunConfig, has_weights: bool) -> Iterator[str]:
+    """Layers of which stages can't have equal numbers in each round.
+
+    Args:
+        has_weights: the number of layers is that of weights that are there.
+    """
     stages = num_stages(config.mesh)
     rounds = config.model.pipeline.rounds
     alike = alike_layers(config.model)
@@ -93,7 +97,8 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
     if rounds > 1 and alike.count % stages == 0:
         valid = nearest(rounds, divisors(alike.count // stages))
         mends.append(f"model.pipeline.rounds to {valid}")
-    mends += _num_layers_mend(config)
+    if not has_weights:
+        mends += _num_layers_mend(config)
     yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(mends)}."
 
 
@@ -149,10 +154,7 @@ def _stages(config: RunConfig, blocks: int) -> list[int]:
 
 
 def _num_layers_mend(config: RunConfig) -> list[str]:
-    """The next numbers of layers that are right, of those that keep what is beside the groups;
-    weights that are there decide themselves."""
-    if config.checkpoint.init_from is not None:
-        return []
+    """The next numbers of layers that are right, of those that keep what is beside the groups."""
     model = config.model
     alike = alike_layers(model)
     blocks = num_stages(config.mesh) * model.pipeline.rounds
