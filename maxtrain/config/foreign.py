@@ -118,7 +118,12 @@ _MAXTEXT = (
         "ici_context_autoregressive_parallelism dcn_context_autoregressive_parallelism",
     ),
     ("", _ONE_TENSOR, "ici_tensor_transpose_parallelism dcn_tensor_transpose_parallelism"),
-    ("", _ONE_TENSOR, "ici_tensor_sequence_parallelism dcn_tensor_sequence_parallelism"),
+    (
+        "mesh.tensor",
+        "tokens are always split over it between products",
+        "ici_tensor_sequence_parallelism",
+    ),
+    ("", _ONE_TENSOR, "dcn_tensor_sequence_parallelism"),
     (
         "",
         "only FSDP that splits all is there: mesh.fsdp",
