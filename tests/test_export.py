@@ -244,6 +244,7 @@ def test_a_file_that_reads_back_otherwise_is_no_export(place_of_bit, tmp_path, p
     assert not (tmp_path / "out").exists() and hidden(tmp_path) == []
 
 
+@pytest.mark.long
 def test_logits_that_differ_are_no_export(tmp_path, place, monkeypatch):
     calls = []
 
@@ -272,6 +273,7 @@ def test_nothing_looks_finished_before_it_is(tmp_path, place, monkeypatch):
     assert seen == [(False, True)] and (tmp_path / "out/config.json").exists()
 
 
+@pytest.mark.long
 def test_weights_that_are_not_finite_are_refused(tmp_path, place):
     model, _ = load_pretrained(PARITY / "llama3")
     table = np.asarray(model.embedding[...]).copy()
@@ -483,6 +485,7 @@ def command(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.long
 def test_the_command_exports_a_run(run, tmp_path, command):
     out = tmp_path / "deep/out"
     code, said, err = command(run, out, "--format", "hf")
@@ -558,6 +561,7 @@ def test_what_the_command_refuses(run, tmp_path, command, argv, code, message):
     assert list(tmp_path.iterdir()) == [] and "load it" not in out
 
 
+@pytest.mark.long
 def test_an_export_that_is_interrupted_leaves_nothing(run, tmp_path, command, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt

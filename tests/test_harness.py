@@ -71,6 +71,7 @@ def expected(model, tokenizer, context, continuation):
     return scored
 
 
+@pytest.mark.long
 def test_pairs_are_scored_each_by_itself(answers, model, tokenizer):
     pairs = [("one two", " three"), ("", "red"), ("up", " down")]
     for (context, continuation), (total, greedy) in zip(

@@ -159,6 +159,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("grace", "phase", "sent", "code", "said"),

@@ -601,6 +601,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.sampled_from(PATHS), TREES, min_size=1, max_size=5))
 def test_hostile_values_of_a_file(values):

@@ -406,6 +406,7 @@ def test_resolved_yaml_comes_back_equal(tmp_path_factory, values):
 PATHS = [k.path.replace("NAME", "stdlib") for k in keys.all_keys() if "[" not in k.path]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(key=st.sampled_from(PATHS), text=st.text(max_size=12))
 def test_no_value_makes_anything_but_a_config_or_a_config_error(key, text):

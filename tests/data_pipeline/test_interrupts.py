@@ -53,6 +53,7 @@ sys.exit(run_command(job, resumes=False))
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", JOBS)
 def test_it_ends_in_time_and_leaves_nothing(kind, tmp_path):

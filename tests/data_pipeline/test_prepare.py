@@ -171,6 +171,7 @@ def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     assert contents(out) == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
 def test_killed_inside_every_step_of_a_unit(
     corpus, reference, packed, tmp_path, monkeypatch, which
@@ -210,6 +211,7 @@ def test_killed_inside_every_step_of_a_unit(
     assert contents(out) == wanted
 
 
+@pytest.mark.long
 def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
     copy, out = tmp_path / "corpus", tmp_path / "out"
     shutil.copytree(corpus, copy)

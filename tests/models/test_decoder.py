@@ -484,6 +484,7 @@ def test_packed_documents_are_as_if_each_were_alone():
     assert_same(loss_and_gradients(graphdef, state, whole), (total, gradients))
 
 
+@pytest.mark.long
 def test_without_segments_a_row_is_one_document():
     model = nnx.merge(*weights())
     tokens = batch()["inputs"][:2, :6]

@@ -333,6 +333,7 @@ def test_dropout_reaches_every_product_of_attention(case):
         assert np.abs(plain - dropped).max() > 1e-4, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("magnitudes", [True, False])
 def test_dropout_is_of_what_adapters_see(magnitudes):
     """As PEFT has it, with its masks: W x + (m / l - 1) W d + (m / l) s B A d, where d is what is

@@ -101,6 +101,7 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, documents):
     np.testing.assert_allclose(sums["returns"], np.asarray(batch[RETURNS])[mask].mean(), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_packing_and_splits_change_nothing(policy, documents):
     """Also where one row is empty."""
     objective = ppo(CONFIG)

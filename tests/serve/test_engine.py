@@ -82,6 +82,7 @@ def without_cache(model, prompt, count):
     return ids[len(prompt) :], logprobs
 
 
+@pytest.mark.long
 def test_what_comes_out_is_what_the_model_says_without_a_cache():
     """More prompts than slots, of lengths around those of pieces, some of which come later."""
     model = tiny()

@@ -134,6 +134,7 @@ def greedy(served, prompt, **options):
     return served.client.completions.create(model="small", prompt=prompt, **options)
 
 
+@pytest.mark.long
 def test_a_completion_is_what_generate_writes(served, expected):
     answer = greedy(served, "Hello")
     assert answer.choices[0].text == expected("Hello", 24)

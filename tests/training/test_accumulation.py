@@ -130,6 +130,7 @@ def test_every_split_and_number_of_devices_gives_each_term_the_same_gradient(
         ), term
 
 
+@pytest.mark.long
 def test_every_term_counts(expected):
     losses = [expected[term][0] for term in TERMS]
     assert sum(losses[:3]) == pytest.approx(losses[3], rel=1e-5) and min(np.abs(losses)) > 1e-4

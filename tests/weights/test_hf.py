@@ -143,6 +143,7 @@ def change_tensors(directory, **changes):
     save_file({k: v for k, v in tensors.items() if v is not None}, directory / "model.safetensors")
 
 
+@pytest.mark.long
 def test_shards_with_an_index_are_read_as_one(copy):
     tensors = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
@@ -192,6 +193,7 @@ def test_a_damaged_index_is_refused(named, tmp_path):
         tensor_files(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_rounded_to_the_dtype_asked_for(copy, stored):
     tensors = {
@@ -231,6 +233,7 @@ def test_configurations_of_transformers_4_read_the_same(copy):
     assert (older.head_dim, older.num_kv_heads, older.tie_embeddings) == (8, 6, False)
 
 
+@pytest.mark.long
 def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(PARITY / "llama_tied_mha" / name, tmp_path / name)
@@ -409,6 +412,7 @@ def test_an_unknown_dtype_is_refused(copy):
         load_pretrained(copy, dtype="float16")
 
 
+@pytest.mark.long
 def test_weights_of_another_model_than_the_run_asks_for_are_refused_key_by_key(copy):
     config = load_pretrained(copy)[1]
     asked = type(config)(
