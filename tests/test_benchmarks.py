@@ -202,6 +202,7 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_remote_saves_and_restores_beside_plain_copies(tmp_path, capsys):
     remote.checkpoints(f"file://{tmp_path}/there", mib=16, rounds=1)
@@ -431,6 +432,7 @@ def test_weak_scaling_keeps_rows_that_are_not_measured(monkeypatch, tmp_path, ca
     assert text.endswith("\n\n## What grows\n\nBytes.\n")
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_each_device_has_as_many_rows_on_any_mesh_of_weak_scaling():
     found = weak_scaling.cases()

@@ -72,6 +72,8 @@ def hidden(folder):
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     model, config = load_pretrained(PARITY / case)
@@ -244,6 +246,7 @@ def test_a_file_that_reads_back_otherwise_is_no_export(place_of_bit, tmp_path, p
     assert not (tmp_path / "out").exists() and hidden(tmp_path) == []
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_logits_that_differ_are_no_export(tmp_path, place, monkeypatch):
     calls = []
@@ -273,6 +276,7 @@ def test_nothing_looks_finished_before_it_is(tmp_path, place, monkeypatch):
     assert seen == [(False, True)] and (tmp_path / "out/config.json").exists()
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_weights_that_are_not_finite_are_refused(tmp_path, place):
     model, _ = load_pretrained(PARITY / "llama3")
@@ -485,6 +489,7 @@ def command(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_command_exports_a_run(run, tmp_path, command):
     out = tmp_path / "deep/out"
@@ -561,6 +566,7 @@ def test_what_the_command_refuses(run, tmp_path, command, argv, code, message):
     assert list(tmp_path.iterdir()) == [] and "load it" not in out
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_an_export_that_is_interrupted_leaves_nothing(run, tmp_path, command, monkeypatch):
     def interrupt(*arguments):

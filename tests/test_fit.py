@@ -460,6 +460,7 @@ def test_a_choice_is_the_mesh_whatever_the_preset(preset):
         assert [getattr(chosen.mesh, axis) for axis in mesh._fields] == list(mesh)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @on_linux_x86
 def test_a_search_begins_with_what_sends_least():

@@ -71,6 +71,7 @@ def expected(model, tokenizer, context, continuation):
     return scored
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_pairs_are_scored_each_by_itself(answers, model, tokenizer):
     pairs = [("one two", " three"), ("", "red"), ("up", " down")]

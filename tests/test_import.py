@@ -293,6 +293,7 @@ def test_no_training_goes_on_in_the_folder_of_an_import(source, tmp_path):
         run_from_config(load_config(argv))
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_data_of_another_tokenizer_are_refused(source, tmp_path):
     import_run(source, tmp_path / "run")

@@ -68,6 +68,7 @@ MEAN = {
 }
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_merged_model_is_read_like_any_other(models, capsys):
     assert run(MEAN) == 0

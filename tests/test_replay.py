@@ -415,6 +415,7 @@ def test_steps_of_launches_with_other_settings_are_replayed_apart(dense, capsys)
     )
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_records_keep_float32_bit_for_bit(tmp_path):
     values = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)

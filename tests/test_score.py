@@ -173,6 +173,7 @@ def hf(tmp_path_factory):
     return folder
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_command_prints_tokens_logprobs_and_sums(hf, tmp_path, capsys):
     pairs = tmp_path / "pairs.jsonl"

@@ -116,6 +116,7 @@ def plan(*arguments):
     return result.returncode, result.stdout, result.stderr
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_step_shows_its_rows_documents_and_text_without_a_device(config):
     code, said, _ = plan(f"config={config}", "--step", "12", "--rows", "2")

@@ -159,6 +159,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(

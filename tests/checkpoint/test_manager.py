@@ -113,6 +113,7 @@ def test_special_floats_keep_their_bits(checkpoints):
     assert restored["w"].devices() == {jax.devices()[0]}
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_asynchronous_save_is_a_snapshot(tmp_path):
     """Steps with donation that run while the save is being written must not change what it
@@ -350,6 +351,7 @@ def test_another_width_is_refused(checkpoints):
         checkpoints.restore(state_on(mesh_of(1, 1), width=32))
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_part_can_be_read_alone(checkpoints):
     state = state_on(mesh_of(2, 4))

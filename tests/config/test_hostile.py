@@ -256,6 +256,8 @@ def test_a_yaml_file(tmp_path, text, said):
     assert said in found[0], found[0]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_thousands_of_unknown_keys_are_refused_soon(tmp_path):
     (tmp_path / "c.yaml").write_text("".join(f"learning_rate{i}: 3\n" for i in range(2000)))
     found = problems(f"config={tmp_path}/c.yaml")
@@ -601,6 +603,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.sampled_from(PATHS), TREES, min_size=1, max_size=5))

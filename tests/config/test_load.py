@@ -406,6 +406,7 @@ def test_resolved_yaml_comes_back_equal(tmp_path_factory, values):
 PATHS = [k.path.replace("NAME", "stdlib") for k in keys.all_keys() if "[" not in k.path]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(key=st.sampled_from(PATHS), text=st.text(max_size=12))

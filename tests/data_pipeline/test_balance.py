@@ -111,6 +111,7 @@ def test_cost_may_be_quadratic():
     assert quadratic.spread <= 0.05 < np.ptp(flops) / flops.mean()
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_hundred_thousand_sequences_take_seconds_and_time_grows_as_their_number():
     def seconds(count):

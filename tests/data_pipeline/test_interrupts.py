@@ -53,6 +53,7 @@ sys.exit(run_command(job, resumes=False))
 """
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", JOBS)

@@ -101,6 +101,8 @@ def test_every_document_arrives_once_in_order(corpus, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(parts["eval"][2])
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [2, 3])
 def test_same_bytes_for_any_number_of_workers(corpus, reference, tmp_path, workers):
@@ -171,6 +173,7 @@ def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     assert contents(out) == wanted
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
 def test_killed_inside_every_step_of_a_unit(
@@ -211,6 +214,7 @@ def test_killed_inside_every_step_of_a_unit(
     assert contents(out) == wanted
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
     copy, out = tmp_path / "corpus", tmp_path / "out"

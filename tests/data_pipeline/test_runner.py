@@ -200,6 +200,7 @@ def test_options_that_can_not_be_used(tmp_path, capsys, options, message):
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_runner_that_does_not_start_leaves_finished_work_as_it_is(tmp_path, monkeypatch, capsys):
     pytest.importorskip("ray")

@@ -91,6 +91,8 @@ def test_the_driver_is_read_as_it_writes_itself(tmp_path):
     assert "jax" in host.versions(tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_one_host_is_examined_and_what_is_broken_ends_it_with_70(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(devices, "_SIZE", {"cpu": 64})
     monkeypatch.setattr(host, "disk", lambda folder: real(folder, 4))

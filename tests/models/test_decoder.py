@@ -338,6 +338,8 @@ def test_every_part_of_a_step_takes_bfloat16_activations():
         assert hidden.dtype == jnp.bfloat16
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_cache_of_bfloat16_activations_says_what_reading_all_at_once_does():
     graphdef = graph(LLAMA, ROUNDED)
     state = weights()[1]
@@ -484,6 +486,7 @@ def test_packed_documents_are_as_if_each_were_alone():
     assert_same(loss_and_gradients(graphdef, state, whole), (total, gradients))
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_without_segments_a_row_is_one_document():
     model = nnx.merge(*weights())

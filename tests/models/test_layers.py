@@ -108,6 +108,7 @@ def test_attention_is_its_equation(qk_norm, kernel):
 
 # A cache for 10 columns, and the ring that a window of 2 and passes of 4 tokens need, which turns
 # round.
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("size", [10, 6])
 @pytest.mark.parametrize("kernel", ["eager", "xla"])

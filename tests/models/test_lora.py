@@ -333,6 +333,7 @@ def test_dropout_reaches_every_product_of_attention(case):
         assert np.abs(plain - dropped).max() > 1e-4, name
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("magnitudes", [True, False])
 def test_dropout_is_of_what_adapters_see(magnitudes):

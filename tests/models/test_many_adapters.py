@@ -141,6 +141,7 @@ def test_texts_share_only_what_was_read_with_the_same_adapters(folders, cache_to
     assert [text.ids for text in texts] == [of_each[i] for i in (0, 1, 0, 1, 2)]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_without_rows_named_it_is_the_model_itself(folders):
     tokens = jnp.array([PROMPTS[1]], jnp.int32)
@@ -167,6 +168,7 @@ def test_numbers_of_adapters_that_are_not_there_are_refused(folders):
         Engine(base(), slots=1).submit([1], 2, GREEDY, adapter=1)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_model_with_adapters_of_its_own_gets_no_others(folders):
     with pytest.raises(UsageError, match=r"adapters of its own \(model\.lora\.rank=3\)"):
@@ -288,6 +290,7 @@ def test_texts_of_experts_are_as_with_their_adapters_alone():
         np.testing.assert_allclose(texts[number].logprobs, other.logprobs, atol=2e-5)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_adapters_of_experts_are_read_from_the_files_of_peft(tmp_path):
     """Which has all experts as one, and gate and up as one."""

@@ -115,6 +115,7 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
         np.testing.assert_array_equal(fast.observed[path], counts)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_step_records_the_part_of_choices_that_was_dropped():
     """Of two experts that all tokens go to, each takes half a row: 4 of 8 tokens are too many, and

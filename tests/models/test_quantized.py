@@ -111,6 +111,8 @@ def case_config(case):
     return dataclasses.replace(read_config(PARITY / case), vocab_size=64)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", FORMS)
 def test_it_begins_as_the_model_of_the_quantised_weights_bit_for_bit(form):
     model = build(with_base(form))
@@ -224,6 +226,8 @@ def test_products_round_as_those_of_whole_weights(params, activations):
     np.testing.assert_allclose(found, plain, atol=0.03 * np.abs(plain).max())
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_it_counts_parameters_and_not_bytes():
     whole_model = nnx.state(build(with_base("full")))
     sizes = {}

@@ -95,6 +95,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name):
     assert num_parameters(load_config([f"config={name}"]).model) == SHIPPED[name]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_released_models_have_the_published_number_of_parameters():
     assert PRESETS.keys() == PUBLISHED.keys()

@@ -97,6 +97,8 @@ def by_hand(models, pairs_here):
     return list(zip(answers[::2], answers[1::2], strict=True))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_loss_and_records_are_what_the_equation_says(models):
     here = pairs()
     config = DpoConfig(beta=BETA, sft_weight=0.25)
@@ -117,6 +119,8 @@ def test_loss_and_records_are_what_the_equation_says(models):
     np.testing.assert_allclose(result.loss, loss, rtol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_policy_that_is_the_reference_has_the_loss_of_no_opinion(models):
     same = {POLICY: models[POLICY], REFERENCE: models[POLICY]}
     result, gradient = value_and_gradient(same, dpo(DpoConfig(beta=BETA)), rows_of([pairs()]))
@@ -158,6 +162,8 @@ def test_a_split_of_the_batch_gives_the_same_gradient(models):
     assert float(optax.tree.norm(difference)) <= 1e-6 * float(optax.tree.norm(whole))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_an_answer_without_targets_makes_no_pair(models):
     """As of a step that is left out, or of a cut answer."""
     here = pairs()

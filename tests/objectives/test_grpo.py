@@ -194,6 +194,8 @@ def test_the_first_step_has_a_ratio_of_exactly_one(policy):
     )
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_completions_of_another_sampler_count_by_the_ratio_of_both(policy):
     """Like completions whose advantages are as much larger, token by token; where the divergence
     from the reference has no such weight."""

@@ -84,6 +84,8 @@ def naive(params, policy, rows):
     return jnp.mean(jnp.stack(of_policy)) + CONFIG.vf_coef * jnp.mean(jnp.stack(of_values))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_loss_and_gradient_are_those_of_the_formula(policy, documents):
     batch = batch_of(policy, [documents[:3], documents[3:]])
     result, gradient = value_and_gradient(policy, ppo(CONFIG), batch)
@@ -101,6 +103,7 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, documents):
     np.testing.assert_allclose(sums["returns"], np.asarray(batch[RETURNS])[mask].mean(), rtol=1e-5)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_packing_and_splits_change_nothing(policy, documents):
     """Also where one row is empty."""

@@ -212,6 +212,7 @@ def rollout(step, **values):
     )
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_rewards_are_drawn_in_the_place_of_the_loss(tmp_path):
     """With a panel for each number that there is; one more makes the picture higher."""
@@ -259,6 +260,7 @@ def test_the_summary_of_nothing():
     assert "\x1b[" in printed(nothing, force_terminal=True)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_anomalies_are_marked_and_what_was_left_out_is_shaded(tmp_path):
     """Neither is drawn where all is well; a record of nothing has no loss."""

@@ -140,6 +140,7 @@ def test_numbers_of_64_bits_and_random_keys():
 MESHES = [(1, 1), (2, 1), (1, 4), (2, 4), (4, 2), (8, 1)]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @settings(deadline=None, max_examples=6)
 @given(

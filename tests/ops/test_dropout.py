@@ -76,6 +76,7 @@ def test_draws_are_the_same_in_any_company(order, cut):
             assert (np.asarray(way(x[rows], keys()[rows], 0.3)) == whole[rows]).all()
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_the_same_on_every_mesh(way):

@@ -64,6 +64,7 @@ def test_choices_lie_in_blocks_of_their_experts_in_their_order(seed, tokens, cou
     assert (back < tokens * count).sum() == (experts < E).sum()
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("block", [1, 8])
 def test_choices_of_an_expert_are_sorted_by_the_number_of_their_token(block):

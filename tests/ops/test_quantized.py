@@ -72,6 +72,8 @@ def matrices(draw):
     return weights, block
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", FORMS)
 @given(case=matrices())
 def test_is_what_the_oracle_finds_one_by_one(form, case):

@@ -96,6 +96,7 @@ def test_experts_of_equal_scores_are_chosen_in_their_order():
     assert routing.experts.tolist() == [[[0, 1, 2]]]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_correction_changes_the_choice_and_no_weight_and_has_no_gradient():
     logits, is_token, _ = drawn()
@@ -141,6 +142,7 @@ def test_imbalance_is_its_equation(scope):
     np.testing.assert_allclose(imbalance(routing, scope), total, rtol=1e-6)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 def test_imbalance_is_1_where_shares_are_equal_and_the_number_of_experts_at_worst(scope):
@@ -151,6 +153,7 @@ def test_imbalance_is_1_where_shares_are_equal_and_the_number_of_experts_at_wors
     np.testing.assert_allclose(imbalance(choose(one, is_token, 1), scope), 2 * E * E, rtol=1e-5)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_imbalance_of_rows_adds_up_and_ignores_padding():
     logits, is_token, _ = drawn()

@@ -104,6 +104,8 @@ def test_value_and_gradient_are_those_of_the_oracle(form, kind, k):
     np.testing.assert_allclose(dhead, 3 * of_head, atol=1e-5 * np.abs(3 * of_head).max())
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_with_all_tokens_it_is_the_whole_divergence_and_with_fewer_it_is_less(kind):
     student, teacher, weights, mask = example()

@@ -206,6 +206,7 @@ def test_the_first_that_is_there_leads_if_process_0_is_missing(places, present, 
         assert jobs[index].result() == (len(present), number, places[leader])
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_those_who_came_to_another_one_find_process_0_when_it_comes(places):
     """And then nobody waits for the end of a time."""

@@ -65,6 +65,7 @@ def test_a_damaged_file_is_noticed(tmp_path, rollout, damage):
         load(path)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_every_other_bit_is_noticed_or_says_nothing(rollout):
     """Also where it makes numpy or zipfile raise what they say nowhere that they raise."""

@@ -82,6 +82,7 @@ def without_cache(model, prompt, count):
     return ids[len(prompt) :], logprobs
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_what_comes_out_is_what_the_model_says_without_a_cache():
     """More prompts than slots, of lengths around those of pieces, some of which come later."""
@@ -119,6 +120,8 @@ MORE_CASES = [
 ]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("case", [*CASES, *in_time(MORE_CASES)])
 def test_every_family_says_what_it_says_without_a_cache(case):
     """Windows are 16 here, so that rings of 32 columns turn round while prompts are read and while
@@ -555,6 +558,8 @@ def test_what_texts_have_in_common_is_in_the_same_pages(monkeypatch):
     assert apart.num_slots == engine.num_slots
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_pages_that_were_spoiled_are_clean_for_the_next_text():
     model = tiny()
     engine = Engine(model, slots=2, chunk=4, piece=16, cache_tokens=2 * PAGE)
@@ -690,6 +695,8 @@ def test_prompts_that_share_what_rings_forget_are_read_together(monkeypatch):
         assert text.ids == without_cache(model, list(text.prompt), 4)[0]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_rings_are_no_longer_than_the_longest_text():
     engine = Engine(tiny(max_length=300), slots=1, piece=256)
     engine.submit([1] * 290, 4, GREEDY)
@@ -804,6 +811,8 @@ def test_a_text_that_pages_can_not_hold_yet_costs_no_memory_of_others(monkeypatc
     engine.run()
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_an_eager_engine_reads_all_prompts_before_it_writes():
     """And writes what any other does."""
     texts = {}

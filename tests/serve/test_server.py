@@ -134,6 +134,7 @@ def greedy(served, prompt, **options):
     return served.client.completions.create(model="small", prompt=prompt, **options)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_completion_is_what_generate_writes(served, expected):
     answer = greedy(served, "Hello")
@@ -143,6 +144,8 @@ def test_a_completion_is_what_generate_writes(served, expected):
     assert answer.model == "small" and answer.object == "text_completion"
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_parts_of_a_stream_are_the_whole(served, expected):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *parts, last = greedy(served, "Hello", **options)

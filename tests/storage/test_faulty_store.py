@@ -85,6 +85,8 @@ def test_a_bucket_that_is_not_there_is_not_made(store):
     assert not any(seen.startswith("POST") for seen in store.seen)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_what_may_pass_is_tried_again(store, url):
     store.faults.append(Fault("PUT .*", status=500, code="InternalError", times=6))
     (url / "x").write_bytes(b"x")

@@ -98,6 +98,7 @@ def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(store, url, told, 
 
 
 # Its client checks what it reads; with gs://, a bit that is no part of the token does not matter.
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(store, url, told, monkeypatch):

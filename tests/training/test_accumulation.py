@@ -130,6 +130,7 @@ def test_every_split_and_number_of_devices_gives_each_term_the_same_gradient(
         ), term
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_every_term_counts(expected):
     losses = [expected[term][0] for term in TERMS]

@@ -103,6 +103,7 @@ def test_weights_on_hosts_take_the_same_steps(tiny, rule, remat, shape, accumula
     assert_same_steps(on_hosts, on_devices)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("weights", ["frozen", "all"])
 def test_matrices_of_layers_lie_on_hosts_and_no_other_weights(tiny, weights):
@@ -113,6 +114,7 @@ def test_matrices_of_layers_lie_on_hosts_and_no_other_weights(tiny, weights):
         assert is_on_host(variable.get_value()) == expected, path
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_optimizer_lies_on_hosts_but_for_vectors_of_layers_and_nothing_else(tiny):
     parts, state, _ = ran(tiny, "momentum", True)
@@ -161,6 +163,7 @@ def test_an_update_that_would_not_be_finite_is_known_before_it_is_written():
     assert np.isinf(written[0]["layers"][...][1, 0]) and np.isfinite(written[0]["end"][...]).all()
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_checks_see_arrays_on_hosts(tiny):
     parts, state, _ = ran(tiny, "adamw", True, (2, 2, 2), 2)
@@ -224,6 +227,7 @@ def test_a_host_without_room_is_refused():
     require_memory_of_host(0, "optimizer.on_host=true", HOST_MEND)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_average_of_weights_is_read_from_hosts(tiny):
     parts, state, _ = ran(tiny, "momentum", True)
@@ -237,6 +241,7 @@ def test_the_average_of_weights_is_read_from_hosts(tiny):
                 np.testing.assert_allclose(x, other, atol=2e-6)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_average_of_weights_on_hosts_stays_there(tiny):
     parts, state, _ = ran(tiny, "momentum", True, weights="all", remat="full")

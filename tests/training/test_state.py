@@ -49,6 +49,7 @@ def test_the_same_bits_on_every_mesh(states):
         assert bits(states[shape][1]) == expected, shape
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_optimizer_state_lies_like_its_parameter(states, shape):

@@ -105,6 +105,7 @@ def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
         assert np.linalg.norm(off) > 0.3 * np.linalg.norm(mean(grads))
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tiny, expected):
     """Also: our own part of the step never promotes a dtype silently."""

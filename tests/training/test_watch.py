@@ -137,6 +137,7 @@ def test_a_new_level_is_accepted_after_patience_and_a_single_spike_leaves_no_tra
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_the_other_kinds_are_found_when_they_come_and_not_before():
     steps = np.arange(60)

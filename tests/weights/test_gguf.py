@@ -179,6 +179,8 @@ def test_the_comparison_would_notice_frequencies_that_are_not_scaled(place, tmp_
     assert largest_difference(tmp_path / "a.gguf", expected, ids) > 1e-2
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("case", FEW)
 def test_parameters_come_back(case):
     """Also those that have no llama.cpp to say so."""

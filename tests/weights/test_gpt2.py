@@ -130,6 +130,7 @@ def test_prompts_of_different_lengths_are_as_if_each_were_alone(directory):
         assert generate(model, [prompt], max_tokens=5, temperature=0.0) == [found]
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_a_position_without_a_vector_gives_nan_and_no_neighbours_vector(directory):
     model, _ = load_pretrained(directory)

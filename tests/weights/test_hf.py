@@ -51,6 +51,8 @@ def leaves_by_name(params):
     }
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(("case", "scan", "kernel"), list(cases_and_forms()))
 def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel):
     model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
@@ -143,6 +145,7 @@ def change_tensors(directory, **changes):
     save_file({k: v for k, v in tensors.items() if v is not None}, directory / "model.safetensors")
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_shards_with_an_index_are_read_as_one(copy):
     tensors = load_file(copy / "model.safetensors")
@@ -193,6 +196,7 @@ def test_a_damaged_index_is_refused(named, tmp_path):
         tensor_files(tmp_path)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_rounded_to_the_dtype_asked_for(copy, stored):
@@ -233,6 +237,7 @@ def test_configurations_of_transformers_4_read_the_same(copy):
     assert (older.head_dim, older.num_kv_heads, older.tie_embeddings) == (8, 6, False)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     for name in ("config.json", "model.safetensors"):
@@ -412,6 +417,7 @@ def test_an_unknown_dtype_is_refused(copy):
         load_pretrained(copy, dtype="float16")
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_weights_of_another_model_than_the_run_asks_for_are_refused_key_by_key(copy):
     config = load_pretrained(copy)[1]

@@ -260,6 +260,7 @@ def test_tensors_that_are_not_those_of_the_adapters_are_told_in_a_table(tmp_path
 WRONG = ("missing", "extra", "wrong shape", "not finite")
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_bfloat16_files_are_read(tmp_path):
     model = build()

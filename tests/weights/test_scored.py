@@ -20,6 +20,7 @@ from maxtrain.weights.hf_export import write_weights
 SCORED = Path(__file__).parents[1] / "data" / "scored"
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_scores_are_those_of_transformers_and_files_are_written_as_they_were(tmp_path):
     model, config = load_pretrained(SCORED)

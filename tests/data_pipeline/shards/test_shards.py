@@ -512,6 +512,7 @@ def test_pickled_reader_reads_the_same(large):
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(shards)).read(-5, 100), expected)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
     monkeypatch.setattr(checked, "MAPPED", 16)

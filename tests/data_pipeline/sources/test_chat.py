@@ -193,6 +193,7 @@ def test_a_terminal_shows_targets_in_bright_colours(tmp_path, tokenizer, capsys,
     assert f"\u27e6sat{END}\u27e7" in shown and "\x1b" not in shown
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @pytest.mark.processes
 def test_same_bytes_for_two_workers_and_a_held_out_share(tmp_path, tokenizer):

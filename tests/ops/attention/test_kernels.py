@@ -148,6 +148,8 @@ def test_xla_equals_eager_where_a_query_sees_nothing(dtype):
 LENGTHS = (5, 130, 1, 60, 33)  # 229 tokens, then padding to 270: three blocks of queries
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @KERNEL
 def test_packed_documents_are_as_if_each_were_alone_forward_and_backward(kernel):
     T = 270

@@ -58,6 +58,8 @@ def assert_close(ours, theirs, tolerance):
         np.testing.assert_allclose(mine, other, rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("sizes", "window", "dtype", "tolerance"),
     [
@@ -79,6 +81,7 @@ def test_it_equals_the_oracle_forward_and_backward(sizes, window, dtype, toleran
     assert_close(ours, both(q, k, v, mask, g, kernel=eager_attention), tolerance)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 5, 40]), st.sampled_from([1, 2, 9]))
@@ -91,6 +94,7 @@ def test_segments_in_any_order_are_kept_apart(seed, window, most):
     assert_close(ours, both(q, k, v, mask, g, kernel=eager_attention), 1e-6)
 
 
+@pytest.mark.every_dose
 @pytest.mark.long
 def test_documents_in_one_row_are_what_each_is_alone():
     q, k, v, g = example(1, 256, 4, 2, 16)
