@@ -195,9 +195,10 @@ def apart(needed: dict[int, int], one: int, two: int, units: int) -> float:
 
 def needed_by_units(case: Case, numbers: Sequence[int] = UNITS) -> dict[int, int]:
     """Bytes of the compiled steps of so many units of rows."""
+    unit = programs_of(case).unit
     needed = {}
     for units in numbers:
-        rows = units * programs_of(case).unit
+        rows = units * unit
         compiled = programs_of(case.with_rows(rows)).compile(rows, case.batch.length)
         needed[units] = program_bytes(compiled)
     return needed

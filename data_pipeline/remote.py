@@ -47,7 +47,7 @@ _CREDENTIALS = {
 # gcsfs has no class for what is not allowed: this is what it says of one request, and, among the
 # answers to several, what Google says.
 _FORBIDDEN = re.compile(r"Forbidden: |\{.*\"code\": 40[13]\b", re.DOTALL)
-_UNKNOWN_CALLER = 401
+_UNKNOWN_CALLER = "401"
 # What stores say of an object that is there although it must not be.
 _IS_THERE = re.compile(r"pre-?condition", re.I)
 # Errors of the code itself: trying again can't help.
@@ -587,7 +587,7 @@ def _is_denied(error: Exception) -> bool:
     if isinstance(error, OSError) and _FORBIDDEN.match(str(error)):
         return True
     # "Invalid Credentials" is what gcsfs says where it could not renew them, which may pass.
-    is_unknown = str(getattr(error, "code", "")) == str(_UNKNOWN_CALLER)
+    is_unknown = str(getattr(error, "code", "")) == _UNKNOWN_CALLER
     return is_unknown and "Invalid Credentials" not in str(error)
 
 

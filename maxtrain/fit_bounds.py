@@ -32,11 +32,11 @@ from maxtrain.parallel.compiled.roofline import Roofline, lines_of, roofline
 from maxtrain.parallel.compiled.work import Work
 from maxtrain.parallel.hardware import links, peak_or
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.parallel.sharding import partition_spec, stored_rules
+from maxtrain.parallel.sharding import LENGTH, RULES, partition_spec, stored_rules
 from maxtrain.training.state import TrainState
 
 # Devices along these have tokens of their own, so that gradients are summed over them.
-_OF_TOKENS = ("data", "fsdp", "context", "expert")
+_OF_TOKENS = (*RULES["activation_batch"], *RULES[LENGTH])
 
 
 class Matrix(NamedTuple):

@@ -94,12 +94,12 @@ class Programs:
         refused = None
         try:
             compiled = self.compile(state, batch)
-            self._tell(what, compiled)
+            needed = bytes_beside_arguments(compiled)
+            self._tell(what, needed)
             # On a CPU the process keeps the memory that earlier steps needed, and it would be
             # counted as taken.
             if not self._has_run or jax.default_backend() != "cpu":
-                needed = bytes_beside_arguments(compiled) + more
-                require_memory(needed, f"{what}, beside the training state,", STEP_MEND)
+                require_memory(needed + more, f"{what}, beside the training state,", STEP_MEND)
         except ConfigError as error:
             refused = error
         except jax.errors.JaxRuntimeError as error:
@@ -111,12 +111,11 @@ class Programs:
         assert compiled is not None
         return compiled
 
-    def _tell(self, what: str, compiled: jax.stages.Compiled) -> None:
-        """What a step needs beside what a launch says that a device holds."""
+    def _tell(self, what: str, needed: int) -> None:
+        """The bytes of each device that a step needs beside what a launch says that it holds."""
         if jax.device_count() > 1:
-            needed = size(bytes_beside_arguments(compiled))
             self._progress.message(
-                f"{what}: {needed} of activations, gradients and the like a device"
+                f"{what}: {size(needed)} of activations, gradients and the like a device"
             )
 
 
