@@ -181,6 +181,7 @@ HINTS: dict[str, Sequence[str]] = {
     },
     "model.pipeline.micro_batches": ["null", "1", "2", "4"],
     "model.pipeline.rounds": ["1", "2"],
+    "model.pipeline.schedule": ["gpipe", "1f1b"],
     "model.kept.on_device": ["[]", "[attention]", "[qkv, gate_up]", "[product]"],
     "model.kept.on_host": ["[]", "[attention]", "[product]"],
     "model.routing.exchange_factor": ["null", "0.1", "1", "100"],

@@ -28,6 +28,7 @@ EXPERTS = dataclasses.replace(
     routing=RoutingConfig(balance=0.01, balance_scope="global"),
 )
 RING = {"attention": "ring"}
+TURNS = PipelineConfig(schedule="1f1b")
 USUAL = RulesConfig()
 # Where parameters are in no mesh by itself: none of their dims is split as it is computed with.
 ELSEWHERE = RulesConfig(
@@ -70,7 +71,11 @@ class Case(NamedTuple):
         if self.changes.get("attention") == "ring":
             parts.append("ring")
         if "pipeline" in self.changes:
-            parts.append(f"rounds{self.changes['pipeline'].rounds}")
+            pipeline = self.changes["pipeline"]
+            if pipeline.rounds > 1:
+                parts.append(f"rounds{pipeline.rounds}")
+            if pipeline.schedule != "gpipe":
+                parts.append(pipeline.schedule)
         if self.rules != USUAL:
             parts.append("stored-elsewhere")
         return "-".join(parts)
@@ -95,6 +100,8 @@ CASES = (
     Case(DENSE, {"stage": 2, "fsdp": 2, "context": 2}, RING),
     Case(DENSE, {"stage": 2, "tensor": 4}, is_shared=True),
     Case(DENSE, {"stage": 2, "data": 4}, {"pipeline": PipelineConfig(rounds=2)}),
+    Case(DENSE, {"stage": 4, "data": 2}, {"pipeline": TURNS}, is_shared=True),
+    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"pipeline": TURNS}, 2),
     Case(EXPERTS, {"fsdp": 8}),
     Case(EXPERTS, {"expert": 8}, is_shared=True),
     Case(EXPERTS, {"fsdp": 2, "expert": 4}),
@@ -103,6 +110,7 @@ CASES = (
     Case(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING),
     Case(EXPERTS, {"fsdp": 4, "tensor": 2}, is_shared=True),
     Case(EXPERTS, {"stage": 2, "fsdp": 4}),
+    Case(EXPERTS, {"stage": 2, "fsdp": 4}, {"pipeline": TURNS}),
     Case(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, rules=ELSEWHERE, is_shared=True),
     Case(DENSE, {"stage": 2, "context": 2, "tensor": 2}, rules=ELSEWHERE),
     Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, rules=ELSEWHERE),

@@ -3,7 +3,8 @@ the share of waiting that a run prints.
 
     python -m benchmarks.stage_seconds [--steps 7]
 
-prints the second table of benchmarks/results/stages.md. Four stages are four devices that this
+prints the last two tables of benchmarks/results/stages.md: how long steps take, and what both
+schedules compute again. Four stages are four devices that this
 machine's CPU pretends to have. A stage that waits computes all the same, on rows that are used
 nowhere, and simulated devices share the cores. So what a step takes is the work of all stages
 together, with waiting in it: (R M + S - 1) / R times that of a micro-batch. On real devices, stages
@@ -43,7 +44,6 @@ MODEL = (
     "model.num_heads=4",
     "model.num_kv_heads=4",
     "model.head_dim=64",
-    "model.remat=none",
     "precision.compute=float32",
     "optimizer.accumulation=1",
     f"data.seq_length={LENGTH}",
@@ -62,6 +62,10 @@ HEAD = (
     "| micro-batches | rounds | stages wait, as printed | CPU s of a step | wait, by CPU s | s "
     "| wait, by s |\n|" + "--:|" * 7
 )
+HEAD_OF_SCHEDULES = (
+    "| schedule | remat | temporaries, MiB | CPU s of a step | of gpipe with none | s |\n"
+    "|---|---" + "|--:" * 4 + "|"
+)
 
 
 class Took(NamedTuple):
@@ -71,19 +75,41 @@ class Took(NamedTuple):
     cpu_seconds: float
 
 
+class Schedule(NamedTuple):
+    """In which order micro-batches go, and what the backward pass computes again."""
+
+    name: str = "gpipe"
+    remat: str = "none"
+
+
+# Of these, steps of the form with most micro-batches are compared.
+SCHEDULES = (
+    Schedule("gpipe", "none"),
+    Schedule("gpipe", "full"),
+    Schedule("1f1b", "none"),
+    Schedule("1f1b", "full"),
+)
+MOST = FORMS[3]
+
+
 class Steps:
     """The compiled step of a form, with its state."""
 
-    def __init__(self, form: Form, devices: Sequence[Any]):
+    def __init__(self, form: Form, devices: Sequence[Any], schedule: Schedule = SCHEDULES[0]):
         batch = Shape(ROWS * form.micro_batches, LENGTH)
         words = (
             f"data.batch_size={batch.rows}",
             f"model.pipeline.micro_batches={form.micro_batches}",
             f"model.pipeline.rounds={form.rounds}",
+            f"model.pipeline.schedule={schedule.name}",
+            f"model.remat={schedule.remat}",
         )
         programs = StepPrograms(load_config([*MODEL, *words]), devices)
         self._mesh = programs.parts.mesh
         self._compiled = programs.compile(*batch)
+        memory = self._compiled.memory_analysis()
+        assert memory is not None
+        self.temporaries: int = memory.temp_size_in_bytes
         with jax.set_mesh(self._mesh):
             self._state = programs.parts.initial_state()
             self._batch = random_batch(programs, batch)
@@ -97,13 +123,11 @@ class Steps:
             return Took(time.perf_counter() - start, time.process_time() - cpu)
 
 
-def measured(forms: Sequence[Form], devices: Sequence[Any], steps: int) -> list[Took]:
-    """The medians of each form, after one step that does not count."""
-    made = []
-    for form in forms:
-        made.append(Steps(form, devices))
-        took = made[-1].step()
-        print(f"{form}: the first step took {took.seconds:.1f} s", file=sys.stderr, flush=True)
+def measured(made: Sequence[Steps], steps: int) -> list[Took]:
+    """The medians of each of them, after one step that does not count."""
+    for one in made:
+        took = one.step()
+        print(f"the first step took {took.seconds:.1f} s", file=sys.stderr, flush=True)
     rounds = [[one.step() for one in made] for _ in range(steps)]
     medians = []
     for of_form in zip(*rounds, strict=True):
@@ -143,15 +167,37 @@ def rows(forms: Sequence[Form], found: Sequence[Took]) -> list[str]:
     return lines
 
 
+def rows_of_schedules(made: Sequence[Steps], found: Sequence[Took]) -> list[str]:
+    """Of the table of schedules."""
+    least = found[0].cpu_seconds
+    lines = []
+    for schedule, steps, each in zip(SCHEDULES, made, found, strict=True):
+        cells = [
+            schedule.name,
+            schedule.remat,
+            f"{steps.temporaries / (1 << 20):,.0f}",
+            f"{each.cpu_seconds:.2f}",
+            f"{each.cpu_seconds / least:.2f}",
+            f"{each.seconds:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stage_seconds")
     parser.add_argument("--steps", type=int, default=7, help="of each form")
     asked = parser.parse_args(argv)
-    found = measured(FORMS, jax.devices()[:STAGES], asked.steps)
+    devices = jax.devices()[:STAGES]
     print(processor())
+    found = measured([Steps(form, devices) for form in FORMS], asked.steps)
     print(HEAD)
-    print("\n".join(rows(FORMS, found)))
+    print("\n".join(rows(FORMS, found)), flush=True)
+    of_schedules = [Steps(MOST, devices, schedule) for schedule in SCHEDULES]
+    found = measured(of_schedules, asked.steps)
+    print(HEAD_OF_SCHEDULES)
+    print("\n".join(rows_of_schedules(of_schedules, found)))
     return 0
 
 

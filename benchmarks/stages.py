@@ -1,16 +1,10 @@
 """What a device keeps in a step with its layers in stages, and how long stages wait, as rows come
-in more micro-batches, in more passes or in more rounds; and what 1F1B would keep, by arithmetic.
+in more micro-batches, in more passes or in more rounds, and by both schedules.
 
     python -m benchmarks.stages [--topology v5p:2x2x1]
 
 prints the table of benchmarks/results/stages.md. The step is compiled for four devices that this
 machine's CPU pretends to have, or for those of a topology; nothing is executed.
-
-1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2) begins the backward pass
-of a micro-batch as soon as the last stage has it. In one program for all devices, every iteration
-then has room for a forward and a backward part: stage s computes micro-batch i forward in iteration
-i + s and backward in iteration i + 2 (S - 1) - s. So N micro-batches take N + 2 (S - 1) iterations,
-and the first stage keeps 2 S - 1 of them.
 """
 
 import argparse
@@ -57,11 +51,15 @@ class Case(NamedTuple):
         rows: N.
         accumulation: k, passes one after the other, each with N / k micro-batches.
         rounds: R.
+        schedule: of micro-batches.
+        remat: what the backward pass computes again.
     """
 
     rows: int
     accumulation: int = 1
     rounds: int = 1
+    schedule: str = "gpipe"
+    remat: str = "full"
 
     @property
     def form(self) -> Form:
@@ -70,17 +68,30 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> RunConfig:
-        words = [f"data.batch_size={self.rows}", f"optimizer.accumulation={self.accumulation}"]
-        return load_config([*MODEL, *words, f"model.pipeline.rounds={self.rounds}"])
+        words = (
+            f"data.batch_size={self.rows}",
+            f"optimizer.accumulation={self.accumulation}",
+            f"model.pipeline.rounds={self.rounds}",
+            f"model.pipeline.schedule={self.schedule}",
+            f"model.remat={self.remat}",
+        )
+        return load_config([*MODEL, *words])
 
     @property
     def kept(self) -> float:
-        """Micro-batches whose layers' inputs a stage keeps: of each iteration, those of one of its
-        R blocks."""
+        """Micro-batches whose layers' inputs a stage keeps, at least.
+
+        With gpipe, of each iteration those of one of its R blocks. With 1f1b, the inputs of the
+        stage of 2 S - 1 micro-batches, and those of all its layers of the one that it takes back.
+        """
+        if self.schedule == "1f1b":
+            return 1 + (2 * STAGES - 1) / (LAYERS // STAGES)
         return self.form.iterations() / self.rounds
 
 
 CASES = (
+    Case(4, remat="none"),
+    Case(32, remat="none"),
     Case(4),
     Case(8),
     Case(16),
@@ -89,21 +100,17 @@ CASES = (
     Case(32, accumulation=4),
     Case(32, accumulation=4, rounds=2),
     Case(32, accumulation=8, rounds=4),
+    Case(4, schedule="1f1b"),
+    Case(8, schedule="1f1b"),
+    Case(16, schedule="1f1b"),
+    Case(32, schedule="1f1b"),
+    Case(4, schedule="1f1b", remat="none"),
+    Case(32, schedule="1f1b", remat="none"),
 )
 HEAD = (
-    "| rows | accumulation | rounds | stages wait | keep | these, MiB | temporaries, MiB "
-    "| 1F1B would wait | and keep |\n|" + "--:|" * 9
+    "| schedule | remat | rows | accumulation | rounds | stages wait | keep | these, MiB "
+    "| temporaries, MiB |\n|---|---" + "|--:" * 7 + "|"
 )
-
-
-def waiting_of_1f1b(rows: int) -> float:
-    """The share of iterations, each with a forward and a backward part, in which a stage waits."""
-    return 2 * (STAGES - 1) / (rows + 2 * (STAGES - 1))
-
-
-def kept_by_1f1b(rows: int) -> int:
-    """Micro-batches whose layers' inputs the first stage keeps."""
-    return min(rows, 2 * STAGES - 1)
 
 
 def temporaries(case: Case, devices: Sequence[Any]) -> int:
@@ -117,6 +124,8 @@ def temporaries(case: Case, devices: Sequence[Any]) -> int:
 def row(case: Case, num_bytes: int) -> str:
     """Of the table."""
     cells = [
+        case.schedule,
+        case.remat,
         f"{case.rows}",
         f"{case.accumulation}",
         f"{case.rounds}",
@@ -124,8 +133,6 @@ def row(case: Case, num_bytes: int) -> str:
         f"{case.kept:.1f}",
         f"{case.kept * UNIT / (1 << 20):,.0f}",
         f"{num_bytes / (1 << 20):,.0f}",
-        f"{waiting_of_1f1b(case.rows):.1%}",
-        f"{kept_by_1f1b(case.rows)}",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -539,6 +539,8 @@ def describe_stages(config: RunConfig) -> str:
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
     if form.rounds > 1:
         words += f", {form.rounds} rounds"
+    if config.model.pipeline.schedule == "1f1b":
+        words += ", 1f1b"
     return f"pipeline: {words}; {form.waiting():.0%} of the time in layers is waiting"
 
 

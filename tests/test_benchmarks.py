@@ -444,33 +444,6 @@ def test_each_device_has_as_many_rows_on_any_mesh_of_weak_scaling():
         assert rows == weak_scaling.ROWS_OF_A_DEVICE * case.num_devices
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 32])
-def test_1f1b_waits_and_keeps_what_its_order_says(rows):
-    """The order, iteration by iteration: stage s has micro-batch i forward in i + s and backward in
-    i + 2 (S - 1) - s."""
-    S = stages.STAGES
-    last = rows - 1 + 2 * (S - 1)
-    busy = 0
-    most = 0
-    for stage in range(S):
-        for now in range(last + 1):
-            forward = {i for i in range(rows) if i + stage <= now}
-            before = {i for i in range(rows) if i + 2 * (S - 1) - stage < now}
-            most = max(most, len(forward - before))
-            busy += now - stage in range(rows)
-            busy += now - 2 * (S - 1) + stage in range(rows)
-    parts = 2 * S * (last + 1)
-    assert stages.waiting_of_1f1b(rows) == pytest.approx(1 - busy / parts)
-    assert stages.kept_by_1f1b(rows) == most
-    if rows == 1:
-        return
-    # Two passes wait as long.
-    two = stages.Case(rows, accumulation=2)
-    assert two.form.waiting() == pytest.approx(stages.waiting_of_1f1b(rows))
-    if rows == 2 * S:
-        assert two.kept == most
-
-
 def test_the_waiting_of_measured_steps_is_that_of_their_forms():
     """Of times that are those of the iterations alone."""
     forms = stage_seconds.FORMS
@@ -480,13 +453,23 @@ def test_the_waiting_of_measured_steps_is_that_of_their_forms():
 
 
 @pytest.mark.slow
-def test_two_passes_keep_less_as_the_compiler_counts_it():
+@pytest.mark.parametrize("fewer", [{"accumulation": 2}, {"schedule": "1f1b"}], ids=str)
+def test_what_stages_keep_is_what_the_compiler_counts(fewer):
+    devices = jax.devices()[: stages.STAGES]
+    found = [stages.Case(16), stages.Case(16, **fewer)]
+    with jax.numpy_dtype_promotion("standard"):
+        one, less = (stages.temporaries(case, devices) for case in found)
+    assert one - less > (found[0].kept - found[1].kept) * stages.UNIT
+
+
+@pytest.mark.long
+def test_1f1b_keeps_as_much_however_many_micro_batches_there_are():
+    """Of twice as many, the batch and what places its tokens, but no activations."""
     devices = jax.devices()[: stages.STAGES]
     with jax.numpy_dtype_promotion("standard"):
-        one = stages.temporaries(stages.Case(16), devices)
-        two = stages.temporaries(stages.Case(16, accumulation=2), devices)
-    less = stages.Case(16).kept - stages.Case(16, accumulation=2).kept
-    assert one - two > less * stages.UNIT
+        few = stages.temporaries(stages.Case(8, schedule="1f1b"), devices)
+        many = stages.temporaries(stages.Case(16, schedule="1f1b"), devices)
+    assert many - few < stages.UNIT
 
 
 def test_how_far_a_line_is_from_a_compiled_step():

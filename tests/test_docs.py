@@ -91,6 +91,8 @@ TESTED_ELSEWHERE = {
     ),
     "python -m maxtrain.train config=quickstart run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 "
     "mesh.stage=2 model.pipeline.micro_batches=4": (VARIANTS),
+    "python -m maxtrain.train config=quickstart run_name=turns mesh.simulated_devices=4 mesh.fsdp=2 "
+    "mesh.stage=2 model.pipeline.schedule=1f1b": (VARIANTS),
     "python -m maxtrain.train config=quickstart run_name=moments optimizer.on_host=true": VARIANTS,
     "python -m maxtrain.train config=quickstart run_name=weights optimizer.on_host=true "
     "train.on_host=all model.remat=full model.scan_layers=true": VARIANTS,

@@ -390,6 +390,9 @@ def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
     recomputed = dataclasses.replace(whole, model=dataclasses.replace(whole.model, remat="none"))
     with pytest.raises(ConfigError, match=r"Set optimizer\.accumulation=4 and model\.remat=full"):
         require_fit(a_fit(recomputed, total=3000))
+    staged = dataclasses.replace(whole, mesh=dataclasses.replace(whole.mesh, stage=2))
+    with pytest.raises(ConfigError, match=r"Set model\.pipeline\.schedule=1f1b and optimizer\.acc"):
+        require_fit(a_fit(staged, total=3000))
     with pytest.raises(ConfigError, match=r"needs more than the compiler allows of"):
         require_fit(a_fit(memory={}))
     with pytest.raises(ConfigError, match=r"needs 28\.00 GiB of the"):

@@ -58,6 +58,8 @@ KEYS = B * T // 4 * H * BF16
 CHOICES = 3 * B * T // 4 * D
 # Of stages: micro-batches M = 2, and one more until the last stage has the last of them.
 ITERATIONS = 3
+# Micro-batches of stages that take turns.
+TURNS = 4
 
 
 class Sent(NamedTuple):
@@ -198,6 +200,28 @@ def stage() -> dict[tuple[str, str], Sent]:
     }
 
 
+def one_f_one_b() -> dict[tuple[str, str], Sent]:
+    """Each of M + 1 forward parts hands a micro-batch to the next stage, and each backward part but
+    the last its gradient to the one before. Sums over the vocabulary, and of what one stage has for
+    all, are: embeddings of each forward part, what the last stage gives and its gradient of each
+    micro-batch, and the gradient of embeddings of each backward part.
+
+    Gradients are summed over data behind the loop that adds them up, of which two go backward: M
+    micro-batches with their losses, and the last one. For GPUs, that of the head stays in it."""
+    parts = TURNS + 1
+    row = B // 2 // TURNS * T * D * F32
+    vocabulary = V * D // 2
+    layers = 2 * (LAYER + vocabulary)
+    return {
+        ("collective-permute", "stage"): Sent.on_both(2 * parts - 1, (2 * parts - 1) * row),
+        ("all-reduce", "stage"): Sent.on_both(2 * parts + 2 * TURNS, (2 * parts + 2 * TURNS) * row),
+        ("all-reduce", "data"): Sent(
+            (1, 1 + TURNS),
+            (F32 * (layers + vocabulary), F32 * (layers + TURNS * vocabulary)),
+        ),
+    }
+
+
 CASES = {
     "data": (["mesh.data=4"], data),
     "fsdp": (["mesh.fsdp=4"], fsdp),
@@ -206,6 +230,15 @@ CASES = {
     "dealt": (["mesh.context=4"], dealt),
     "expert": (["mesh.expert=4", *EXPERTS], expert),
     "stage": (["mesh.stage=2", "mesh.data=2", "model.pipeline.micro_batches=2"], stage),
+    "1f1b": (
+        [
+            "mesh.stage=2",
+            "mesh.data=2",
+            f"model.pipeline.micro_batches={TURNS}",
+            "model.pipeline.schedule=1f1b",
+        ],
+        one_f_one_b,
+    ),
 }
 
 

@@ -105,6 +105,7 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
         "run_name=stored mesh.simulated_devices=4 mesh.fsdp=2 mesh.context=2 model.attention=ring "
         "'mesh.rules.embed=[fsdp, context]'",
         "run_name=staged mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.micro_batches=4",
+        "run_name=turns mesh.simulated_devices=4 mesh.fsdp=2 mesh.stage=2 model.pipeline.schedule=1f1b",
         "run_name=moments optimizer.on_host=true",
         "run_name=weights optimizer.on_host=true train.on_host=all model.remat=full "
         "model.scan_layers=true",

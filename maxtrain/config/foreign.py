@@ -105,6 +105,12 @@ _MAXTEXT = (
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("mesh.stage", _STAGES, "ici_pipeline_parallelism"),
     ("mesh.dcn_stage", _STAGES, "dcn_pipeline_parallelism"),
+    (
+        "model.pipeline.micro_batches",
+        "of the rows of a device at a time",
+        "num_pipeline_microbatches",
+    ),
+    ("model.pipeline.rounds", _SAME, "num_pipeline_repeats"),
     ("mesh.expert", _MESH, "ici_expert_parallelism dcn_expert_parallelism"),
     (
         "mesh.context",
@@ -363,6 +369,16 @@ _TORCHTITAN = (
     ("mesh.tensor", _SAME, "parallelism.tensor_parallel_degree tensor_parallel_degree"),
     ("mesh.stage", _STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
     (
+        "model.pipeline.schedule",
+        "gpipe or 1f1b; with several blocks of layers in a stage, model.pipeline.rounds and gpipe",
+        "parallelism.pipeline_parallel_schedule pipeline_parallel_schedule",
+    ),
+    (
+        "model.pipeline.micro_batches",
+        "how many there are, not the rows of one",
+        "parallelism.pipeline_parallel_microbatch_size pipeline_parallel_microbatch_size",
+    ),
+    (
         "mesh.context",
         _SPLIT_ROWS,
         "parallelism.context_parallel_degree context_parallel_degree",
@@ -546,7 +562,15 @@ FOREIGN_VALUES = {
         "selective": ForeignValue(
             _kept("product, attention"), "every product is kept, there every second one"
         ),
-    }
+    },
+    "model.pipeline.schedule": {
+        "1F1B": ForeignValue("model.pipeline.schedule=1f1b"),
+        "GPipe": ForeignValue("model.pipeline.schedule=gpipe"),
+        "Interleaved1F1B": ForeignValue(
+            "model.pipeline.rounds=2 model.pipeline.schedule=gpipe",
+            "or 1f1b with one round, which keeps less and waits longer",
+        ),
+    },
 }
 
 

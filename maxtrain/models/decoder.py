@@ -191,10 +191,10 @@ class Decoder(nnx.Module):
         rotations = self._rotations(positions, row_lengths(positions, mask.q_segments > 0))
         context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
-        observed = {f"layers.{path}": value for path, value in out.observed.items()}
+        observed = out.said.observed_in_model()
         hidden = gather_residual(constrain_residual(self.final_norm(out.x)))
         hidden = split.leave(hidden)
-        return Forward(hidden, out.terms, out.stats, observed)
+        return Forward(hidden, out.said.terms, out.said.stats, observed)
 
     def quantities(self) -> tuple[Quantity, ...]:
         """What the layers say in `terms` and `stats`, each name once.

@@ -86,11 +86,11 @@ def pipelined(
         inputs: of the N layers, or periods of layers, [N, ...]; S R divides N.
     """
     S, R, M = form
-    rows = micro_batches(_of_rows(context), M)
-    weights = jax.tree.map(lambda leaf: _in_blocks(leaf, form), inputs)
+    rows = micro_batches(rows_of(context), M)
+    weights = jax.tree.map(lambda leaf: in_blocks(leaf, form), inputs)
     # What is on its way into stage 0, by micro-batch; the other stages' are not used.
     waiting = micro_batches(x, M)
-    waiting = _on_stages(jnp.broadcast_to(waiting, (S, *waiting.shape)))
+    waiting = on_stages(jnp.broadcast_to(waiting, (S, *waiting.shape)))
     places = jnp.arange(S)
 
     def at_stage(x: Array, item: Array, weights: Any) -> tuple[Array, Any]:
@@ -98,8 +98,8 @@ def pipelined(
         micro = item % M
         number = jnp.clip(item // M, 0, R - 1)
         of_rows = jax.tree.map(lambda leaf: leaf[micro], rows)
-        own = _split_as_used(jax.tree.map(lambda leaf: leaf[number], weights))
-        return block(x, _with_rows(context, of_rows), own)
+        own = split_as_used(jax.tree.map(lambda leaf: leaf[number], weights))
+        return block(x, with_rows(context, of_rows), own)
 
     def iterate(
         carry: tuple[Array, Array], number: Int[Array, ""]
@@ -107,15 +107,15 @@ def pipelined(
         given, waiting = carry
         is_first = (places == 0).reshape(S, 1, 1, 1)
         own = jax.lax.dynamic_index_in_dim(waiting, number % M, axis=1, keepdims=False)
-        x = _on_stages(jnp.where(is_first, own, given))
+        x = on_stages(jnp.where(is_first, own, given))
         out, kept = jax.vmap(at_stage, spmd_axis_name=STAGE)(x, number - places, weights)
         # The last stage gives to the first one.
-        given = _on_stages(jnp.roll(out, 1, axis=0))
+        given = on_stages(jnp.roll(out, 1, axis=0))
         place = (number - S + 1) % M
         before = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
         arrived = jnp.where(number >= S - 1, given, before)
         waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived, place, axis=1)
-        return (given, _on_stages(waiting)), kept
+        return (given, on_stages(waiting)), kept
 
     start = (waiting[:, 0], waiting)
     (_, waiting), kept = jax.lax.scan(iterate, start, jnp.arange(form.iterations()))
@@ -125,13 +125,13 @@ def pipelined(
     return constrain_residual(out), jax.tree.map(lambda leaf: _of_layers(leaf, form), kept)
 
 
-def _on_stages(x: Array) -> Array:
+def on_stages(x: Array) -> Array:
     """[S, ..., b, T, D] split over stages, and as activations are."""
     between = (None,) * (x.ndim - 4)
     return constrain_residual(x, "layers", *between)
 
 
-def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:
+def in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:
     """The layers of each stage, by round."""
     S, R, _ = form
     N = leaf.shape[0]
@@ -141,7 +141,7 @@ def _in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L 
     return by_round.swapaxes(0, 1)
 
 
-def _split_as_used(weights: Any) -> Any:
+def split_as_used(weights: Any) -> Any:
     """The layers of a block, whose gradients of each micro-batch are split as they are: XLA would
     add them up whole on all devices."""
 
@@ -166,7 +166,7 @@ def _of_layers(leaf: Shaped[Array, "I S L *s"], form: Form) -> Shaped[Array, "N 
     return of_blocks.reshape(-1, *leaf.shape[3:])
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What each row has of its own in a pass, [B, ...]."""
 
     rotations: list[Rotation]
@@ -175,7 +175,7 @@ class _Rows(NamedTuple):
     router_noise: Array | None
 
 
-def _of_rows(context: Context) -> _Rows:
+def rows_of(context: Context) -> Rows:
     mask = context.mask
     assert context.extension is None, "nothing is generated in stages"
     assert mask.q_columns.ndim == 1, "columns are those of all rows"
@@ -185,10 +185,10 @@ def _of_rows(context: Context) -> _Rows:
     if noise is not None:
         keys = noise.keys
         router_noise = jnp.broadcast_to(jnp.asarray(noise.router_noise), keys.shape)
-    return _Rows(list(context.rotations.values()), mask.q_segments, keys, router_noise)
+    return Rows(list(context.rotations.values()), mask.q_segments, keys, router_noise)
 
 
-def _with_rows(context: Context, rows: _Rows) -> Context:
+def with_rows(context: Context, rows: Rows) -> Context:
     """The context of some rows."""
     mask = context.mask
     some = Mask(

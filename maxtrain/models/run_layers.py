@@ -1,6 +1,6 @@
 """Runs a stack of layers: its period as one scanned loop or unrolled, with the same results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,18 +22,40 @@ from maxtrain.parallel.sharding import stages
 Sums = dict[str, Sum]
 
 
-class StackOut(NamedTuple):
-    """What all layers together give back."""
+class Said(NamedTuple):
+    """What layers give back beside activations."""
 
-    x: Float[Array, "B T D"]
-    caches: Caches | None
     terms: Sums  # of the loss, added up over layers
     stats: Sums  # what is recorded, added up over layers
     # By the path of the buffer, such as `0.mlp.bias`; [R, ...] for a place in the period.
     observed: dict[str, Array]
 
+    def also(self, name: str, terms: Sums, stats: Sums, observed: dict[str, Array]) -> "Said":
+        """And what one more layer, or place in the period, says."""
+        by_path = {f"{name}.{path}": value for path, value in observed.items()}
+        return Said(
+            added_by_name(self.terms, terms),
+            added_by_name(self.stats, stats),
+            self.observed | by_path,
+        )
 
-class _Inputs(NamedTuple):
+    def observed_in_model(self) -> dict[str, Array]:
+        """What was observed, by the path in the model."""
+        return {f"layers.{path}": value for path, value in self.observed.items()}
+
+
+NOTHING = Said({}, {}, {})
+
+
+class StackOut(NamedTuple):
+    """What all layers together give back."""
+
+    x: Float[Array, "B T D"]
+    caches: Caches | None
+    said: Said
+
+
+class Inputs(NamedTuple):
     """What one layer has of its own; stacked over repeats for a place in the period."""
 
     params: Any
@@ -41,7 +63,7 @@ class _Inputs(NamedTuple):
     index: Array | None  # of the layer, where something is random
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What is kept of a layer's output until all have run."""
 
     cache: KVCache | None
@@ -82,7 +104,7 @@ def run_layers(
     new_caches = None
     if caches is not None:
         new_caches = {name: run.new_caches[name] for name in caches}
-    return StackOut(x, new_caches, run.terms, run.stats, run.observed)
+    return StackOut(x, new_caches, run.said)
 
 
 class _Run:
@@ -102,9 +124,7 @@ class _Run:
         self._caches = caches
         self._indices = indices
         self.new_caches: Caches = {}
-        self.terms: Sums = {}
-        self.stats: Sums = {}
-        self.observed: dict[str, Array] = {}
+        self.said = NOTHING
 
     def single(self, name: str, number: int, x: Array) -> Array:
         """A layer of the prefix or of the rest."""
@@ -113,7 +133,11 @@ class _Run:
         if self._indices is not None:
             index = self._indices[number]
         layer = self._function(graphdef, self._context, x.dtype)
-        return self._take(name, layer(x, _Inputs(params, self._cache(name), index)))
+        out = layer(x, Inputs(params, self._cache(name), index))
+        if out.cache is not None:
+            self.new_caches[name] = out.cache
+        self.said = self.said.also(name, out.terms, out.stats, out.observed)
+        return out.x
 
     def period(self, x: Array, first: int) -> Array:
         """The period, as often as it is repeated; `first` is the number of its first layer."""
@@ -128,18 +152,18 @@ class _Run:
                 end = first + len(names) * spec.repeats
                 index = self._indices[first + place : end : len(names)]
             graphdefs.append(graphdef)
-            inputs.append(_Inputs(params, self._cache(name), index))
+            inputs.append(Inputs(params, self._cache(name), index))
 
-        def through(x: Array, context: Context, inputs: list[_Inputs]) -> tuple[Array, list[_Kept]]:
+        def through(x: Array, context: Context, inputs: list[Inputs]) -> tuple[Array, list[Kept]]:
             """Some repeats, one after the other."""
             layers = [self._function(graphdef, context, x.dtype) for graphdef in graphdefs]
 
-            def once(x: Array, parts: list[_Inputs]) -> tuple[Array, list[_Kept]]:
+            def once(x: Array, parts: list[Inputs]) -> tuple[Array, list[Kept]]:
                 kept = []
                 for layer, part in zip(layers, parts, strict=True):
                     out = layer(x, part)
                     x = out.x
-                    kept.append(_Kept(out.cache, out.terms, out.stats, out.observed))
+                    kept.append(Kept(out.cache, out.terms, out.stats, out.observed))
                 return x, kept
 
             if self._config.scan_layers:
@@ -150,6 +174,9 @@ class _Run:
                 each.append(kept)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
+        run = self._stack.run_period
+        if run is not None and self._caches is None:
+            return run(through, x, self._context, inputs)
         if stages() > 1 and self._caches is None:
             form = form_for(x.shape[0], self._config.pipeline)
             x, stacked = pipelined(through, x, self._context, inputs, form)
@@ -158,17 +185,16 @@ class _Run:
         for name, out in zip(names, stacked, strict=True):
             if out.cache is not None:
                 self.new_caches[name] = out.cache
-            self._add(_total(out.terms), _total(out.stats))
-            self._observe(name, out.observed)
+        self.said = said_in_period(names, stacked, self.said)
         return x
 
     def _function(
         self, graphdef: nnx.GraphDef, context: Context, dtype: DTypeLike
-    ) -> Callable[[Array, _Inputs], LayerOut]:
+    ) -> Callable[[Array, Inputs], LayerOut]:
         """A layer as a function of activations of a type."""
         num_layers = self._stack.spec.num_layers
 
-        def layer(x: Array, inputs: _Inputs) -> LayerOut:
+        def layer(x: Array, inputs: Inputs) -> LayerOut:
             own = context
             if context.noise is not None:
                 assert inputs.index is not None
@@ -188,23 +214,21 @@ class _Run:
             return None
         return self._caches[name]
 
-    def _take(self, name: str, out: LayerOut) -> Array:
-        if out.cache is not None:
-            self.new_caches[name] = out.cache
-        self._add(out.terms, out.stats)
-        self._observe(name, out.observed)
-        return out.x
 
-    def _observe(self, name: str, observed: dict[str, Array]) -> None:
-        for path, value in observed.items():
-            self.observed[f"{name}.{path}"] = value
+def said_in_period(names: Sequence[str], stacked: Sequence[Kept], before: Said = NOTHING) -> Said:
+    """What the layers of the period say, and what was said before.
 
-    def _add(self, terms: Sums, stats: Sums) -> None:
-        self.terms = _added(self.terms, terms)
-        self.stats = _added(self.stats, stats)
+    Args:
+        names: of the places in the period.
+        stacked: what is kept of each place, [R, ...].
+    """
+    said = before
+    for name, out in zip(names, stacked, strict=True):
+        said = said.also(name, _total(out.terms), _total(out.stats), out.observed)
+    return said
 
 
-def _added(sums: Sums, more: Sums) -> Sums:
+def added_by_name(sums: Sums, more: Sums) -> Sums:
     """Both, those of one name added up."""
     result = dict(sums)
     for name, new in more.items():

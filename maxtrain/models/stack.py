@@ -6,6 +6,7 @@ own: `layers.prefix_0.mlp.up.kernel`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,9 @@ class Stack(nnx.Module):
         key: Key[Array, ""],
     ):
         self.spec = spec
+        # What takes rows through the period where nothing is generated, as of `run_layers.Block`,
+        # rows, context and inputs; None: `run_layers` does.
+        self.run_period: Callable[..., Array] | None = None
         keys = jax.random.split(key, spec.num_layers)
 
         def make(layer: LayerSpec, key: Array) -> DecoderLayer:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.models.decoder import Decoder, Forward
+from maxtrain.models.run_layers import Said, added_by_name
 from maxtrain.ops.quantity import NLL, Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import PerToken
@@ -78,9 +79,27 @@ def with_layers(
             f"layers give {sorted(twice)} both as a term of the loss and as a number to record. "
             "Give the number another name: terms are recorded, too."
         )
-    for term in out.terms.values():
-        loss = loss + scales[LAYERS] * term.total
+    loss = with_terms(loss, out.terms, scales)
     return Result(loss, sums, out.terms | out.stats, out.observed)
+
+
+def with_terms(
+    loss: Float[Array, ""], terms: Mapping[str, Sum], scales: Scales
+) -> Float[Array, ""]:
+    """The loss with the terms that layers have."""
+    for term in terms.values():
+        loss = loss + scales[LAYERS] * term.total
+    return loss
+
+
+def also_said(result: Result, said: Said, scales: Scales) -> Result:
+    """The result, and what further layers of the policy say."""
+    return Result(
+        with_terms(result.loss, said.terms, scales),
+        result.sums,
+        added_by_name(result.of_layers, said.terms | said.stats),
+        result.observed | said.observed_in_model(),
+    )
 
 
 class FirstPass(NamedTuple):

@@ -25,6 +25,13 @@ class Sum(NamedTuple):
         return self.mean()
 
 
+def added(total: Array, part: Array) -> Array:
+    """A total, in whose type it stays, and one more part; added in float32, or as integers."""
+    if jnp.issubdtype(total.dtype, jnp.integer):
+        return total + part
+    return (total + part.astype(jnp.float32)).astype(total.dtype)
+
+
 def sums_of_documents(
     values: Float[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Float[Array, "B S"]:

@@ -33,7 +33,7 @@ from maxtrain.objectives.objective import (
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.ops.micro_batches import micro_batches
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Sum, added
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.host_memory import by_layer, described_on_device, is_on_host, on_device
 from maxtrain.parallel.sharding import stages
@@ -42,6 +42,7 @@ from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.optimizer import apply_updates
 from maxtrain.training.partition import models_from, updated
+from maxtrain.training.pipeline_1f1b import staged_gradients
 from maxtrain.training.state import Control, TrainState, shardings, spread_tree
 from maxtrain.training.watch import Verdict, judge
 
@@ -84,7 +85,10 @@ def gradients(
         return result.loss, result
 
     def one(micro: Batch, models: Callable[[nnx.State], Models]) -> tuple[Result, nnx.State]:
-        (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
+        if takes_turns:
+            result, grads = staged_gradients(models, params, micro, objective, scales, dtype)
+        else:
+            (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
         # Those of weights on hosts were sent there layer by layer.
         grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32), grads)
         if places is not None:
@@ -96,14 +100,10 @@ def gradients(
         batch = batch | means_of_rows(sums, batch["inputs"].shape[0])
     whole = models(params)
     needs_loads = compares_whole_batches(whole[POLICY])
+    takes_turns = stages() > 1 and whole[POLICY].config.pipeline.schedule == "1f1b"
     # Stages see a batch in parts of their own.
     if accumulation == 1 and not (needs_loads and stages() > 1):
         return one(batch, models)
-
-    def add(total: Array, part: Array) -> Array:
-        if jnp.issubdtype(total.dtype, jnp.integer):
-            return total + part
-        return (total + part.astype(jnp.float32)).astype(total.dtype)
 
     micros = micro_batches(batch, accumulation)
     like = jax.eval_shape(lambda micro: one(micro, models), jax.tree.map(lambda x: x[0], micros))[0]
@@ -120,7 +120,7 @@ def gradients(
     def step(
         carry: tuple[Result, nnx.State], micro: Batch
     ) -> tuple[tuple[Result, nnx.State], None]:
-        return jax.tree.map(add, carry, one(micro, of_parts)), None
+        return jax.tree.map(added, carry, one(micro, of_parts)), None
 
     result, grads = jax.lax.scan(step, start, micros)[0]
     return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)

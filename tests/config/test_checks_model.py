@@ -12,6 +12,7 @@ DEEPSEEK = [
     "model.latent.rope_dim=8",
 ]
 TOKAMAX = ["model.family=mixtral", "model.routing.kernel=tokamax"]
+ONE_F_ONE_B = ["mesh.stage=2", "mesh.fsdp=1", "model.pipeline.schedule=1f1b"]
 LONGROPE = [
     "model.rope_scaling=longrope",
     "model.head_dim=8",
@@ -223,6 +224,32 @@ LONGROPE = [
             ["model.pipeline.rounds=2"],
             "model.pipeline.rounds=2 is not used with mesh.stage=1",
             "Set mesh.stage=2, for example, or leave it out.",
+        ),
+        (
+            ["model.pipeline.schedule=1f1b"],
+            "model.pipeline.schedule=1f1b is not used with mesh.stage=1",
+            "Set mesh.stage=2, for example, or leave it out.",
+        ),
+        (
+            [*ONE_F_ONE_B, "model.pipeline.rounds=2"],
+            "model.pipeline.schedule=1f1b takes rows through stages once, and "
+            "model.pipeline.rounds=2 several times",
+            "Set model.pipeline.rounds=1, or model.pipeline.schedule=gpipe.",
+        ),
+        (
+            [*ONE_F_ONE_B, "loss.adversarial=1"],
+            "loss.adversarial=1.0 passes rows several times",
+            "Set loss.adversarial=0, or model.pipeline.schedule=gpipe.",
+        ),
+        (
+            [*ONE_F_ONE_B, "objective=distill", "distill.teacher=DIR"],
+            "distill.teacher=DIR passes rows through a second model",
+            "Set distill.stored to what `maxtrain teach` keeps, or model.pipeline.schedule=gpipe.",
+        ),
+        (
+            [*ONE_F_ONE_B, "objective=dpo", "dpo.loss_type=ipo", "data.packing=bins"],
+            "dpo.loss_type=ipo passes rows through a reference, too",
+            "Set dpo.reference_logprobs=stored, or model.pipeline.schedule=gpipe.",
         ),
         # model
         (

@@ -12,12 +12,16 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.across.pipeline import alike_layers, pipeline_problems
 from maxtrain.config.schema import PipelineConfig
+from maxtrain.job import objective_of
 from maxtrain.models.families import FAMILIES
+from maxtrain.objectives.objective import POLICY
 from tests.config.checking import check_problem, load
 
 # Layers that are all alike, that follow others, and that take turns.
 KINDS = ("llama", "deepseek_v3", "gemma2", "gemma3")
 DENSE = 1
+PAIRS = ("data.packing=bins",)
+UNPAIRED = ("objective=dpo", *PAIRS, "dpo.loss_type=apo_zero_unpaired")
 # 2 to 8 stages in up to three slices divide it.
 VOCABULARY = 5040
 
@@ -199,3 +203,27 @@ def test_each_mend_is_one(family, layers, stage, rounds, slow):
                 changed[names[key]] = int(number)
                 assert found_in(staged(family, **changed)) == [], mend
     assert len(found) <= 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["objective=distill", "distill.teacher=DIR"],
+        ["objective=distill", "distill.stored=NAME", "data.packing=pad"],
+        ["objective=dpo", *PAIRS],
+        ["objective=dpo", *PAIRS, "dpo.loss_type=simpo"],
+        ["objective=dpo", *PAIRS, "dpo.loss_type=kto"],
+        ["objective=dpo", *PAIRS, "dpo.reference_logprobs=stored"],
+        [*UNPAIRED, "dpo.reference_logprobs=stored"],
+        ["objective=reward", *PAIRS, "model.score=true", "observe.prompts=[]"],
+    ],
+    ids=" ".join,
+)
+def test_1f1b_refuses_objectives_of_several_models(words):
+    """And no others."""
+    config = load("mesh.fsdp=1", "mesh.stage=2", *words)
+    pipeline = PipelineConfig(schedule="1f1b")
+    model = dataclasses.replace(config.model, pipeline=pipeline)
+    found = found_in(dataclasses.replace(config, model=model))
+    assert bool(found) == (objective_of(config).models != (POLICY,)), found

@@ -84,15 +84,18 @@ def test_the_usual_ones(theirs, ours):
     assert ours in keys.unknown(theirs)
 
 
-@pytest.mark.parametrize("value", FOREIGN_VALUES["model.remat"])
-def test_values_that_others_have_are_told_as_settings(value):
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in FOREIGN_VALUES.items() for value in values]
+)
+def test_values_that_others_have_are_told_as_settings(key, value):
     """And these are accepted."""
+    given = ["config=quickstart", "mesh.stage=2", "mesh.fsdp=1"]
     with pytest.raises(ConfigError) as caught:
-        load_config(["config=quickstart", f"model.remat={value}"])
+        load_config([*given, f"{key}={value}"])
     (problem,) = caught.value.problems
     settings = problem.partition(" Set ")[2].removesuffix(".").partition(" (")[0]
-    assert settings == FOREIGN_VALUES["model.remat"][value].settings
-    load_config(["config=quickstart", *shlex.split(settings)])
+    assert settings == FOREIGN_VALUES[key][value].settings
+    load_config([*given, *shlex.split(settings)])
 
 
 @pytest.mark.parametrize(

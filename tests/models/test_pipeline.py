@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from benchmarks.families import PARITY, repeated
 from data_pipeline.errors import ConfigError
+from data_pipeline.packing import VALUE
 from maxtrain.config import RunConfig
 from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.schema import (
+    DpoConfig,
     LatentConfig,
     MeshConfig,
     ModelConfig,
@@ -30,12 +33,15 @@ from maxtrain.config.sections.mesh import axes_of
 from maxtrain.frozen_model import FrozenModel
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.objectives.dpo import dpo
+from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.objective import POLICY, REFERENCE_SUM
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.partition import models_from
+from maxtrain.training.optimizer import paths
+from maxtrain.training.partition import models_from, split
 from maxtrain.training.state import abstract_model, split_buffers
 from maxtrain.training.step import gradients, row_keys
 
@@ -77,8 +83,13 @@ def batch_of(vocab_size):
     }
 
 
-def run(model, axes, objective, accumulation=1, **changes):
-    """Loss, gradients by name, and all sums of one batch on a mesh."""
+def run(model, axes, objective, accumulation=1, trained="", arrays=None, **changes):
+    """Loss, gradients by name, and all sums of one batch on a mesh.
+
+    Args:
+        trained: found in the paths of the parameters that train.
+        arrays: of the batch, beside the usual ones.
+    """
     config = dataclasses.replace(model.config, **changes)
     mesh_config = MeshConfig(**{"fsdp": 1} | axes)
     count = int(np.prod(list(axes_of(mesh_config).values())))
@@ -90,7 +101,9 @@ def run(model, axes, objective, accumulation=1, **changes):
         value = np.asarray(values[path].get_value())
         placed[path] = variable.replace(jax.device_put(value, variable.get_value().sharding))
     params, buffers = split_buffers(nnx.from_flat_state(placed))
-    models = models_from({POLICY: graphdef}, buffers=buffers)
+    names = {path for path in paths(params) if not re.search(trained, path)}
+    params, frozen = split(params, names)
+    models = models_from({POLICY: graphdef}, {POLICY: frozen}, buffers)
 
     @jax.jit
     def compute(params, batch):
@@ -98,7 +111,7 @@ def run(model, axes, objective, accumulation=1, **changes):
         return gradients(models, params, batch, objective, scales, accumulation)
 
     with jax.set_mesh(mesh):
-        result, grads = compute(params, batch_of(config.vocab_size))
+        result, grads = compute(params, batch_of(config.vocab_size) | (arrays or {}))
     return jax.tree.map(np.asarray, (result, dict(nnx.to_flat_state(grads))))
 
 
@@ -129,6 +142,9 @@ BALANCED = {
     for scope in ("sequence", "global")
 }
 ROUNDS = PipelineConfig(rounds=2, micro_batches=4)
+TURNS = PipelineConfig(schedule="1f1b")
+# As many micro-batches as stages, fewer than these, and a single one.
+FEW_TURNS = {count: PipelineConfig(micro_batches=count, schedule="1f1b") for count in (1, 2, 4)}
 
 
 def by_name(*case):
@@ -147,6 +163,24 @@ def by_name(*case):
         by_name("gemma2", {"stage": 2, "data": 2}, {"pipeline": PipelineConfig(2)}),
         by_name("gpt_oss", {"stage": 2, "fsdp": 2}, {"remat": "dots"}),
         by_name("deepseek_v3", {"stage": 4}, {}),
+        ("llama3", {"stage": 4}, {"pipeline": TURNS}),
+        ("deepseek_v3", {"stage": 4}, {"pipeline": FEW_TURNS[2]}),
+        by_name("llama3", {"stage": 4}, {"pipeline": FEW_TURNS[1], "scan_layers": False}),
+        by_name("llama3", {"stage": 2}, {"pipeline": FEW_TURNS[1]}),
+        by_name("llama3", {"stage": 4, "data": 2}, {"pipeline": FEW_TURNS[4]}),
+        by_name(
+            "llama3",
+            {"stage": 2, "fsdp": 2, "tensor": 2},
+            {"accumulation": 2, "remat": "full", "pipeline": TURNS},
+        ),
+        by_name(
+            "llama3",
+            {"stage": 2, "fsdp": 2, "context": 2},
+            {"attention": "ring", "pipeline": TURNS},
+        ),
+        by_name("qwen3", {"stage": 2, "context": 2}, {"pipeline": TURNS}),
+        by_name("gemma2", {"stage": 2, "data": 2}, {"pipeline": TURNS}),
+        by_name("gpt_oss", {"stage": 2, "fsdp": 2}, {"remat": "dots", "pipeline": TURNS}),
     ],
 )
 def test_stages_find_what_one_device_finds(case, axes, options):
@@ -155,25 +189,66 @@ def test_stages_find_what_one_device_finds(case, axes, options):
 
 
 @pytest.mark.long
-def test_what_is_random_is_the_same_in_stages_that_are_visited_twice():
-    """By the keys of rows and the numbers of layers."""
+@pytest.mark.parametrize("pipeline", [ROUNDS, TURNS], ids=["rounds", "1f1b"])
+def test_what_is_random_is_the_same_in_stages(pipeline):
+    """By the keys of rows and the numbers of layers, however rows go through them."""
     model = model_of("llama3")
     noisy = run(model, {}, NOISY)
     assert abs(noisy[0].loss - run(model, {}, PLAIN)[0].loss) > 1e-4
-    assert_same(run(model, {"stage": 2, "fsdp": 2}, NOISY, pipeline=ROUNDS), noisy)
+    assert_same(run(model, {"stage": 2, "fsdp": 2}, NOISY, pipeline=pipeline), noisy)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("scope", "accumulation"),
-    [("global", 1), by_name("global", 2), by_name("sequence", 1)],
+    ("scope", "accumulation", "pipeline"),
+    [
+        ("global", 1, PipelineConfig(2)),
+        by_name("global", 2, PipelineConfig(2)),
+        by_name("sequence", 1, PipelineConfig(2)),
+        ("global", 1, TURNS),
+        by_name("global", 2, FEW_TURNS[2]),
+        by_name("sequence", 1, TURNS),
+    ],
 )
-def test_losses_of_routers_are_those_of_whole_batches(scope, accumulation):
+def test_losses_of_routers_are_those_of_whole_batches(scope, accumulation, pipeline):
     model = model_of("mixtral", BALANCED[scope])
     axes = {"stage": 2, "fsdp": 2}
-    found = run(model, axes, PLAIN, accumulation, pipeline=PipelineConfig(2))
+    found = run(model, axes, PLAIN, accumulation, pipeline=pipeline)
     assert found[0].of_layers["expert_balance_loss"].total > 0
     assert_same(found, run(model, {}, PLAIN))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trained", [r"\.mlp\.", "embedding|head"])
+def test_1f1b_trains_what_trains(trained):
+    """Layers without what is around them, and the other way round."""
+    model = model_of("llama3")
+    alone = run(model, {}, PLAIN, trained=trained)
+    assert 0 < len(alone[1]) < 8
+    assert_same(run(model, {"stage": 2}, PLAIN, trained=trained, pipeline=TURNS), alone)
+
+
+def of_answers():
+    """What a reference has found for documents, and their labels."""
+    rng = np.random.default_rng(4)
+    segments = batch_of(8)["segment_ids"]
+    found = rng.uniform(-30, -20, (B, 3)).astype(np.float32)
+    labels = rng.choice(np.float32([-1, 1]), (B, 3))
+    return {
+        REFERENCE_SUM: np.take_along_axis(found, segments, axis=1),
+        VALUE: np.take_along_axis(labels, segments, axis=1),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "loss"), [(dpo, "sigmoid"), by_name(kto, "apo_zero_unpaired")])
+def test_1f1b_minimises_what_compares_with_a_stored_reference(make, loss):
+    objective = make(DpoConfig(loss_type=loss, reference_logprobs="stored"))
+    model = model_of("llama3")
+    alone = run(model, {}, objective, arrays=of_answers())
+    assert alone[0].loss > 0
+    found = run(model, {"stage": 2}, objective, 2, arrays=of_answers(), pipeline=TURNS)
+    assert_same(found, alone)
 
 
 def builds(model, stage) -> bool:

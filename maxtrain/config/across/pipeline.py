@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.sections.dpo import COMPARED
 from maxtrain.config.sections.mesh import (
     MeshConfig,
     num_stages,
@@ -65,6 +66,7 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
             "send tokens to experts in turns. Set mesh.expert=1, and mesh.fsdp or mesh.tensor "
             f"higher, or {without_stages(mesh)}."
         )
+    yield from _schedule_problems(config)
     yield from layer_problems(config, config.checkpoint.init_from is not None)
     yield from _vocabulary_problems(config)
     if shards > 0:
@@ -76,6 +78,47 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
             "model.routing.balance_scope=micro_batch goes by what is computed at a time, and "
             f"{split} computes fewer rows at a time. "
             "Set model.routing.balance_scope to sequence or global."
+        )
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    """What 1F1B has no place for: several rounds, and passes beside the one through stages."""
+    pipeline = config.model.pipeline
+    if pipeline.schedule != "1f1b":
+        return
+    what = "model.pipeline.schedule=1f1b"
+    if pipeline.rounds > 1:
+        yield (
+            f"{what} takes rows through stages once, and model.pipeline.rounds={pipeline.rounds} "
+            "several times. Set model.pipeline.rounds=1, or model.pipeline.schedule=gpipe."
+        )
+    for second, mend in second_passes(config):
+        yield (
+            f"{what} goes through stages once, with the loss behind the last one; {second}. "
+            f"Set {mend}, or model.pipeline.schedule=gpipe."
+        )
+
+
+def second_passes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Passes of a micro-batch beside the one that trains, each with what spares it."""
+    if config.loss.adversarial:
+        adversarial = config.loss.adversarial
+        yield f"loss.adversarial={adversarial} passes rows several times", "loss.adversarial=0"
+    if config.objective == "distill" and config.distill.teacher is not None:
+        teacher = config.distill.teacher
+        yield (
+            f"distill.teacher={teacher} passes rows through a second model",
+            "distill.stored to what `maxtrain teach` keeps",
+        )
+    has_reference = config.objective == "dpo" and config.dpo.loss_type in COMPARED
+    if has_reference and config.dpo.reference_logprobs == "computed":
+        mend = "dpo.reference_logprobs=stored"
+        if config.dpo.loss_type == "kto":
+            # What KTO compares with is found for each batch anew.
+            mend += " and dpo.loss_type=apo_zero_unpaired"
+        yield (
+            f"dpo.loss_type={config.dpo.loss_type} passes rows through a reference, too",
+            mend,
         )
 
 

@@ -28,10 +28,12 @@ _Comparing = Literal[
 # Losses of single answers with a label.
 _Unpaired = Literal["kto", "apo_zero_unpaired"]
 UNPAIRED: frozenset[str] = frozenset(get_args(_Unpaired))
+# Losses that compare with a reference.
+COMPARED: frozenset[str] = frozenset(get_args(_Comparing)) | UNPAIRED
 _SMOOTHED = UsedBy({"dpo.loss_type": ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")})
 _WITH_MARGIN = UsedBy({"dpo.loss_type": ("simpo",)})
 _WITH_REFERENCE = UsedBy(
-    {"dpo.loss_type": (*get_args(_Comparing), *get_args(_Unpaired))},
+    {"dpo.loss_type": tuple(sorted(COMPARED))},
     "{key}={value} is not used with {cause}, which is free of a reference. Leave it out.",
 )
 _WITH_LABELS = UsedBy({"dpo.loss_type": get_args(_Unpaired)})

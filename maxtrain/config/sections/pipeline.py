@@ -1,6 +1,7 @@
 """The section `model.pipeline`."""
 
 import dataclasses
+from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
 
@@ -26,5 +27,11 @@ class PipelineConfig:
         "how often a row goes around: stages have so many blocks of layers each",
         low=1,
         high=1 << 10,
+        used_by=_STAGED,
+    )
+    schedule: Literal["gpipe", "1f1b"] = key(
+        "gpipe",
+        "gpipe: all micro-batches forward, then all backward; 1f1b: each backward as soon as it "
+        "can be, so that stages keep few",
         used_by=_STAGED,
     )
