@@ -41,7 +41,7 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 	$(PY) -m maxtrain.train config=quickstart $(ARGS)
 
 test: $(READY_DEV)  ## run the tests, without the long ones, compiled quickly; more options by ARGS="-k packing"
-	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick $(ARGS)
+	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --quickly --hypothesis-profile quick $(ARGS)
 
 test-all: $(READY_DEV)  ## run all tests but those marked slow (an hour on 2 cores, less with DOSE)
 	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) --dose $(DOSE) $(ARGS)

@@ -81,6 +81,7 @@ COMMANDS = {
 OTHERS = [name for name in COMMANDS if name not in ("score", "export")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     ["score", "export", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],

@@ -26,6 +26,8 @@ def examples() -> list:
     return found
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(("title", "program"), examples())
 def test_the_example_works(title, program):
     assert "assert" in program, "an example that shows nothing"

@@ -74,6 +74,7 @@ def forward(model, tokens):
     return model(tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

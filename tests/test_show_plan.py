@@ -48,6 +48,7 @@ def config(tmp_path_factory):
     return folder / "run.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [

@@ -152,14 +152,14 @@ def short_tests():
 
 def test_make_test_leaves_out_the_long_tests_and_nothing_else():
     assert (
-        "-n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick"
+        "-n 2 -m 'not long and not slow and not gpu' --quickly --hypothesis-profile quick"
         in dry_run("test")
     )
     assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
     assert "--hypothesis-profile quick" in dry_run("test-all", "HYPOTHESIS=quick")
     assert "--dose 1 " in dry_run("test-all")
     assert "--dose 3 " in dry_run("test-all", "DOSE=3")
-    assert "--compile-quickly" not in dry_run("test-all")
+    assert "--quickly" not in dry_run("test-all")
     run = (ROOT / ".ci" / "run").read_text()
     assert "make --keep-going lint test-all HYPOTHESIS=quick DOSE=12\n" in run
 

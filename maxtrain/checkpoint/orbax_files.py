@@ -4,12 +4,19 @@ import collections
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
+
+# What Orbax has begun where a save fails, and then drops.
+_NOT_AWAITED = (
+    "coroutine '(cancellable|_async_serialize|_serialize_arrays|BasePyTreeCheckpointHandler).*' "
+    "was never awaited"
+)
 
 
 def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.AsyncCheckpointer:
@@ -89,6 +96,7 @@ def quieten() -> None:
     """Leaves out messages of Orbax, whose errors are raised as ours."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_of_orbax)
+    warnings.filterwarnings("ignore", _NOT_AWAITED, RuntimeWarning)
     if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
         sys.unraisablehook = _without_late_writes(sys.unraisablehook)
 

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import types
+import warnings
 import zlib
 from pathlib import Path
 from unittest.mock import Mock
@@ -84,6 +85,7 @@ def checkpoints(tmp_path):
     manager.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape",
     [(4, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((8, 1), (2, 4), (1, 1)))],
@@ -517,6 +519,16 @@ VICTIM = """
         state = {"w": jnp.arange(200_000, dtype=jnp.float32) + step, "step": jnp.int32(step)}
         checkpoints.save(step, state, {"cursor": step})
 """
+
+
+def test_what_orbax_drops_after_a_failure_is_not_told(checkpoints):
+    """And what others forget to await is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Checkpoints(checkpoints.directory, SYNC).close()
+        for name in ("cancellable", "ours"):
+            warnings.warn(f"coroutine '{name}' was never awaited", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["coroutine 'ours' was never awaited"]
 
 
 def test_writes_that_end_after_a_failure_say_nothing_and_other_errors_do(checkpoints, monkeypatch):

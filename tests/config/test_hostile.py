@@ -131,6 +131,8 @@ def test_exit_in_a_file_is_no_success_of_a_command(tmp_path, verb):
     assert "Traceback" not in said
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     "command",
     [["maxtrain.train"], ["maxtrain.cli", "train"], ["maxtrain.cli", "plan"], ["maxtrain.probe"],

@@ -80,6 +80,8 @@ def test_as_few_groups_as_best_fit_finds_against_all_ways_there_are(lengths, cap
     assert best <= groups <= 11 / 9 * best + 6 / 9, "the bound of best fit, the largest first"
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("mean", "max_tokens"), [(6.0, 8192), (6.5, 8192), (7.0, 8192), (6.5, 16384), (7.0, 32768)]
 )

@@ -222,6 +222,7 @@ def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, conf
         open_training(dataclasses.replace(damaged, verify="full"), seed=0, steps=40)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("batch_size", [6, pytest.param(128, marks=pytest.mark.long)])
 def test_a_killed_worker_ends_the_stream_and_says_what_to_do(config, monkeypatch, batch_size):

@@ -141,6 +141,8 @@ def test_every_format_is_read_from_urls_with_the_same_result(url, tmp_path, run)
     assert len(uids) == 11
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_an_output_behind_a_url_is_the_one_made_here(url, tmp_path, run, look):
     write_inputs(tmp_path / "in")
     command = (

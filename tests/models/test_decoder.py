@@ -497,6 +497,7 @@ def test_without_segments_a_row_is_one_document():
     np.testing.assert_array_equal(model(tokens), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [

@@ -57,6 +57,7 @@ def test_packed_documents_are_as_if_each_were_alone(config):
     assert found.gradients <= 1e-5, found.where
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", every(STACKS, pytest.mark.long))
 def test_layers_in_a_loop_are_as_layers_one_after_another(config):
     found = scan_against_unrolled(config)

@@ -234,6 +234,8 @@ def test_a_model_has_the_deviations_that_mup_says():
         np.testing.assert_allclose(std / base[path], ratio, rtol=0.08, err_msg=path)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_learning_rates_follow_table_8_with_the_multipliers_folded_in(family, tied):

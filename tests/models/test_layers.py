@@ -92,6 +92,8 @@ def test_swiglu_is_its_equation():
     assert out.terms == out.stats == out.observed == {}
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_attention_is_its_equation(qk_norm, kernel):

@@ -112,6 +112,7 @@ def test_the_model_is_that_of_the_changed_weights(case, magnitudes):
     np.testing.assert_allclose(texts[0][1], texts[1][1], atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [None, pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_new_adapters_change_no_bit(case):
     config = TINY if case is None else dataclasses.replace(case_config(case), vocab_size=64)

@@ -233,6 +233,7 @@ def logits_of_experts():
     return tokens, np.concatenate(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

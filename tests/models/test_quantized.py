@@ -253,6 +253,8 @@ def test_magnitudes_are_lengths_of_the_quantised_weights():
     np.testing.assert_allclose(logits(model, TOKENS), plain, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_that_come_one_by_one_are_quantised_as_those_that_are_drawn(form):
     config = with_base(form)

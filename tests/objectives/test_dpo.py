@@ -128,6 +128,7 @@ def test_a_policy_that_is_the_reference_has_the_loss_of_no_opinion(models):
     assert float(optax.tree.norm(gradient)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss_type",
     ["sigmoid", *(pytest.param(name, marks=pytest.mark.long) for name in ("ipo", "orpo"))],

@@ -138,6 +138,7 @@ def by_hand(policy, batch, config):
     return total / np.sum(lengths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss_type",
     ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("dr_grpo", "dapo"))],
@@ -152,6 +153,7 @@ def test_the_loss_is_what_the_equation_says_with_the_divisor_of_its_name(policy,
     np.testing.assert_allclose(result.loss, by_hand(policy, batch, config), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_type", ["grpo", pytest.param("gspo", marks=pytest.mark.long)])
 def test_completions_in_one_row_are_as_in_rows_of_their_own(policy, loss_type):
     objective = grpo(GrpoConfig(loss_type=loss_type, epsilon=0.5))
@@ -164,6 +166,7 @@ def test_completions_in_one_row_are_as_in_rows_of_their_own(policy, loss_type):
     assert norm(jax.tree.map(jnp.subtract, found, expected)) <= 2e-6 * norm(expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_type", ["dapo", pytest.param("dr_grpo", marks=pytest.mark.long)])
 def test_a_split_of_the_batch_gives_the_same_gradient(policy, loss_type):
     """Also where rows have different numbers of completions, and one has none."""

@@ -124,6 +124,8 @@ def test_packing_and_splits_change_nothing(policy, documents):
     assert norm(jax.tree.map(jnp.subtract, gradient, expected)) <= 2e-6 * norm(expected)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_first_step_clips_nothing(policy, documents):
     """Whatever was written down of the old policy and its values."""
     batch = batch_of(policy, [documents], is_first=True)

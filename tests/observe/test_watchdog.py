@@ -155,6 +155,7 @@ def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
     assert board.said == 2
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("where", "stacks"),

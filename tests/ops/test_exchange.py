@@ -101,6 +101,8 @@ def test_nothing_is_dropped_forward_and_backward(kind, axes, factor):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("room", [3, 16, N * C])
 def test_each_choice_has_one_row_in_one_turn(room):
     experts = choices("a crowd on the last device")

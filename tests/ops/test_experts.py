@@ -112,6 +112,7 @@ def arrays(seed, experts):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["blocks", "ragged"])
 @pytest.mark.parametrize(
     "like",

@@ -89,6 +89,8 @@ def test_is_what_the_oracle_finds_one_by_one(form, case):
     assert (error <= least + 1e-6 * of_rows).all()
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", FORMS)
 @given(case=matrices())
 def test_errors_are_bounded_by_the_scale_of_the_block(form, case):

@@ -180,6 +180,7 @@ def count_read(monkeypatch):
     return counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [None, *(pytest.param(case, marks=pytest.mark.long) for case in ("mistral", "deepseek_v3"))],
@@ -214,6 +215,8 @@ def test_what_prompts_have_in_common_is_read_once(case, monkeypatch):
     assert later == 1
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_rings_that_have_forgotten_are_not_shared(monkeypatch):
     model = pretrained("mistral")
     counted = count_read(monkeypatch)
@@ -266,6 +269,8 @@ def test_a_ring_that_was_shared_knows_how_far_it_was_written(case, slots):
         assert generation.ids == without_cache(model, prompt, 4)[0]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("what", ["enlarge", "read_into", "decode", "copy_rows"])
 def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypatch):
     """Texts with a slot end as failed, or that alone which there was no room for; those that waited,

@@ -65,6 +65,7 @@ def test_ties_go_to_the_first():
     assert frequencies(Sampling(0.0), even)[0] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab_size", [5, pytest.param(300, marks=pytest.mark.long)])
 def test_a_row_is_the_same_beside_rows_of_any_settings(vocab_size):
     """Alone and together, tokens are the same, and log-probabilities to rounding."""

@@ -225,6 +225,7 @@ BITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "quant",
     [
@@ -541,6 +542,7 @@ def without_other_capitals(text):
     return "".join(kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -59,6 +59,7 @@ def described(adapters):
     return jax.tree.map(describe, adapters)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("magnitudes", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "case",

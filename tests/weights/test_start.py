@@ -124,6 +124,8 @@ def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
         )
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_a_model_without_adapters_begins_with_weights_that_have_taken_them_in(adapted, fsdp):
     folder, model = adapted

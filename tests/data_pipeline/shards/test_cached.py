@@ -136,6 +136,8 @@ def test_a_bit_flipped_in_the_cache_is_mended(both, tmp_path):
     assert {path: path.read_bytes() for path in kept} == kept
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("verify", ["lazy", "full"])
 def test_a_bit_flipped_behind_the_url_is_refused(both, tmp_path, verify):
     (local, url), rng = both, random.Random(verify)

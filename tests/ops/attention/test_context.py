@@ -93,6 +93,8 @@ CASES = [
 ]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(("kind", "kernel", "mesh"), CASES)
 def test_split_rows_attend_as_whole_ones_forward_and_backward(kind, kernel, mesh):
     for one, other in zip(found(kind, kernel, mesh_of(mesh)), whole(kind), strict=True):
