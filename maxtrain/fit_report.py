@@ -198,11 +198,14 @@ def _more_than_the_model(found: Fit) -> str:
     ratio = found.flops / found.model_share
     if ratio < _MUCH_MORE:
         return "the step computes little beside the model. More devices make it faster."
-    remat = found.config.model.remat
+    model = found.config.model
+    remat = model.remat
     more = f"the step computes {ratio:.2f} times what the model needs"
     if remat != "none":
         cheaper = "dots or none" if remat == "full" else "none"
         return f"{more}. model.remat={cheaper}, if it fits, recomputes less."
+    if model.pipeline.schedule == "1f1b":
+        return f"{more}. model.pipeline.schedule=gpipe, if it fits, recomputes nothing."
     return f"{more}: the masked half of attention, or work that several devices repeat."
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config.across.pipeline import goes_row_by_row
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.kept import KeptConfig
 from maxtrain.config.sections.mesh import num_stages, row_shards, slow_axes_of
@@ -292,8 +293,11 @@ def _slowness(found: Fit) -> tuple[float, float, int]:
 
 
 def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
-    """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows."""
+    """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows; once where
+    more often would keep as much."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
+    if goes_row_by_row(plain):
+        return [1]
     rows_of_step = batch_shape(plain).rows
     parts = row_shards(plain.mesh) * least_micro_batches(config)
     choices = _powers(rows_of_step // parts)

@@ -13,9 +13,9 @@ from flax import nnx
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.config.across.attention_choice import Choice
-from maxtrain.config.across.pipeline import second_passes
+from maxtrain.config.across.pipeline import goes_row_by_row, may_take_turns
 from maxtrain.config.rollouts import rollout_settings
-from maxtrain.config.sections.mesh import num_stages, row_shards
+from maxtrain.config.sections.mesh import row_shards
 from maxtrain.config.sections.rules import changed_rules
 from maxtrain.job import Parts
 from maxtrain.models.cost import TokenFlops, product_weights, token_flops
@@ -384,10 +384,12 @@ def _mend(found: Fit) -> str:
     """What needs less memory."""
     config = found.config
     ways = []
-    if _may_take_turns(config):
+    takes_turns = may_take_turns(config)
+    if takes_turns:
         ways.append("model.pipeline.schedule=1f1b")
     unit = row_shards(config.mesh) * config.optimizer.micro_batches
-    if found.batch.rows % (2 * unit) == 0:
+    can_accumulate = found.batch.rows % (2 * unit) == 0 and not goes_row_by_row(config)
+    if can_accumulate and not takes_turns:
         ways.append(f"optimizer.accumulation={2 * config.optimizer.micro_batches}")
     if config.model.remat != "full":
         ways.append("model.remat=full")
@@ -395,10 +397,3 @@ def _mend(found: Fit) -> str:
         ways.append("a higher mesh.tensor or mesh.context, or more devices")
     ways = ways[:2]
     return f"Set {' and '.join(ways)}; `maxtrain fit --search` looks for what fits."
-
-
-def _may_take_turns(config: RunConfig) -> bool:
-    """Whether 1F1B would be accepted, and is not asked for."""
-    pipeline = config.model.pipeline
-    is_plain = pipeline.schedule == "gpipe" and pipeline.rounds == 1
-    return num_stages(config.mesh) > 1 and is_plain and not list(second_passes(config))

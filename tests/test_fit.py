@@ -16,6 +16,7 @@ from maxtrain import fit_search
 from maxtrain.cli import main
 from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.schema import PipelineConfig
 from maxtrain.fit_report import advice, mesh_words
 from maxtrain.fit_search import Mesh, Promise, meshes, promising, search, with_choice
 from maxtrain.fitting import Fit, Shape, batch_shape, require_fit
@@ -334,6 +335,10 @@ def test_a_step_on_many_hosts_of_gpus(fitted):
 
 
 CONFIG = load_config([*SMALL, "mesh.fsdp=4", "mesh.data=1", "optimizer.accumulation=2"])
+TURNS = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, remat="none", pipeline=PipelineConfig(schedule="1f1b")),
+)
 LINE = Line("all-gather", ("fsdp",), 3, 1e6, 0.2)
 
 
@@ -390,9 +395,12 @@ def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
     recomputed = dataclasses.replace(whole, model=dataclasses.replace(whole.model, remat="none"))
     with pytest.raises(ConfigError, match=r"Set optimizer\.accumulation=4 and model\.remat=full"):
         require_fit(a_fit(recomputed, total=3000))
-    staged = dataclasses.replace(whole, mesh=dataclasses.replace(whole.mesh, stage=2))
-    with pytest.raises(ConfigError, match=r"Set model\.pipeline\.schedule=1f1b and optimizer\.acc"):
+    staged = dataclasses.replace(recomputed, mesh=dataclasses.replace(whole.mesh, stage=2))
+    with pytest.raises(ConfigError, match=r"Set model\.pipeline\.schedule=1f1b and model\.remat="):
         require_fit(a_fit(staged, total=3000))
+    turns = dataclasses.replace(staged, model=TURNS.model)
+    with pytest.raises(ConfigError, match=r"Set model\.remat=full"):
+        require_fit(a_fit(turns, total=3000))
     with pytest.raises(ConfigError, match=r"needs more than the compiler allows of"):
         require_fit(a_fit(memory={}))
     with pytest.raises(ConfigError, match=r"needs 28\.00 GiB of the"):
@@ -416,6 +424,7 @@ def test_a_step_that_does_not_fit_is_refused_with_its_bytes_and_a_mend():
         (a_fit(seconds=(0.1, 0.4, 0.3)), "4 rows at a time use each weight for few tokens"),
         (a_fit(seconds=(0.5, 0.4, 0.3)), "1.56 times what the model needs. model.remat=dots or"),
         (a_fit(seconds=(0.5, 0.4, 0.3), flops=2.6e9), "More devices make it faster"),
+        (a_fit(TURNS, seconds=(0.5, 0.4, 0.3)), "model.pipeline.schedule=gpipe, if it fits,"),
     ],
 )
 def test_what_would_help_is_said(found, said):

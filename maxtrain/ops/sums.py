@@ -29,7 +29,7 @@ def added(total: Array, part: Array) -> Array:
     """A total, in whose type it stays, and one more part; added in float32, or as integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):
         return total + part
-    return (total + part.astype(jnp.float32)).astype(total.dtype)
+    return (total.astype(jnp.float32) + part.astype(jnp.float32)).astype(total.dtype)
 
 
 def sums_of_documents(

@@ -18,8 +18,9 @@ not keep is computed once more. So `none` computes as much as `full` does in the
 In each tick that goes both ways, a stage sends its result to the next one and a gradient to the one
 before, b T D numbers of the type of activations for each device, b being rows of a device in a
 micro-batch; the result of the last stage and the gradient of the first go to all, since each stage
-has a part of the vocabulary. Gradients of weights are scattered over `fsdp` in each tick; XLA takes
-sums over `data` out of the loops.
+has a part of the vocabulary: all compute the loss together, between the two parts. Gradients of
+weights are scattered over `fsdp` in each tick; XLA takes sums over `data` out of the loops, of
+which two go backward, but not that of the head where it compiles for GPUs.
 
 Source: Narayanan et al. 2019, https://dl.acm.org/doi/10.1145/3341301.3359646, section 3.2; without
 stale weights: https://arxiv.org/abs/2104.04473, section 2.2.1.
@@ -63,6 +64,9 @@ from maxtrain.training.partition import join
 
 # What passes rows through the period of layers, as of `Stack.run_period`.
 RunPeriod = Callable[[Block, Array, Context, list[Inputs]], Array]
+
+# The names of dims of tables, whose rows are looked up by number.
+_TABLES = (("vocab", "embed"), ("positions", "embed"))
 
 
 class Parts(NamedTuple):
@@ -136,6 +140,7 @@ class _Schedule:
         self._form = form_for(batch["inputs"].shape[0], policy.config.pipeline)
         self._micros = micro_batches(batch, self._form.micro_batches)
         self._params = _parted(params, self._names)
+        # Of all else that this pass computes, XLA makes nothing.
         period = self._into_layers(self._params.rest, batch)
         self._block = period.block
         self._context = period.context
@@ -197,16 +202,14 @@ class _Schedule:
         """
         S, _, M = self._form
         gradient = carry.returned
-        grads = carry.grads
         result = carry.result
+        of_loss = None
         if out is not None:
             last = self._of_stage(out, S - 1)
             micro = self._micro(number - (S - 1))
-            more, of_rest, of_last = self._loss(last, micro)
+            more, of_loss, of_last = self._loss(last, micro)
             gradient = on_stages(jnp.where(self._is_stage(S - 1), of_last, gradient))
             result = jax.tree.map(added, result, more)
-            rest = jax.tree.map(added, grads.rest, of_rest)
-            grads = grads._replace(rest=_as_summed(rest))
         items = number - 2 * (S - 1) + self._places
         is_there = (items >= 0) & (items < M)
         slots = (number - 2 * (S - 1 - self._places)) % (2 * S - 1)
@@ -232,9 +235,12 @@ class _Schedule:
             carry.went_in, slots, gradient, items, self._weights, self._inputs
         )
         of_x = on_stages(of_x)
-        of_layers = jax.tree.map(_sum_of(is_there), grads.layers, of_weights)
+        of_layers = jax.tree.map(_sum_of(is_there), carry.grads.layers, of_weights)
         of_rest = self._gradient_before_layers(self._of_stage(of_x, 0), number - 2 * (S - 1))
-        rest = _as_summed(jax.tree.map(_sum_of(is_there[:1]), grads.rest, of_rest))
+        of_rest = jax.tree.map(lambda part: jnp.where(is_there[0], part, 0), of_rest)
+        if of_loss is not None:
+            of_rest = jax.tree.map(jnp.add, of_rest, of_loss)
+        rest = _as_summed(jax.tree.map(added, carry.grads.rest, of_rest))
         returned = on_stages(jnp.roll(of_x, -1, axis=0))
         return carry._replace(returned=returned, result=result, grads=Parts(of_layers, rest))
 
@@ -380,16 +386,17 @@ def _with_run(model: Decoder, run: RunPeriod) -> Decoder:
 
 def _as_summed(rest: nnx.State) -> nnx.State:
     """Parameters, or their gradients, split as gradients are while they are summed up: as they are
-    used, but the embedding over its vocabulary alone.
+    used, but tables of vectors by number, of tokens or positions, not over their width.
 
-    Tokens are added to its gradient by their number, for which XLA has it whole. Kept so from one
-    micro-batch to the next, it is summed over devices once, behind the loop.
+    Tokens are added to the gradient of a table by their number, for which XLA has it whole. Kept so
+    from one micro-batch to the next, it is summed over devices behind the loop.
     """
 
     def split(_: str, variable: nnx.Variable) -> nnx.Variable:
-        if variable.get_metadata("axes") != ("vocab", "embed"):
+        axes = variable.get_metadata("axes")
+        if axes not in _TABLES:
             return split_as_used(variable)
-        return variable.replace(constrain_weight(variable.get_value(), "vocab", None))
+        return variable.replace(constrain_weight(variable.get_value(), axes[0], None))
 
     return map_variables(split, rest)
 

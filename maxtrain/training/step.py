@@ -74,8 +74,8 @@ def gradients(
         scales: the objective's, for the whole batch.
         accumulation: the number of micro-batches; it divides B.
         dtype: in which gradients of micro-batches are summed up.
-        places: shardings of gradients, while they are summed up and after; None: those that XLA
-            finds best.
+        places: shardings of gradients, while those of micro-batches are summed up and after; None:
+            those that XLA finds best. Stages that take turns sum theirs up before.
     """
 
     def loss(

@@ -239,12 +239,13 @@ LONGROPE = [
         (
             [*ONE_F_ONE_B, "loss.adversarial=1"],
             "loss.adversarial=1.0 passes rows several times",
-            "Set loss.adversarial=0, or model.pipeline.schedule=gpipe.",
+            "Set loss.adversarial=0, without other keys of it, or model.pipeline.schedule=gpipe.",
         ),
         (
             [*ONE_F_ONE_B, "objective=distill", "distill.teacher=DIR"],
             "distill.teacher=DIR passes rows through a second model",
-            "Set distill.stored to what `maxtrain teach` keeps, or model.pipeline.schedule=gpipe.",
+            "Set distill.teacher=null and distill.stored to what `maxtrain teach` keeps of it, or "
+            "model.pipeline.schedule=gpipe.",
         ),
         (
             [*ONE_F_ONE_B, "objective=dpo", "dpo.loss_type=ipo", "data.packing=bins"],

@@ -92,23 +92,44 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
             f"{what} takes rows through stages once, and model.pipeline.rounds={pipeline.rounds} "
             "several times. Set model.pipeline.rounds=1, or model.pipeline.schedule=gpipe."
         )
-    for second, mend in second_passes(config):
+    for second, mend in _second_passes(config):
         yield (
             f"{what} goes through stages once, with the loss behind the last one; {second}. "
             f"Set {mend}, or model.pipeline.schedule=gpipe."
         )
 
 
-def second_passes(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Passes of a micro-batch beside the one that trains, each with what spares it."""
+def may_take_turns(config: RunConfig) -> bool:
+    """Whether 1F1B would be accepted, and is not asked for."""
+    pipeline = config.model.pipeline
+    is_plain = pipeline.schedule == "gpipe" and pipeline.rounds == 1
+    return num_stages(config.mesh) > 1 and is_plain and not list(_second_passes(config))
+
+
+def goes_row_by_row(config: RunConfig) -> bool:
+    """Whether what stages keep does not depend on the number of rows: accumulation lowers
+    nothing."""
+    pipeline = config.model.pipeline
+    is_staged = num_stages(config.mesh) > 1
+    return is_staged and pipeline.schedule == "1f1b" and pipeline.micro_batches is None
+
+
+def _second_passes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Passes of a micro-batch beside the one that trains, each with what spares it.
+
+    What samples completions is refused with stages, whatever their schedule.
+    """
     if config.loss.adversarial:
         adversarial = config.loss.adversarial
-        yield f"loss.adversarial={adversarial} passes rows several times", "loss.adversarial=0"
-    if config.objective == "distill" and config.distill.teacher is not None:
-        teacher = config.distill.teacher
         yield (
-            f"distill.teacher={teacher} passes rows through a second model",
-            "distill.stored to what `maxtrain teach` keeps",
+            f"loss.adversarial={adversarial} passes rows several times",
+            "loss.adversarial=0, without other keys of it",
+        )
+    has_teacher = config.objective == "distill" and config.distill.teacher is not None
+    if has_teacher and not config.distill.on_policy:
+        yield (
+            f"distill.teacher={config.distill.teacher} passes rows through a second model",
+            "distill.teacher=null and distill.stored to what `maxtrain teach` keeps of it",
         )
     has_reference = config.objective == "dpo" and config.dpo.loss_type in COMPARED
     if has_reference and config.dpo.reference_logprobs == "computed":

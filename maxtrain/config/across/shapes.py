@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.across.experts import split_problems
-from maxtrain.config.across.pipeline import pipeline_problems
+from maxtrain.config.across.pipeline import goes_row_by_row, pipeline_problems
 from maxtrain.config.across.presets import with_preset
 from maxtrain.config.across.tensor import tensor_problems
 from maxtrain.config.rollouts import rollout_settings
@@ -171,7 +171,7 @@ def with_accumulation(config: RunConfig, count: int) -> RunConfig:
 
 def accumulations(config: RunConfig, num_devices: int) -> list[int]:
     """Every number of micro-batches that the batches of a run can be divided into on so many
-    devices, from the fewest."""
+    devices, from the fewest; that alone where more of them would need as much memory."""
     rows = math.gcd(*_rows_of_steps(config).values())
     found = []
     for count in range(1, rows + 1):
@@ -180,6 +180,8 @@ def accumulations(config: RunConfig, num_devices: int) -> list[int]:
         with contextlib.suppress(ConfigError):
             fit_to_devices(with_accumulation(config, count), num_devices)
             found.append(count)
+    if goes_row_by_row(config):
+        return found[:1]
     return found
 
 
