@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.families import PARITY, repeated
 from data_pipeline.errors import ConfigError
 from data_pipeline.packing import VALUE
-from maxtrain.config import RunConfig
+from maxtrain.config import RunConfig, load_config
 from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.schema import (
     DpoConfig,
@@ -40,6 +40,8 @@ from maxtrain.objectives.objective import POLICY, REFERENCE_SUM
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.topologies import compiler_warnings
+from maxtrain.step_memory import StepPrograms
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import models_from, split
 from maxtrain.training.state import abstract_model, split_buffers
@@ -343,3 +345,30 @@ def test_a_frozen_model_goes_through_the_stages_of_the_run():
         ConfigError, match=r"distill\.teacher=DIR, whose .*Set mesh\.stage to [^,]*$"
     ):
         beside(dataclasses.replace(own, num_layers=6))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("this_process")
+def test_nothing_is_gathered_whole_for_tables_of_positions():
+    """As XLA would, with a warning, where their gradients are split over their width."""
+    words = (
+        "config=quickstart",
+        "model.family=gpt2",
+        "model.vocab_size=64",
+        "model.num_layers=4",
+        "model.num_heads=2",
+        "model.num_kv_heads=2",
+        "model.head_dim=16",
+        "model.embed_dim=32",
+        "model.mlp_dim=64",
+        "model.max_length=32",
+        "data.seq_length=32",
+        "data.batch_size=8",
+        "mesh.stage=4",
+        "mesh.fsdp=2",
+        "model.pipeline.schedule=1f1b",
+    )
+    programs = StepPrograms(load_config(list(words)), jax.devices())
+    with compiler_warnings() as said:
+        programs.compile(8, 32)
+    assert said == []
