@@ -105,9 +105,8 @@ def pipelined(
         carry: tuple[Array, Array], number: Int[Array, ""]
     ) -> tuple[tuple[Array, Array], Any]:
         given, waiting = carry
-        is_first = (places == 0).reshape(S, 1, 1, 1)
         own = jax.lax.dynamic_index_in_dim(waiting, number % M, axis=1, keepdims=False)
-        x = on_stages(jnp.where(is_first, own, given))
+        x = on_stages(with_stage(given, 0, own))
         out, kept = jax.vmap(at_stage, spmd_axis_name=STAGE)(x, number - places, weights)
         # The last stage gives to the first one.
         given = on_stages(jnp.roll(out, 1, axis=0))
@@ -119,9 +118,7 @@ def pipelined(
 
     start = (waiting[:, 0], waiting)
     (_, waiting), kept = jax.lax.scan(iterate, start, jnp.arange(form.iterations()))
-    # Of stage 0 alone, for all: numbers and zeros add up to the numbers.
-    is_first = (places == 0).reshape(S, 1, 1, 1, 1)
-    out = whole_batch(jnp.where(is_first, waiting, 0).sum(0, dtype=waiting.dtype))
+    out = whole_batch(of_stage(waiting, 0))
     return constrain_residual(out), jax.tree.map(lambda leaf: _of_layers(leaf, form), kept)
 
 
@@ -129,6 +126,22 @@ def on_stages(x: Array) -> Array:
     """[S, ..., b, T, D] split over stages, and as activations are."""
     between = (None,) * (x.ndim - 4)
     return constrain_residual(x, "layers", *between)
+
+
+def with_stage(x: Shaped[Array, "S *s"], number: int, own: Array) -> Shaped[Array, "S *s"]:
+    """What stages have, with that of one of them replaced."""
+    return jnp.where(_is_of_stage(x, number), own, x)
+
+
+def of_stage(x: Shaped[Array, "S *s"], number: int) -> Shaped[Array, "*s"]:
+    """What one stage has, for all: numbers and zeros add up to the numbers."""
+    return jnp.where(_is_of_stage(x, number), x, 0).sum(0, dtype=x.dtype)
+
+
+def _is_of_stage(x: Shaped[Array, "S *s"], number: int) -> Array:
+    """Whether elements are of a stage; it broadcasts to them."""
+    is_it = jnp.arange(x.shape[0]) == number
+    return is_it.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:

@@ -40,10 +40,12 @@ from maxtrain.models.pipeline import (
     Block,
     form_for,
     in_blocks,
+    of_stage,
     on_stages,
     rows_of,
     split_as_used,
     with_rows,
+    with_stage,
 )
 from maxtrain.models.run_layers import Inputs, Kept, said_in_period
 from maxtrain.objectives.objective import (
@@ -69,7 +71,7 @@ RunPeriod = Callable[[Block, Array, Context, list[Inputs]], Array]
 _TABLES = (("vocab", "embed"), ("positions", "embed"))
 
 
-class Parts(NamedTuple):
+class _Parts(NamedTuple):
     """The parameters that train: those of layers that stages share out, stacked, and the rest."""
 
     layers: nnx.State
@@ -97,7 +99,7 @@ class _Carry(NamedTuple):
     # Summed up over micro-batches.
     kept: Any
     result: Result
-    grads: Parts
+    grads: _Parts
 
 
 def staged_gradients(
@@ -180,7 +182,7 @@ class _Schedule:
         S, _, M = self._form
         items = number - self._places
         first = self._into_layers(self._params.rest, self._micro(number)).x
-        x = on_stages(jnp.where(self._is_stage(0), first, carry.given))
+        x = on_stages(with_stage(carry.given, 0, first))
         slot = number % (2 * S - 1)
         went_in = jax.lax.dynamic_update_index_in_dim(carry.went_in, x, slot, axis=1)
 
@@ -205,10 +207,10 @@ class _Schedule:
         result = carry.result
         of_loss = None
         if out is not None:
-            last = self._of_stage(out, S - 1)
+            last = of_stage(out, S - 1)
             micro = self._micro(number - (S - 1))
             more, of_loss, of_last = self._loss(last, micro)
-            gradient = on_stages(jnp.where(self._is_stage(S - 1), of_last, gradient))
+            gradient = on_stages(with_stage(gradient, S - 1, of_last))
             result = jax.tree.map(added, result, more)
         items = number - 2 * (S - 1) + self._places
         is_there = (items >= 0) & (items < M)
@@ -224,11 +226,11 @@ class _Schedule:
         ) -> tuple[Array, nnx.State]:
             x = jax.lax.dynamic_index_in_dim(went_in, slot, keepdims=False)
 
-            def of_stage(x: Array, weights: nnx.State) -> tuple[Array, Array]:
+            def through(x: Array, weights: nnx.State) -> tuple[Array, Array]:
                 out, (loss, _) = self._stage(x, weights, item, inputs)
                 return out, loss
 
-            pull = jax.vjp(of_stage, x, weights)[1]
+            pull = jax.vjp(through, x, weights)[1]
             return pull((gradient, jnp.float32(1)))
 
         of_x, of_weights = jax.vmap(stage, spmd_axis_name=STAGE)(
@@ -236,13 +238,13 @@ class _Schedule:
         )
         of_x = on_stages(of_x)
         of_layers = jax.tree.map(_sum_of(is_there), carry.grads.layers, of_weights)
-        of_rest = self._gradient_before_layers(self._of_stage(of_x, 0), number - 2 * (S - 1))
+        of_rest = self._gradient_before_layers(of_stage(of_x, 0), number - 2 * (S - 1))
         of_rest = jax.tree.map(lambda part: jnp.where(is_there[0], part, 0), of_rest)
         if of_loss is not None:
             of_rest = jax.tree.map(jnp.add, of_rest, of_loss)
         rest = _as_summed(jax.tree.map(added, carry.grads.rest, of_rest))
         returned = on_stages(jnp.roll(of_x, -1, axis=0))
-        return carry._replace(returned=returned, result=result, grads=Parts(of_layers, rest))
+        return carry._replace(returned=returned, result=result, grads=_Parts(of_layers, rest))
 
     def _start(self, dtype: str) -> _Carry:
         """Before the first tick."""
@@ -332,13 +334,6 @@ class _Schedule:
     def _index(self, item: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.clip(item, 0, self._form.micro_batches - 1)
 
-    def _is_stage(self, number: int) -> Bool[Array, "S 1 1 1"]:
-        return (self._places == number).reshape(-1, 1, 1, 1)
-
-    def _of_stage(self, x: Float[Array, "S b T D"], number: int) -> Float[Array, "b T D"]:
-        """That of one stage, for all: numbers and zeros add up to the numbers."""
-        return jnp.where(self._is_stage(number), x, 0).sum(0, dtype=x.dtype)
-
     def _in_blocks(self, tree: Any) -> Any:
         """Of each stage, [S, L, ...]."""
         return jax.tree.map(lambda leaf: in_blocks(leaf, self._form)[:, 0], tree)
@@ -347,14 +342,14 @@ class _Schedule:
         return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-def _parted(params: nnx.State, names: list[str]) -> Parts:
+def _parted(params: nnx.State, names: list[str]) -> _Parts:
     """The parameters that train, of the places of the period with these names, and the rest."""
 
     def is_in_period(path: tuple[Any, ...], _: Any) -> bool:
         return str(path[0]) == "layers" and str(path[1]) in names
 
     layers, rest = nnx.split_state(params, is_in_period, ...)
-    return Parts(layers, rest)
+    return _Parts(layers, rest)
 
 
 def _with_weights(inputs: list[Inputs], names: list[str], weights: nnx.State) -> list[Inputs]:
