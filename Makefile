@@ -28,7 +28,7 @@ PYTHON ?= python3.12 python3.13 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-gpu lint format bench bench-gpu constraints clean
+.PHONY: help setup quickstart test test-all test-gpu check-gpu lint format bench bench-gpu constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-all: $(READY_DEV)  ## run all tests but those marked slow (an hour on 2 cor
 
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
 	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)
+
+check-gpu: $(READY_GPU)  ## on a GPU: its tests, runs that repeat, the doctor, benchmarks (ten minutes); PARTS="tests doctor"
+	benchmarks/on_gpu.sh $(GPU_PY) runs/gpu $(PARTS)
 
 lint: $(READY_DEV)  ## check style, format and types
 	$(PY) -m ruff check .

@@ -1,20 +1,27 @@
 """What `maxtrain fit` counts of a step, beside what that step takes where it can run: on this
-machine's CPU.
+machine's CPU, or on its first GPU.
 
     python -m benchmarks.fit_here [--steps 7] [--write]
+    python -m benchmarks.fit_here --gpu [--steps 7] [--write]
 
-Two tables. Times: the products and the memory traffic that fit counts in the compiled step, at the
+On a CPU, two tables. Times: the products and the memory traffic that fit counts in the compiled step, at the
 rates that this CPU reaches in one product and in one copy, beside the measured step. Memory: how
 far from the compiled step the straight line through two smaller ones is, by which `maxtrain probe`
 chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape that it is asked
 about.
+
+On a GPU, one: a step of a model of 1.2 B parameters with each kernel of attention, by the rates of
+the data sheet, as `fit` does it, and the bytes that the step had at its peak. Each is a process of
+its own, since a peak is never forgotten.
 """
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +36,11 @@ from maxtrain.models.cost import token_flops
 from maxtrain.parallel.compiled.hlo import parse
 from maxtrain.parallel.compiled.roofline import Roofline, roofline
 from maxtrain.parallel.compiled.work import work_of
-from maxtrain.parallel.hardware import Links, measure_matmul
-from maxtrain.parallel.memory import program_bytes
+from maxtrain.parallel.hardware import Links, links, measure_matmul, peak_flops
+from maxtrain.parallel.memory import GIB, program_bytes
 from maxtrain.step_memory import StepPrograms
 
-RESULTS = Path(__file__).parent / "results" / "fit_here.md"
+RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 _COPIED_BYTES = 256 * MIB
 # Of the smallest number of rows.
@@ -76,13 +83,14 @@ class Case(NamedTuple):
     name: str
     words: tuple[str, ...]
     batch: Shape
+    base: tuple[str, ...] = _SMALL
 
     @property
     def config(self) -> RunConfig:
         rows, length = self.batch
         shape = (f"data.batch_size={rows}", f"data.seq_length={length}")
         # The last word counts.
-        words = {word.partition("=")[0]: word for word in (*_SMALL, *self.words, *shape)}
+        words = {word.partition("=")[0]: word for word in (*self.base, *self.words, *shape)}
         return load_config(list(words.values()))
 
     def with_rows(self, rows: int) -> "Case":
@@ -98,6 +106,27 @@ CASES = (
     Case("accumulation=4", ("optimizer.accumulation=4",), Shape(16, 512)),
     Case("large vocabulary", ("model.vocab_size=32768",), Shape(4, 512)),
     Case("experts", _EXPERTS, Shape(8, 512)),
+)
+
+_LLAMA = ("config=llama3_1b", "precision.activations=bfloat16", "mesh.fsdp=1")
+_CUDNN = ("model.attention=cudnn", "data.packing=pad")
+_FEW_EXPERTS = (
+    "config=qwen3_30b_a3b",
+    "model.num_layers=4",
+    "precision.activations=bfloat16",
+    "mesh.fsdp=1",
+    "mesh.expert=1",
+)
+GPU_CASES = (
+    Case("xla", ("model.attention=xla",), Shape(4, 4096), _LLAMA),
+    Case("triton", ("model.attention=triton",), Shape(4, 4096), _LLAMA),
+    Case("cudnn", _CUDNN, Shape(4, 4096), _LLAMA),
+    Case(
+        "triton, remat=none", ("model.attention=triton", "model.remat=none"), Shape(4, 4096), _LLAMA
+    ),
+    Case("cudnn, remat=none", (*_CUDNN, "model.remat=none"), Shape(4, 4096), _LLAMA),
+    Case("triton, 16 rows", ("model.attention=triton",), Shape(16, 4096), _LLAMA),
+    Case("experts, triton", ("model.attention=triton",), Shape(4, 4096), _FEW_EXPERTS),
 )
 
 
@@ -120,13 +149,17 @@ def programs_of(case: Case) -> StepPrograms:
 
 
 def estimate(
-    case: Case, programs: StepPrograms, compiled: jax.stages.Compiled, peak: float, copied: float
+    case: Case, programs: StepPrograms, compiled: jax.stages.Compiled, peak: float, memory: Links
 ) -> Roofline:
     """As `maxtrain fit` makes it for devices that are not here."""
     work = work_of(parse(compiled.as_text() or ""), has_small_memories=False)
+    return roofline(work, model_flops(case, programs), peak, [], memory)
+
+
+def model_flops(case: Case, programs: StepPrograms) -> float:
+    """Of a step, as causal attention needs them."""
     model = token_flops(programs.parts.config.model, case.batch.length, 0).causal
-    tokens = case.batch.rows * case.batch.length
-    return roofline(work, model * tokens, peak, [], Links(copied, 1.0, None))
+    return model * case.batch.rows * case.batch.length
 
 
 def measured(
@@ -166,7 +199,7 @@ def time_row(case: Case, steps: int, peak: float, copied: float) -> str:
     """Of the first table."""
     programs = programs_of(case)
     compiled = programs.compile(*case.batch)
-    times = estimate(case, programs, compiled, peak, copied)
+    times = estimate(case, programs, compiled, peak, Links(copied, 1.0, None))
     took = measured(programs, compiled, case.batch, steps)
     cells = [
         case.name,
@@ -243,12 +276,61 @@ def tables(steps: int) -> Sequence[str]:
     return lines
 
 
+def gpu_row(case: Case, steps: int) -> str:
+    """Of the table of a GPU; in a process of its own."""
+    device = jax.devices()[0]
+    programs = programs_of(case)
+    start = time.perf_counter()
+    compiled = programs.compile(*case.batch)
+    compile_seconds = time.perf_counter() - start
+    peak = peak_flops(device, "bfloat16")
+    times = estimate(case, programs, compiled, peak, links(device))
+    took = measured(programs, compiled, case.batch, steps)
+    had = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    tokens = case.batch.rows * case.batch.length
+    cells = [
+        case.name,
+        f"{case.batch.rows} x {case.batch.length:,}",
+        f"{1e3 * times.products:,.0f}",
+        f"{1e3 * times.memory:,.0f}",
+        f"{1e3 * took:,.0f}",
+        f"{took / times.seconds:.2f}",
+        f"{took / times.without_overlap:.2f}",
+        f"{tokens / took:,.0f}",
+        f"{model_flops(case, programs) / took / peak:.0%}",
+        f"{program_bytes(compiled) / GIB:.2f}",
+        f"{had / GIB:.2f}",
+        f"{compile_seconds:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def gpu_table(steps: int) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield (
+        "| step | rows x tokens | products, ms | memory, ms | measured | of the longer | of the sum "
+        "| tokens/s | MFU | fit's GiB | peak GiB | compiled in s |"
+    )
+    yield "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as alone:
+        for case in GPU_CASES:
+            try:
+                yield alone.submit(gpu_row, case, steps).result()
+            except jax.errors.JaxRuntimeError as error:
+                yield f"\n{case.name}: {str(error).splitlines()[0]}\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_here")
     parser.add_argument("--steps", type=int, default=7, help="measured (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="write results/fit_here.md")
+    parser.add_argument("--write", action="store_true", help="write the table into results/")
+    parser.add_argument("--gpu", action="store_true", help="on the first GPU of this machine")
     asked = parser.parse_args(argv)
+    if asked.gpu:
+        return _main_on_gpu(asked)
+    jax.config.update("jax_platforms", "cpu")
     lines = tables(asked.steps)
     if asked.write:
         head = (
@@ -256,10 +338,29 @@ def main(argv: list[str] | None = None) -> int:
             "`python -m benchmarks.fit_here --write`: float32 steps on one device, "
             f"{one_core.processor()}, jax {jax.__version__}.\n"
         )
-        RESULTS.write_text("\n".join([head, *lines]) + "\n")
+        (RESULTS / "fit_here.md").write_text("\n".join([head, *lines]) + "\n")
+    return 0
+
+
+def _main_on_gpu(asked: argparse.Namespace) -> int:
+    lines = []
+    for line in gpu_table(asked.steps):
+        print(line, flush=True)
+        lines.append(line)
+    if asked.write:
+        device = jax.devices()[0]
+        head = (
+            "# What fit counts, and what a step takes on a GPU\n\n"
+            f"`python -m benchmarks.fit_here --gpu --write` on {device.device_kind}, "
+            f"jax {jax.__version__}: bfloat16 products and activations, float32 parameters, AdamW, "
+            f"medians of {asked.steps} steps. Products and memory by the data sheet, as "
+            "`maxtrain fit` counts them. MFU: of the FLOPs that causal attention needs. Each is a "
+            "process of its own. The model is llama3_1b (1.24 B parameters), remat=full, but for "
+            "the last: qwen3_30b_a3b with 4 of its 48 layers.\n"
+        )
+        (RESULTS / "fit_here_gpu.md").write_text("\n".join([head, *lines]) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

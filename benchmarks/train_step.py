@@ -48,7 +48,7 @@ from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import make_train_step
 
-RESULTS = Path(__file__).parent / "results" / "train_step.md"
+RESULTS = Path(__file__).parent / "results"
 ROWS = 8
 LENGTH = 512
 MODEL = ModelConfig(
@@ -209,7 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results"
+        "--write",
+        action="store_true",
+        help="write train_step.md in benchmarks/results; on an accelerator, train_step_gpu.md or _tpu",
     )
     parser.add_argument(
         "--steps", type=int, default=8, help="counted steps of each variant, after two that are not"
@@ -267,7 +269,9 @@ def main(argv: list[str] | None = None) -> int:
     text = "\n".join(lines)
     print(text)
     if options.write:
-        RESULTS.write_text(text, encoding="utf-8")
+        platform_name = jax.devices()[0].platform
+        suffix = "" if platform_name == "cpu" else f"_{platform_name}"
+        (RESULTS / f"train_step{suffix}.md").write_text(text, encoding="utf-8")
     return 0
 
 

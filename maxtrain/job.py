@@ -6,7 +6,6 @@ to look again, begins with `open_job`.
 
 import dataclasses
 import functools
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -51,7 +50,7 @@ from maxtrain.objectives.objective import (
     Objective,
 )
 from maxtrain.objectives.registry import Settings, make_objective
-from maxtrain.observe.launches import usual_devices
+from maxtrain.observe.launches import usual_devices, version_of
 from maxtrain.observe.metrics import require_free_names
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
@@ -649,7 +648,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
-        fields[package] = importlib.metadata.version(package)
+        fields[package] = version_of(package)
     fields["kernel of attention"] = job.attention.kernel
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
     frozen = job.other_model

@@ -8,7 +8,6 @@ is for.
 import math
 import platform
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from data_pipeline.remote import place
 from data_pipeline.shards import Manifest
 from maxtrain.config.schema import LoraConfig, RunConfig
 from maxtrain.models.families.directory import stored_as
+from maxtrain.observe.launches import version_of
 from maxtrain.observe.metrics import read_metrics
 
 NAME = "README.md"
@@ -226,7 +226,7 @@ def _newest_evaluations(records: Iterable[Mapping[str, Any]]) -> dict[str, Mappi
 def _version_rows() -> _Rows:
     names = ("maxtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     rows: _Rows = [("Python", platform.python_version())]
-    rows += [(name, version(name)) for name in names]
+    rows += [(name, version_of(name)) for name in names]
     return rows
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    attention,
     balance,
     checkpoint,
     checks,
@@ -31,7 +32,10 @@ from benchmarks import (
     weak_scaling,
     zero,
 )
+from maxtrain.fitting import Shape
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.compiled.roofline import Line, Roofline
+from maxtrain.parallel.hardware import Links
 
 
 @pytest.mark.slow
@@ -48,6 +52,24 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     for compute, activations, remat in train_step.VARIANTS:
         assert f"| {compute} | {activations} | {remat} |" in shown
     assert "times as fast as float32" in shown
+
+
+def test_pairs_of_queries_and_keys_are_those_that_the_mask_shows():
+    for rows in attention.kinds_of_rows(2, 2048):
+        mask = Mask.of_rows(jax.numpy.asarray(rows.segments)).within(rows.window)
+        assert rows.pairs == int(mask.visible().sum()), rows.name
+
+
+@pytest.mark.long
+def test_attention_prints_a_row_for_each_kind_of_rows(monkeypatch, capsys):
+    """On CPUs, with the kernels that these have."""
+    monkeypatch.setattr(attention, "HEADS", ((2, 1, 16),))
+    lines = attention.table(1, 64, 1, attention.HEADS)
+    assert lines == capsys.readouterr().out.splitlines()
+    assert lines[0] == "| heads | rows | eager, ms | TFLOP/s | xla, ms | TFLOP/s |"
+    for line, rows in zip(lines[2:], attention.kinds_of_rows(1, 64), strict=True):
+        assert line.startswith(f"| 2 and 1 of 16 | {rows.name} | "), line
+        assert line.count("|") == 7
 
 
 @pytest.mark.slow
@@ -485,6 +507,18 @@ def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
     with jax.numpy_dtype_promotion("standard"):
         needed = fit_here.needed_by_units(case, (2, 4, 8))
     assert abs(fit_here.apart(needed, 2, 4, 8)) < 0.1
+
+
+@pytest.mark.long
+def test_what_fit_counts_is_beside_a_step_of_a_gpu(monkeypatch):
+    """Here, a CPU stands for the GPU."""
+    monkeypatch.setattr(fit_here, "links", lambda _: Links(1e11, 1.0, None))
+    small = fit_here.Case("small", ("model.num_layers=1", "model.embed_dim=64"), Shape(2, 64))
+    with jax.numpy_dtype_promotion("standard"):
+        cells = [cell.strip() for cell in fit_here.gpu_row(small, 1).strip("|").split("|")]
+    assert cells[:2] == ["small", "2 x 64"]
+    assert len(cells) == 12
+    assert re.fullmatch(r"\d+%", cells[8])
 
 
 def test_what_is_said_of_more_devices_begins_with_rows_that_were_compiled():

@@ -251,7 +251,7 @@ def test_command_runs_here_or_in_another_test(document, command):
         assert modules and all(f"{module}.main(" in source for module in modules)
     elif command == "make setup":
         assert "$(READY_DEV)" in recipe("setup"), "it is what the other targets need, too"
-    elif command in ("make test", "make test-gpu", "make bench-gpu"):
+    elif command in ("make test", "make test-gpu", "make bench-gpu", "make check-gpu"):
         assert f'"{command.removeprefix("make ")}"' in (ROOT / "tests/test_suite.py").read_text()
     elif command == ".venv/bin/pre-commit install":
         result = run(sys.executable, "-m", "pre_commit", "validate-config")

@@ -80,7 +80,8 @@ def config(tmp_path_factory) -> Path:
             "batch_size": 8,
         },
         "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"warmup_steps": 5},
+        # A rate that does not go by the number of steps: a shorter run is the beginning of a longer one.
+        "schedule": {"name": "constant", "warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 2},
         "eval": {
             "sets": {
@@ -287,10 +288,17 @@ def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone, g
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_parameters_may_be_split_over_four_processes_by_rows_and_within_layers(config, alone):
+    """The beginning of the run alone, and without evaluation, whose programs each process would
+    compile, too."""
+    steps = 30
     axes = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
-    with Job(config, "on-4-tensor", 4, "checkpoint_interval=0", *axes) as job:
+    shorter = ("checkpoint_interval=0", "eval_steps=0", f"steps={steps}")
+    with Job(config, "on-4-tensor", 4, *shorter, *axes) as job:
         job.end()
-    assert_same(trained(config, "on-4-tensor"), alone)
+    batches, losses, (last_step, _) = trained(config, "on-4-tensor")
+    assert last_step == steps
+    assert batches == alone[0][:steps]
+    np.testing.assert_allclose(losses, alone[1][:steps], rtol=1e-5)
 
 
 @pytest.mark.usefixtures("alone", "on_4")

@@ -227,6 +227,7 @@ def test_make_test_takes_fewer_examples(tmp_path, profile, count):
     [
         ("test-gpu", "MAXTRAIN_TEST_PLATFORM=cuda timeout 1200 .venv-gpu/bin/python -m pytest"),
         ("bench-gpu", "timeout 1200 .venv-gpu/bin/python -m benchmarks.train_step"),
+        ("check-gpu", "benchmarks/on_gpu.sh .venv-gpu/bin/python runs/gpu"),
     ],
 )
 def test_a_machine_with_a_gpu_gets_what_it_lacks_and_keeps_what_it_has(target, program):
@@ -238,6 +239,33 @@ def test_a_machine_with_a_gpu_gets_what_it_lacks_and_keeps_what_it_has(target, p
     assert "--no-index --find-links /wheels " in dry_run(target, "WHEELS=/wheels")
     if target == "test-gpu":
         assert "-m gpu tests/ops " in from_registry
+
+
+def test_what_is_checked_on_a_gpu_goes_on_after_a_failure_and_ends_with_it(tmp_path):
+    """With a Python that fails in one module, and says what it is given."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "given $*"\ncase "$*" in *attention*) exit 3;; esac\n')
+    python.chmod(0o755)
+    script = ROOT / "benchmarks" / "on_gpu.sh"
+
+    def checked(*parts: str) -> subprocess.CompletedProcess:
+        command = [script, python, tmp_path / "said", *parts]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    ended = checked("attention", "repeats", "train_step")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("failed: attention; ")
+    assert "=== attention: exit code 3 " in ended.stdout
+    assert "=== train_step: exit code 0 " in ended.stdout
+    said = (tmp_path / "said" / "repeats.log").read_text().splitlines()
+    assert [line.split()[2] for line in said] == [
+        "data_pipeline.prepare",
+        "maxtrain.train",
+        "maxtrain.cli",
+    ]
+    assert checked("train_step").returncode == 0
+    assert checked("nothing").returncode == 64
+    assert checked().stdout.count("=== ") == 7
 
 
 def test_the_environment_of_a_gpu_has_the_packages_of_the_machine(tmp_path):

@@ -80,7 +80,7 @@ def launch_record(
         kernels["experts"] = settings["model"]["routing"]["kernel"]
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        versions[name] = importlib.metadata.version(name)
+        versions[name] = version_of(name)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": step,
@@ -98,6 +98,13 @@ def launch_record(
         "data": data,
         "config": config,
     }
+
+
+def version_of(package: str) -> str:
+    """Of an installed package; of maxtrain, also where it is run from its folder."""
+    if package == maxtrain.__name__:
+        return maxtrain.__version__
+    return importlib.metadata.version(package)
 
 
 def _flags() -> dict[str, str]:

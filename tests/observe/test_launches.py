@@ -1,6 +1,7 @@
 """Records of launches: written, read, found by step, and compared."""
 
 import dataclasses
+import importlib.metadata
 import json
 import subprocess
 
@@ -8,6 +9,7 @@ import jax
 import pytest
 import yaml
 
+import maxtrain
 from maxtrain.config import to_yaml
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.schema import (
@@ -27,6 +29,7 @@ from maxtrain.observe.launches import (
     launch_of,
     launch_record,
     read_launches,
+    version_of,
 )
 from maxtrain.parallel.mesh import make_mesh
 
@@ -95,6 +98,17 @@ def test_a_kernel_of_attention_is_the_same_whether_it_was_named_or_chosen(record
     different = {"kernels.attention", "config.model.attention"}
     assert set(launch_differences(record, other)) == different
     assert launch_differences(record, other)["config.model.attention"] == ("xla", "flash")
+
+
+def test_maxtrain_has_a_version_where_it_is_run_from_its_folder(monkeypatch):
+    installed = version_of("jax")
+    assert installed == jax.__version__
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert version_of("maxtrain") == maxtrain.__version__
 
 
 def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path):
