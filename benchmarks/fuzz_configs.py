@@ -190,7 +190,7 @@ HINTS: dict[str, Sequence[str]] = {
     "checkpoint.upload_every": ["2", "10"],
 }
 # Values that need a device that this machine does not have.
-FOREIGN = {"model.attention": ["cudnn", "triton", "flash"]}
+FOREIGN = {"model.attention": ["cudnn", "triton", "mosaic", "flash"]}
 # Keys that belong together, and are drawn together more often than by chance.
 THEMES: Sequence[Sequence[str]] = (
     ("mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),

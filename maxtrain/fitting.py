@@ -280,7 +280,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
 
 def _kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
     """Of attention in a step, where kernels hide it from the program: what the model needs."""
-    if config.model.attention not in ("cudnn", "triton", "flash"):
+    if config.model.attention not in ("cudnn", "triton", "mosaic", "flash"):
         return 0.0
     whole = token_flops(config.model, shape.length, frozen).causal
     alone = token_flops(config.model, 1, frozen).causal

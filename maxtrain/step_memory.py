@@ -11,6 +11,7 @@ import jax
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.job import Parts, make_parts
+from maxtrain.ops.tokamax import lowered_for
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import bytes_on_device, is_out_of_memory, program_bytes
 from maxtrain.parallel.sharding import batch_shards
@@ -63,7 +64,8 @@ class StepPrograms:
         """The step for batches of this shape.
 
         Raises:
-            ConfigError: a kernel can't be traced without its library.
+            ConfigError: a kernel can't be traced without its library, or the compiler makes no code
+                of it for these devices.
             JaxRuntimeError: also where the compiler itself finds that it needs too much memory; see
                 `is_out_of_memory`.
         """
@@ -74,13 +76,27 @@ class StepPrograms:
             said: list[str] = []
             if is_described(self.devices[0]):
                 said = entered.enter_context(compiler_warnings())
-            compiled = lowered.compile(options or None)
+            try:
+                compiled = lowered.compile(options or None)
+            except jax.errors.JaxRuntimeError as error:
+                if "Mosaic GPU pass pipeline failed" not in str(error):
+                    raise
+                kind = self.devices[0].device_kind
+                raise ConfigError(
+                    "model.attention=mosaic: the compiler that is here makes no code for "
+                    f"{kind} without one. Set model.attention=triton, or xla."
+                ) from error
         self.warnings += said
         return compiled
 
     def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
+        kernel = self.parts.config.model.attention
+        elsewhere = contextlib.nullcontext()
+        if kernel == "mosaic" and is_described(self.devices[0]):
+            elsewhere = lowered_for(self.devices[0])
         try:
-            return self.step.lower(self.parts.abstract, self.batch(rows, length))
+            with elsewhere:
+                return self.step.lower(self.parts.abstract, self.batch(rows, length))
         except RuntimeError as error:
             if "cuDNN not found" not in str(error):
                 raise

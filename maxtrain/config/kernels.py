@@ -53,6 +53,19 @@ ATTENTION = {
         rows=16,
         by_name=True,
     ),
+    # No GPU has run it here yet, and it is a package in alpha: it compiles for H100 and B200.
+    "mosaic": Kernel(
+        "gpu",
+        capability=(9, 0),
+        caches=False,
+        sinks=False,
+        softcap=False,
+        values=False,
+        dtypes=("float16", "bfloat16"),
+        head_dim=(128, 8),
+        rows=128,
+        by_name=True,
+    ),
     "ring": Kernel(caches=False, context=True),
     "flash": Kernel(
         "tpu",

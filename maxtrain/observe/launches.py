@@ -81,6 +81,8 @@ def launch_record(
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         versions[name] = version_of(name)
+    if attention.kernel == "mosaic" or kernels.get("experts") == "tokamax":
+        versions["tokamax"] = version_of("tokamax")
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": step,

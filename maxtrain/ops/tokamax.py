@@ -1,11 +1,16 @@
-"""The one place that knows tokamax: its grouped products for TPUs (v5 and later), written in
-Pallas.
+"""The one place that knows tokamax: its grouped products for TPUs (v5 and later), and its attention
+for GPUs (Hopper and Blackwell), both written in Pallas.
 
-Source: https://pypi.org/project/tokamax, version 0.0.17, implementation `mosaic_tpu`, which follows
-Gale et al. 2022, https://arxiv.org/abs/2211.15841. Its second one for TPUs makes no products of the
-kind that the gradient of weights is, except inside its own differentiation.
+Source: https://pypi.org/project/tokamax, version 0.0.17. Products: implementation `mosaic_tpu`,
+which follows Gale et al. 2022, https://arxiv.org/abs/2211.15841. Its second one for TPUs makes no
+products of the kind that the gradient of weights is, except inside its own differentiation.
+Attention: implementation `mosaic_gpu`, of which the public function does not take the first key of
+each query, so that its inner classes are called.
 """
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +21,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.extras import load_package, require_package
 
 _WANTED_BY = "model.routing.kernel=tokamax"
+_ATTENTION_BY = "model.attention=mosaic"
+_ATTENTION = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 _IMPLEMENTATION = "mosaic_tpu"
 # Rows come in tiles of so many.
 _TILE = 128
@@ -35,6 +42,11 @@ def require_tokamax(platform: str) -> None:
             "Set model.routing.kernel=blocks."
         )
     require_package("tokamax", "tokamax", _WANTED_BY)
+
+
+def require_attention() -> None:
+    """Raises UsageError if tokamax is not installed."""
+    require_package("tokamax", "tokamax", _ATTENTION_BY)
 
 
 def grouped_product(
@@ -64,6 +76,106 @@ def grouped_outer_product(
     options = _options(precision)
     with jax.numpy_dtype_promotion("standard"):
         return tokamax.ragged_dot_general(_in_tiles(x), _in_tiles(g), sizes, _OUTER, **options)
+
+
+def attention_forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    first: Int[Array, "B T"],
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B N T"], Float[Array, "B N T"]]]:
+    """Causal softmax attention, of each query from its first key on.
+
+    Args:
+        q, k, v: bfloat16 or float16; K divides N.
+        first: column of the first key that each query sees.
+
+    Returns:
+        The output, in the type of q; and of each query the greatest score and the sum of weights,
+        float32.
+
+    Raises:
+        ConfigError: the kernel has nothing for this device or these shapes.
+    """
+    with _quietly(), _refusals():
+        op = _attention_op()
+        mask = _mask(first)
+        return op(q, k, v, mask=mask, logits_scale=scale, return_residuals=True)
+
+
+def attention_backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    first: Int[Array, "B T"],
+    scale: float,
+    out: Float[Array, "B T N H"],
+    sums: tuple[Float[Array, "B N T"], Float[Array, "B N T"]],
+    g: Float[Array, "B T N H"],
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v, in their type; each is written by one block of the device, so
+    that it has the same bits every time.
+
+    Args:
+        out, sums: of `attention_forward`.
+        g: gradient of the output, in the type of q.
+    """
+    with _quietly(), _refusals():
+        op = _attention_op()
+        bound = op.bind(q, k, v, mask=_mask(first), logits_scale=scale)
+        options = dict(bound.kwargs)
+        options.pop("return_residuals")
+        gradients = op.vjp(sums, out, g, *bound.args, **options)
+        return gradients["q"], gradients["k"], gradients["v"]
+
+
+@contextlib.contextmanager
+def lowered_for(device: Any) -> Iterator[None]:
+    """Inside, attention is written for a device that is not here: tokamax asks jax which device it
+    would take, and writes another kernel for Hopper than for Blackwell."""
+    with jax.default_device(device):
+        yield
+
+
+def _attention_op() -> Any:
+    """Hopper's or Blackwell's kernel, whichever jax's first device is."""
+    kernels = load_package(_ATTENTION, "tokamax", _ATTENTION_BY)
+    return kernels.PallasMosaicGpuFlashAttention()
+
+
+def _mask(first: Int[Array, "B T"]) -> Any:
+    """That of all heads."""
+    kernels = load_package(_ATTENTION, "tokamax", _ATTENTION_BY)
+    return kernels.Mask(k_start=first[:, None], is_causal=True)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What tokamax has no kernel for is said as a problem of the config."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{_ATTENTION_BY}: tokamax has no kernel for this: {error} Set model.attention=triton, "
+            "or xla."
+        ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without a page for each shape that tokamax has not been tuned for."""
+
+    def is_of_use(record: logging.LogRecord) -> bool:
+        return "Autotuning cache miss" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_of_use)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_use)
 
 
 def _options(precision: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ CPU = Hardware("cpu", "CPUs")
 V5P = Hardware("tpu", "TPU v5")
 H100 = Hardware("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
 V100 = Hardware("gpu", "Tesla V100-SXM2-16GB", (7, 0))
+A100 = Hardware("gpu", "NVIDIA A100-SXM4-80GB", (8, 0))
 ALONE = ("data.packing=pad",)
 PARTED = ("mesh.context=2",)
 DEEPSEEK = (
@@ -99,6 +100,7 @@ def config_of(*overrides: str):
         (V5P, ("model.attention=flash",), "flash", "as model.attention says"),
         (H100, ("model.attention=triton",), "triton", "as model.attention says"),
         (H100, ("model.attention=triton", "determinism=full"), "triton", "as model.attention"),
+        (H100, ("model.attention=mosaic",), "mosaic", "as model.attention says"),
     ],
 )
 def test_auto_chooses_by_devices_rows_and_model(hardware, overrides, kernel, reason):
@@ -117,8 +119,9 @@ def test_auto_chooses_by_devices_rows_and_model(hardware, overrides, kernel, rea
 
 
 def test_a_kernel_that_auto_never_takes_is_named_where_it_would_do():
-    words = "; triton would do, too, and is taken only where it is named"
-    assert words in choose(H100, config_of()).reason
+    reason = choose(H100, config_of()).reason
+    for kernel in ("triton", "mosaic"):
+        assert f"; {kernel} would do, too, and is taken only where it is named" in reason
     for hardware, overrides in (
         (H100, ALONE),  # cudnn is taken
         (H100, ("precision.compute=float32",)),
@@ -127,7 +130,9 @@ def test_a_kernel_that_auto_never_takes_is_named_where_it_would_do():
         (V5P, ("data.seq_length=200",)),
         (CPU, ()),
     ):
-        assert "triton" not in choose(hardware, config_of(*overrides)).reason
+        reason = choose(hardware, config_of(*overrides)).reason
+        assert "triton" not in reason
+        assert "mosaic" not in reason
 
 
 def test_rows_that_no_kernel_can_split_are_refused_when_the_config_is_read():
@@ -148,6 +153,7 @@ def test_a_kernel_that_is_named_is_never_another_one():
         (H100, "flash", "flash is for TPUs only, and the devices here are of platform gpu"),
         (V5P, "triton", "triton is for GPUs only, and the devices here are of platform tpu"),
         (V100, "triton", r"triton needs GPUs of compute capability 8\.0 or more, and Tesla V100"),
+        (A100, "mosaic", r"mosaic needs GPUs of compute capability 9\.0 or more, and NVIDIA A100"),
         (V5P, "cudnn", "cudnn is for GPUs only, and the devices here are of platform tpu"),
         (V100, "cudnn", r"cudnn needs GPUs of compute capability 8\.0 or more, and Tesla V100"),
     ):

@@ -251,9 +251,9 @@ class ModelConfig:
         ),
     )
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
-    attention: Literal["auto", "eager", "xla", "cudnn", "triton", "flash", "ring"] = key(
+    attention: Literal["auto", "eager", "xla", "cudnn", "triton", "mosaic", "flash", "ring"] = key(
         "auto",
-        "kernel: slow reference, XLA's blocks, two for GPUs, for TPUs, or for mesh.context; "
+        "kernel: slow reference, XLA's blocks, three for GPUs, for TPUs, or for mesh.context; "
         "auto: the one that suits the run",
     )
     scan_layers: bool = key(

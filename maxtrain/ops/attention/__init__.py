@@ -13,6 +13,7 @@ from maxtrain.ops.attention.cudnn import cudnn_attention
 from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.flash import flash_attention, flash_on_one_device
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.mosaic import mosaic_attention, mosaic_on_one_device
 from maxtrain.ops.attention.ring import ring_attention
 from maxtrain.ops.attention.triton import triton_attention, triton_on_one_device
 from maxtrain.ops.attention.xla import xla_attention
@@ -22,12 +23,14 @@ KERNELS: dict[str, Callable[..., Array]] = {
     "xla": xla_attention,
     "cudnn": cudnn_attention,
     "triton": triton_attention,
+    "mosaic": mosaic_attention,
     "flash": flash_attention,
     "ring": ring_attention,
 }
 # Of those that are split over devices by themselves: what one device does.
 ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {
     "triton": triton_on_one_device,
+    "mosaic": mosaic_on_one_device,
     "flash": flash_on_one_device,
 }
 
@@ -68,7 +71,8 @@ def attention(
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
-            about), "triton" (GPUs), "flash" (TPUs), or "ring" (where rows are split over devices).
+            about), "triton" (GPUs), "mosaic" (GPUs since Hopper), "flash" (TPUs), or "ring" (where
+            rows are split over devices).
             Of split rows, "eager" is given whole ones by XLA, and others get whole rows of some
             heads.
         dtype: inputs of the matrix products; scores, softmax and sums are float32.

@@ -244,9 +244,10 @@ def test_the_square_of_scores_is_never_in_memory():
 
 def test_every_kernel_is_in_the_table():
     assert KERNELS.keys() == ATTENTION.keys() and EVERYWHERE == ["eager", "xla"]
-    names = ("eager", "xla", "cudnn", "triton", "flash", "ring")
+    names = ("eager", "xla", "cudnn", "triton", "mosaic", "flash", "ring")
     assert [with_cache(name) for name in names] == [
         "eager",
+        "xla",
         "xla",
         "xla",
         "xla",

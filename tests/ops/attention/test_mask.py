@@ -336,7 +336,7 @@ def test_a_window_that_sees_nothing_is_refused(window):
         mask.within(window)
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "triton", "flash"])
+@pytest.mark.parametrize("kernel", ["cudnn", "triton", "mosaic", "flash"])
 def test_kernels_without_sinks_refuse_them(kernel):
     q, k, v, sinks, _ = example(1, 128, 2, 1, 128)
     mask = Mask.of_rows(jnp.ones((1, 128), jnp.int32))
@@ -347,7 +347,7 @@ def test_kernels_without_sinks_refuse_them(kernel):
         attention(q, k, v, mask, sinks=sinks, kernel=kernel, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "triton", "flash"])
+@pytest.mark.parametrize("kernel", ["cudnn", "triton", "mosaic", "flash"])
 def test_kernels_of_rows_in_order_take_no_other_mask(kernel):
     q, k, v, _, _ = example(1, 128, 2, 1, 256)
     mask = of_cache(jnp.ones((1, 256), jnp.int32), 0, 128)
