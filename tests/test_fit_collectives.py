@@ -1,6 +1,7 @@
 """What the compiled step sends over each axis of the mesh: kinds, counts and bytes of collectives,
 from first principles, for TPUs and GPUs that are not here."""
 
+import itertools
 import platform
 import sys
 from collections import Counter
@@ -254,8 +255,14 @@ def as_users_compile():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        *itertools.product(CASES, ["v5e:2x2", "h100:4"]),
+        # Whose gathers are made by a core of their own.
+        ("tensor", "v5p:2x2x1"),
+    ],
+)
 def test_what_goes_over_each_axis(name, topology):
     words, wanted = CASES[name]
     given = {"model.attention": "model.attention=xla", "mesh.fsdp": "mesh.fsdp=1"}

@@ -163,7 +163,8 @@ def parse(text: str) -> Module:
             instructions = {}
             root = None
             continue
-        if line == "}" and root is not None:
+        # What another core does ends with the name of that core.
+        if (line == "}" or line.startswith("}, execution_thread=")) and root is not None:
             computations[name] = Computation(name, instructions, root)
             if is_entry:
                 entry = computations[name]

@@ -20,6 +20,7 @@ _NOTHING = {
     "get-tuple-element",
     "bitcast",
     "after-all",
+    "call-update",
     "partition-id",
     "replica-id",
     "optimization-barrier",

@@ -92,7 +92,9 @@ class _Counting:
             branches = [self.of(Place(branch)) for branch in module.branches(one)]
             work.add(max(branches, key=lambda branch: (branch.flops, branch.memory_bytes)))
             return
-        if one.opcode in ("call", "async-start"):
+        # call-start: what a core beside the others does meanwhile, as the gathers of a TPU's
+        # SparseCore.
+        if one.opcode in ("call", "call-start", "async-start"):
             called = module.called(one) or module.called(one, "to_apply")
             assert called is not None
             work.add(self.of(Place(called)))

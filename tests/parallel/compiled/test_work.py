@@ -193,6 +193,35 @@ def test_rounds_that_nobody_wrote_down_follow_from_the_condition():
     assert elsewhere.memory_bytes - work.memory_bytes == pytest.approx(beside, rel=0.01)
 
 
+# As the compiler for TPUs writes what a SparseCore does beside a product.
+OF_ANOTHER_CORE = """HloModule jit_step
+
+%gathers (param_0: bf16[128,256]) -> bf16[128,512] {
+  %param_0 = bf16[128,256]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[128,512]{1,0} all-gather(%param_0), channel_id=1, replica_groups=[4,2]<=[8], dimensions={1}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[128,256], w: bf16[256,64]) -> (bf16[128,512], f32[128,64]) {
+  %x = bf16[128,256]{1,0} parameter(0)
+  %w = bf16[256,64]{1,0} parameter(1)
+  %call-start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%gathers
+  %call-update = ((bf16[128,256]{1,0}), bf16[128,512]{1,0}) call-update(%call-start, %x)
+  %dot.1 = f32[128,64]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %call-done = bf16[128,512]{1,0} call-done(%call-update)
+  ROOT %both = (bf16[128,512]{1,0}, f32[128,64]{1,0}) tuple(%call-done, %dot.1)
+}
+"""
+
+
+def test_what_another_core_does_counts():
+    work = work_of(parse(OF_ANOTHER_CORE), has_small_memories=True)
+    part = 128 * 256 * 2
+    assert work.collectives == {Collective("all-gather", part, "[4,2]<=[8]"): 1}
+    assert work.flops == 2 * 128 * 256 * 64
+    # The gather reads its part and writes two; the product reads both its inputs.
+    assert work.memory_bytes == 3 * part + part + 256 * 64 * 2 + 128 * 64 * 4
+
+
 def test_a_gather_that_goes_on_in_a_loop_counts_once():
     """TPU's compiler overlaps one with all rounds of a loop; one that begins there counts in each
     round."""
