@@ -28,7 +28,7 @@ from maxtrain.config import (
     leaves,
     with_accumulation,
 )
-from maxtrain.config.across.attention_choice import Choice, choose
+from maxtrain.config.across.attention_choice import Choice, Hardware, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
@@ -55,7 +55,7 @@ from maxtrain.observe.metrics import require_free_names
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.tokamax import require_attention, require_tokamax
+from maxtrain.ops.tokamax import require_attention, require_products
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
 from maxtrain.parallel.hardware import hardware_of
@@ -521,10 +521,10 @@ def _with_warmup_of_plan(
     return fitted, f"warm-up: {rule} and is {now}. Set schedule.warmup_steps for another."
 
 
-def _require_kernels(config: RunConfig, platform: str) -> None:
+def _require_kernels(config: RunConfig, hardware: Hardware) -> None:
     """Raises if the kernels of a run need a package that is not here, or other devices."""
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
-        require_tokamax(platform)
+        require_products(hardware, config.precision.compute)
     if config.model.attention == "mosaic":
         require_attention()
 
@@ -547,7 +547,7 @@ def make_parts(
     attention = choose(hardware, config, had)
     model = dataclasses.replace(config.model, attention=attention.kernel)
     config = dataclasses.replace(config, model=model)
-    _require_kernels(config, devices[0].platform)
+    _require_kernels(config, hardware)
     mesh = make_mesh(config.mesh, devices)
     rules = stored_rules(config.mesh.rules)
     objective = objective_of(config, num_sources)

@@ -90,9 +90,10 @@ class StepPrograms:
         return compiled
 
     def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
-        kernel = self.parts.config.model.attention
+        model = self.parts.config.model
+        asks = model.attention == "mosaic" or model.routing.kernel == "tokamax"
         elsewhere = contextlib.nullcontext()
-        if kernel == "mosaic" and is_described(self.devices[0]):
+        if asks and is_described(self.devices[0]):
             elsewhere = lowered_for(self.devices[0])
         try:
             with elsewhere:

@@ -1,9 +1,10 @@
-"""The one place that knows tokamax: its grouped products for TPUs (v5 and later), and its attention
-for GPUs (Hopper and Blackwell), both written in Pallas.
+"""The one place that knows tokamax: its grouped products for TPUs (v5 and later) and Hopper GPUs,
+and its attention for Hopper and Blackwell GPUs, all written in Pallas.
 
-Source: https://pypi.org/project/tokamax, version 0.0.17. Products: implementation `mosaic_tpu`,
-which follows Gale et al. 2022, https://arxiv.org/abs/2211.15841. Its second one for TPUs makes no
-products of the kind that the gradient of weights is, except inside its own differentiation.
+Source: https://pypi.org/project/tokamax, version 0.0.17. Products: implementations `mosaic_tpu`,
+which follows Gale et al. 2022, https://arxiv.org/abs/2211.15841, and `mosaic_gpu`. Its second one
+for TPUs, and that for Blackwell, make no products of the kind that the gradient of weights is,
+except inside their own differentiation.
 Attention: implementation `mosaic_gpu`, of which the public function does not take the first key of
 each query, so that its inner classes are called.
 """
@@ -19,11 +20,17 @@ from jaxtyping import Array, Float, Int
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.extras import load_package, require_package
+from maxtrain.config.across.attention_choice import Hardware
+from maxtrain.config.words import choices
 
 _WANTED_BY = "model.routing.kernel=tokamax"
 _ATTENTION_BY = "model.attention=mosaic"
 _ATTENTION = "tokamax._src.ops.attention.pallas_mosaic_gpu"
-_IMPLEMENTATION = "mosaic_tpu"
+# By the platform of devices.
+_IMPLEMENTATIONS = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
+# The one generation of GPUs that has products for the gradient of weights, too.
+_HOPPER = (9, 0)
+_OF_GPUS = ("bfloat16", "float16")
 # Rows come in tiles of so many.
 _TILE = 128
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
@@ -33,13 +40,24 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def require_tokamax(platform: str) -> None:
-    """Raises ConfigError if devices of this platform have no such products, and UsageError if
-    tokamax is not installed."""
-    if platform != "tpu":
+def require_products(hardware: Hardware, compute: str) -> None:
+    """Raises ConfigError if these devices have no such products of this type, and UsageError if
+    tokamax is not installed.
+
+    Args:
+        hardware: the devices of the run.
+        compute: type of the inputs of products.
+    """
+    is_hopper = hardware.platform == "gpu" and hardware.capability == _HOPPER
+    if hardware.platform != "tpu" and not is_hopper:
         raise ConfigError(
-            f"{_WANTED_BY} is for TPUs only, and the devices here are of platform {platform}. "
-            "Set model.routing.kernel=blocks."
+            f"{_WANTED_BY} is for TPUs and for Hopper GPUs (compute capability 9.0), and the "
+            f"devices here are {hardware.kind}. Set model.routing.kernel=blocks."
+        )
+    if is_hopper and compute not in _OF_GPUS:
+        raise ConfigError(
+            f"{_WANTED_BY} has no products of precision.compute={compute} on GPUs. Set "
+            f"precision.compute to {choices(_OF_GPUS)}, or model.routing.kernel=blocks."
         )
     require_package("tokamax", "tokamax", _WANTED_BY)
 
@@ -60,7 +78,7 @@ def grouped_product(
         precision: as of `jax.lax.dot`.
     """
     tokamax = load_package("tokamax", "tokamax", _WANTED_BY)
-    with jax.numpy_dtype_promotion("standard"):
+    with _quietly(), _refusals(_WANTED_BY, "model.routing.kernel=blocks"):
         out = tokamax.ragged_dot(_in_tiles(x), w, sizes, **_options(precision))
     out = out[: x.shape[0]]
     # What tokamax leaves there may be anything, NaN too, and would spread in sums over rows.
@@ -74,7 +92,7 @@ def grouped_outer_product(
     """For each group the sum over its rows, float32; 0 for a group without rows."""
     tokamax = load_package("tokamax", "tokamax", _WANTED_BY)
     options = _options(precision)
-    with jax.numpy_dtype_promotion("standard"):
+    with _quietly(), _refusals(_WANTED_BY, "model.routing.kernel=blocks"):
         return tokamax.ragged_dot_general(_in_tiles(x), _in_tiles(g), sizes, _OUTER, **options)
 
 
@@ -98,7 +116,7 @@ def attention_forward(
     Raises:
         ConfigError: the kernel has nothing for this device or these shapes.
     """
-    with _quietly(), _refusals():
+    with _quietly(), _refusals(_ATTENTION_BY, "model.attention=triton, or xla"):
         op = _attention_op()
         mask = _mask(first)
         return op(q, k, v, mask=mask, logits_scale=scale, return_residuals=True)
@@ -121,7 +139,7 @@ def attention_backward(
         out, sums: of `attention_forward`.
         g: gradient of the output, in the type of q.
     """
-    with _quietly(), _refusals():
+    with _quietly(), _refusals(_ATTENTION_BY, "model.attention=triton, or xla"):
         op = _attention_op()
         bound = op.bind(q, k, v, mask=_mask(first), logits_scale=scale)
         options = dict(bound.kwargs)
@@ -132,7 +150,7 @@ def attention_backward(
 
 @contextlib.contextmanager
 def lowered_for(device: Any) -> Iterator[None]:
-    """Inside, attention is written for a device that is not here: tokamax asks jax which device it
+    """Inside, kernels are written for a GPU that is not here: tokamax asks jax which device it
     would take, and writes another kernel for Hopper than for Blackwell."""
     with jax.default_device(device):
         yield
@@ -151,15 +169,14 @@ def _mask(first: Int[Array, "B T"]) -> Any:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(wanted_by: str, instead: str) -> Iterator[None]:
     """What tokamax has no kernel for is said as a problem of the config."""
     try:
         with jax.numpy_dtype_promotion("standard"):
             yield
     except NotImplementedError as error:
         raise ConfigError(
-            f"{_ATTENTION_BY}: tokamax has no kernel for this: {error} Set model.attention=triton, "
-            "or xla."
+            f"{wanted_by}: tokamax has no kernel for this: {error} Set {instead}."
         ) from error
 
 
@@ -180,8 +197,10 @@ def _quietly() -> Iterator[None]:
 
 def _options(precision: str | None) -> dict[str, Any]:
     """The products are for the devices of the mesh, which need not be those of this machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
     return {
-        "implementation": _IMPLEMENTATION,
+        "implementation": _IMPLEMENTATIONS.get(platform, _IMPLEMENTATIONS["tpu"]),
         "bypass_device_check": True,
         "precision": precision,
         "preferred_element_type": jnp.float32,

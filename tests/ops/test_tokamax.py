@@ -9,27 +9,39 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError, UsageError
+from maxtrain.config.across.attention_choice import Hardware
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops import tokamax as adapter
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.experts import combine, dispatch, grouped_dot, order_by_expert
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.parallel.topologies import described_devices
+from maxtrain.parallel.topologies import compile_options, described_devices
 
 E, IN, OUT, TOKENS, BLOCK = 3, 128, 128, 40, 8
 is_there = importlib.util.find_spec("tokamax") is not None
+HOPPER = Hardware("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
 needs_tokamax = pytest.mark.skipif(not is_there, reason="needs pip install 'maxtrain[tokamax]'")
 
 
-def test_it_is_for_tpus_only():
-    with pytest.raises(ConfigError, match=r"platform cpu\. Set model\.routing\.kernel=blocks"):
-        adapter.require_tokamax("cpu")
+@pytest.mark.parametrize(
+    ("hardware", "compute", "rule"),
+    [
+        (Hardware("cpu", "CPUs"), "bfloat16", "the devices here are CPUs"),
+        (Hardware("gpu", "NVIDIA A100", (8, 0)), "bfloat16", "here are NVIDIA A100"),
+        (Hardware("gpu", "NVIDIA B200", (10, 0)), "bfloat16", "here are NVIDIA B200"),
+        (HOPPER, "float32", r"no products of precision\.compute=float32 on GPUs"),
+    ],
+)
+def test_devices_without_such_products_are_refused(hardware, compute, rule):
+    with pytest.raises(ConfigError, match=rf"{rule}.*model\.routing\.kernel=blocks"):
+        adapter.require_products(hardware, compute)
 
 
 @pytest.mark.skipif(is_there, reason="tokamax is installed")
-def test_without_the_package_the_extra_is_named():
+@pytest.mark.parametrize("hardware", [Hardware("tpu", "TPU v5"), HOPPER])
+def test_without_the_package_the_extra_is_named(hardware):
     with pytest.raises(UsageError, match=r"pip install -e .*\[tokamax\]"):
-        adapter.require_tokamax("tpu")
+        adapter.require_products(hardware, "bfloat16")
 
 
 @pytest.fixture
@@ -79,6 +91,24 @@ def test_products_and_gradients_equal_those_of_blocks():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
+def compiled_for(devices, compute):
+    """A product with the gradients of both its inputs."""
+    mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def loss(x, w, experts):
+        order = order_by_expert(experts, E, BLOCK)
+        rows = dispatch(x, order)
+        y = grouped_dot(rows, w, order, BLOCK, "tokamax", Recipe.of(compute))
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    shapes = ((TOKENS, IN), jnp.float32), ((E, IN, OUT), jnp.float32), ((TOKENS, 2), jnp.int32)
+    given = [jax.ShapeDtypeStruct(*shape, sharding=everywhere) for shape in shapes]
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*given)
+        return lowered.compile(compile_options(devices[0]) or None).as_text()
+
+
 @needs_tokamax
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
@@ -86,21 +116,29 @@ def test_products_and_gradients_equal_those_of_blocks():
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_products_and_gradients_compile_for_a_tpu(compute):
     """Three kernels: the product, and the gradients of both its inputs."""
-    devices = described_devices("v5p:2x2x1")
     try:
-        mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-        def loss(x, w, experts):
-            order = order_by_expert(experts, E, BLOCK)
-            rows = dispatch(x, order)
-            y = grouped_dot(rows, w, order, BLOCK, "tokamax", Recipe.of(compute))
-            return (y.astype(jnp.float32) ** 2).sum()
-
-        shapes = ((TOKENS, IN), jnp.float32), ((E, IN, OUT), jnp.float32), ((TOKENS, 2), jnp.int32)
-        given = [jax.ShapeDtypeStruct(*shape, sharding=everywhere) for shape in shapes]
-        with jax.set_mesh(mesh):
-            compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile()
+        text = compiled_for(described_devices("v5p:2x2x1"), compute)
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
-    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+
+
+@needs_tokamax
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_products_and_gradients_compile_for_an_h100(compute):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    devices = described_devices("h100:1")
+    with adapter.lowered_for(devices[0]):
+        text = compiled_for(devices, compute)
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+
+
+@needs_tokamax
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_gpu_has_no_products_for_is_said():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    devices = described_devices("b200:1")
+    with adapter.lowered_for(devices[0]), pytest.raises(ConfigError, match=r"tokamax has no kern"):
+        compiled_for(devices, "bfloat16")

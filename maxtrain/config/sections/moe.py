@@ -72,8 +72,8 @@ class RoutingConfig:
 
     kernel: Literal["blocks", "ragged", "tokamax", "eager"] = key(
         "blocks",
-        "blocks of each expert's tokens; ragged: lax.ragged_dot; tokamax: its kernel; both for "
-        "TPUs; eager: reference",
+        "blocks of each expert's tokens; ragged: lax.ragged_dot, for TPUs; tokamax: TPUs, Hopper "
+        "GPUs; eager: reference",
         used_by=EXPERTS,
     )
     capacity_factor: float | None = key(
