@@ -106,7 +106,7 @@ def compiled_for(devices, compute):
     given = [jax.ShapeDtypeStruct(*shape, sharding=everywhere) for shape in shapes]
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*given)
-        return lowered.compile(compile_options(devices[0]) or None).as_text()
+        return lowered.compile(compile_options(devices[0]) or None).as_text() or ""
 
 
 @needs_tokamax
