@@ -49,7 +49,7 @@ test-all: $(READY_DEV)  ## run all tests but those marked slow (an hour on 2 cor
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
 	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)
 
-check-gpu: $(READY_GPU)  ## on a GPU: its tests, runs that repeat, the doctor, benchmarks (ten minutes); PARTS="tests doctor"
+check-gpu: $(READY_GPU)  ## on a GPU: its tests, runs that repeat, the doctor, benchmarks (half an hour); PARTS="tests doctor"
 	benchmarks/on_gpu.sh $(GPU_PY) runs/gpu $(PARTS)
 
 lint: $(READY_DEV)  ## check style, format and types

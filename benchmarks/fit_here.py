@@ -10,9 +10,9 @@ far from the compiled step the straight line through two smaller ones is, by whi
 chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape that it is asked
 about.
 
-On a GPU, one: a step of a model of 1.2 B parameters with each kernel of attention, by the rates of
-the data sheet, as `fit` does it, and the bytes that the step had at its peak. Each is a process of
-its own, since a peak is never forgotten.
+On a GPU, one: steps of a model of 1.2 B parameters with several kernels of attention, and of one
+with experts, by the rates of the data sheet, as `fit` does it, and the most bytes that the process
+had, from initial weights on. Each is a process of its own, since a peak is never forgotten.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import one_core
+from data_pipeline.errors import UserError
 from maxtrain.config import RunConfig, load_config
-from maxtrain.fitting import Shape
+from maxtrain.fitting import Shape, kernel_flops
 from maxtrain.models.cost import token_flops
 from maxtrain.parallel.compiled.hlo import parse
 from maxtrain.parallel.compiled.roofline import Roofline, roofline
@@ -120,6 +122,7 @@ _FEW_EXPERTS = (
 GPU_CASES = (
     Case("xla", ("model.attention=xla",), Shape(4, 4096), _LLAMA),
     Case("triton", ("model.attention=triton",), Shape(4, 4096), _LLAMA),
+    Case("mosaic", ("model.attention=mosaic",), Shape(4, 4096), _LLAMA),
     Case("cudnn", _CUDNN, Shape(4, 4096), _LLAMA),
     Case(
         "triton, remat=none", ("model.attention=triton", "model.remat=none"), Shape(4, 4096), _LLAMA
@@ -153,6 +156,7 @@ def estimate(
 ) -> Roofline:
     """As `maxtrain fit` makes it for devices that are not here."""
     work = work_of(parse(compiled.as_text() or ""), has_small_memories=False)
+    work.flops += kernel_flops(programs.parts.config, case.batch, 0)
     return roofline(work, model_flops(case, programs), peak, [], memory)
 
 
@@ -313,12 +317,13 @@ def gpu_table(steps: int) -> Iterator[str]:
     )
     yield "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as alone:
-        for case in GPU_CASES:
+    for case in GPU_CASES:
+        with concurrent.futures.ProcessPoolExecutor(1, spawn) as alone:
             try:
                 yield alone.submit(gpu_row, case, steps).result()
-            except jax.errors.JaxRuntimeError as error:
-                yield f"\n{case.name}: {str(error).splitlines()[0]}\n"
+            except (UserError, jax.errors.JaxRuntimeError, BrokenProcessPool) as error:
+                said = str(error).splitlines() or [type(error).__name__]
+                yield f"| {case.name} | {said[0]} |" + " |" * 10
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -343,23 +348,39 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main_on_gpu(asked: argparse.Namespace) -> int:
-    lines = []
+    head = (
+        "# What fit counts, and what a step takes on a GPU\n\n"
+        f"`python -m benchmarks.fit_here --gpu --write` on {_gpu_kind()}, "
+        f"jax {jax.__version__}: bfloat16 products and activations, float32 parameters, AdamW, "
+        f"medians of {asked.steps} steps. Products and memory by the data sheet, as "
+        "`maxtrain fit` counts them. MFU: of the FLOPs that causal attention needs. Each is a "
+        "process of its own, and the peak is that process's. The model is llama3_1b (1.24 B "
+        "parameters), or with experts qwen3_30b_a3b with 4 of its 48 layers; remat=full, where "
+        "nothing else is said.\n"
+    )
+    lines = [head]
     for line in gpu_table(asked.steps):
         print(line, flush=True)
         lines.append(line)
-    if asked.write:
-        device = jax.devices()[0]
-        head = (
-            "# What fit counts, and what a step takes on a GPU\n\n"
-            f"`python -m benchmarks.fit_here --gpu --write` on {device.device_kind}, "
-            f"jax {jax.__version__}: bfloat16 products and activations, float32 parameters, AdamW, "
-            f"medians of {asked.steps} steps. Products and memory by the data sheet, as "
-            "`maxtrain fit` counts them. MFU: of the FLOPs that causal attention needs. Each is a "
-            "process of its own. The model is llama3_1b (1.24 B parameters), remat=full, but for "
-            "the last: qwen3_30b_a3b with 4 of its 48 layers.\n"
-        )
-        (RESULTS / "fit_here_gpu.md").write_text("\n".join([head, *lines]) + "\n")
+        if asked.write:
+            (RESULTS / "fit_here_gpu.md").write_text("\n".join(lines) + "\n")
     return 0
+
+
+def _gpu_kind() -> str:
+    """Of the first GPU. Another process asks: this one would keep the GPU's memory.
+
+    Raises:
+        JaxRuntimeError: there is none.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as alone:
+        return alone.submit(first_gpu).result()
+
+
+def first_gpu() -> str:
+    """The kind of the first GPU."""
+    return jax.devices("gpu")[0].device_kind
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     seconds = time.perf_counter() - start
     module = parse(compiled.as_text() or "")
     work = work_of(module, has_small_memories=device.platform == "tpu")
-    work.flops += _kernel_flops(parts.config, shape, frozen) / len(programs.devices)
+    work.flops += kernel_flops(parts.config, shape, frozen) / len(programs.devices)
     network = links(device)
     lines = lines_of(work, parts.mesh, network)
     return found._replace(
@@ -278,7 +278,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     )
 
 
-def _kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
+def kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
     """Of attention in a step, where kernels hide it from the program: what the model needs."""
     if config.model.attention not in ("cudnn", "triton", "mosaic", "flash"):
         return 0.0

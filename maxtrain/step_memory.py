@@ -10,6 +10,7 @@ import jax
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.job import Parts, make_parts
 from maxtrain.ops.tokamax import lowered_for
 from maxtrain.parallel.batches import abstract_batch
@@ -83,18 +84,18 @@ class StepPrograms:
                     raise
                 kind = self.devices[0].device_kind
                 raise ConfigError(
-                    "model.attention=mosaic: the compiler that is here makes no code for "
-                    f"{kind} without one. Set model.attention=triton, or xla."
+                    f"{' and '.join(self._mosaic_keys())}: the compiler that is here makes no code "
+                    f"for {kind} without one. Set model.attention=triton, or xla, and "
+                    "model.routing.kernel=blocks."
                 ) from error
         self.warnings += said
         return compiled
 
     def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
-        model = self.parts.config.model
-        asks = model.attention == "mosaic" or model.routing.kernel == "tokamax"
+        device = self.devices[0]
         elsewhere = contextlib.nullcontext()
-        if asks and is_described(self.devices[0]):
-            elsewhere = lowered_for(self.devices[0])
+        if self._mosaic_keys() and device.platform == "gpu" and is_described(device):
+            elsewhere = lowered_for(device)
         try:
             with elsewhere:
                 return self.step.lower(self.parts.abstract, self.batch(rows, length))
@@ -105,6 +106,16 @@ class StepPrograms:
                 f"model.attention={self.parts.config.model.attention}: JAX asks cuDNN for its "
                 "version, and cuDNN is not installed here. Set model.attention=xla."
             ) from error
+
+    def _mosaic_keys(self) -> list[str]:
+        """What in the config asks for kernels in Mosaic, which are written for one kind of GPU."""
+        model = self.parts.config.model
+        keys = []
+        if model.attention == "mosaic":
+            keys.append("model.attention=mosaic")
+        if model.family in WITH_EXPERTS and model.routing.kernel == "tokamax":
+            keys.append("model.routing.kernel=tokamax")
+        return keys
 
     def waiting_bytes(self, rows: int, length: int) -> int:
         """Of the batches on each device that wait for the one that is trained on."""

@@ -264,7 +264,7 @@ def test_what_is_checked_on_a_gpu_goes_on_after_a_failure_and_ends_with_it(tmp_p
         "maxtrain.cli",
     ]
     assert checked("train_step").returncode == 0
-    assert checked("nothing").returncode == 64
+    assert checked("train_step", "nothing").returncode == 64
     assert checked().stdout.count("=== ") == 7
 
 

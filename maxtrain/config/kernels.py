@@ -12,6 +12,7 @@ class Kernel(NamedTuple):
 
     platform: str | None = None  # the only one that has it; None: all have
     capability: tuple[int, int] | None = None  # the least compute capability of GPUs
+    below: tuple[int, int] | None = None  # the first one that is too much for it
     segments: bool = True  # keeps the documents of a row apart
     caches: bool = True  # reads the caches of generation
     sinks: bool = True  # has a learned logit of each head beside those of the keys
@@ -53,10 +54,11 @@ ATTENTION = {
         rows=16,
         by_name=True,
     ),
-    # No GPU has run it here yet, and it is a package in alpha: it compiles for H100 and B200.
+    # No GPU has run it here yet, and it is a package in alpha: it compiles for H100.
     "mosaic": Kernel(
         "gpu",
         capability=(9, 0),
+        below=(11, 0),
         caches=False,
         sinks=False,
         softcap=False,

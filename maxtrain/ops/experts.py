@@ -200,7 +200,7 @@ def grouped_dot(
         block: rows of a block.
         kernel: "blocks": a loop over experts and their blocks; "ragged": `lax.ragged_dot`, which
             has kernels on TPUs, and elsewhere multiplies every row with every expert; "tokamax":
-            that package's kernel for TPUs, for I and O from 128 on.
+            that package's kernels for TPUs and Hopper GPUs, for I and O from 128 on.
         recipe: what is rounded to which type, as in `ops.dot`.
 
     Returns:

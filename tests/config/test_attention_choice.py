@@ -147,6 +147,12 @@ def test_rows_that_no_kernel_can_split_are_refused_when_the_config_is_read():
     assert load_config([*words]).model.attention == "auto"
 
 
+def test_a_kernel_of_servers_is_not_for_later_cards():
+    config = config_of("model.attention=mosaic")
+    with pytest.raises(ConfigError, match=r"capability below 11\.0, and NVIDIA GB10 has more.*Set"):
+        choose(Hardware("gpu", "NVIDIA GB10", (12, 1)), config)
+
+
 def test_a_kernel_that_is_named_is_never_another_one():
     for hardware, kernel, rule in (
         (CPU, "flash", "flash is for TPUs only, and the devices here are of platform cpu"),

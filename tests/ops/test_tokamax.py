@@ -142,3 +142,33 @@ def test_what_a_gpu_has_no_products_for_is_said():
     devices = described_devices("b200:1")
     with adapter.lowered_for(devices[0]), pytest.raises(ConfigError, match=r"tokamax has no kern"):
         compiled_for(devices, "bfloat16")
+
+
+@needs_tokamax
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 256), (192, 160)])
+def test_a_gpu_multiplies_as_blocks_do(inputs, outputs, compute):
+    """With an expert without tokens, and rows behind the last expert."""
+    rng = np.random.default_rng(0)
+    experts = jnp.asarray(rng.choice([0, 2, E], (300, 2)))
+    x, w, weights = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((300, inputs), (E, inputs, outputs), experts.shape)
+    )
+    order = order_by_expert(experts, E, BLOCK)
+
+    def loss(kernel):
+        def of(x, w):
+            rows = dispatch(x, order)
+            y = grouped_dot(rows, w, order, BLOCK, kernel, Recipe.of(compute))
+            return jnp.sin(combine(y, weights, order) / 30).sum(), y
+
+        return jax.value_and_grad(of, (0, 1), has_aux=True)
+
+    (_, ours), grads = loss("tokamax")(x, w)
+    (_, theirs), wanted = loss("blocks")(x, w)
+    for one, other in zip((ours, *grads), (theirs, *wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * np.abs(other).max())

@@ -105,6 +105,17 @@ def device_problems(kernel: str, hardware: Hardware) -> Iterator[str]:
             f"are of platform {hardware.platform}. Set model.attention=xla."
         )
         return
+    if (
+        can.below is not None
+        and hardware.capability is not None
+        and hardware.capability >= can.below
+    ):
+        most = ".".join(map(str, can.below))
+        yield (
+            f"model.attention={kernel} is for GPUs of compute capability below {most}, and "
+            f"{hardware.kind} has more. Set model.attention=triton, or xla."
+        )
+        return
     least = can.capability
     if least is not None and hardware.capability is not None and hardware.capability < least:
         yield (

@@ -1,8 +1,8 @@
 """Flash attention for Hopper and Blackwell by tokamax's kernel in Mosaic, on each device's share.
 
-It goes by the first key that each query sees: documents and windows are both said by that, and
-blocks of keys before it are left out. So a row of many short documents takes time in proportion to
-their lengths.
+It goes by the first key that each query sees: documents and windows are both said by that. The
+forward pass leaves out blocks of keys before it; the backward pass of tokamax 0.0.17 computes all
+that is not later.
 
 Source: see `maxtrain/ops/tokamax.py`; Shah et al. 2024, https://arxiv.org/abs/2407.08608.
 """
