@@ -12,8 +12,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
-# What Orbax has begun where a save fails, and then drops: any of dozens of its functions.
-_NOT_AWAITED = "coroutine '.*' was never awaited"
+# What Orbax has begun where a save fails, and then drops: any of dozens of its functions, all of
+# which have one of these words in their names.
+_NOT_AWAITED = (
+    "coroutine '(cancellable|.*(serialize|save|write|commit|create|metadata|Checkpoint).*)' "
+    "was never awaited"
+)
 
 
 def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.AsyncCheckpointer:
