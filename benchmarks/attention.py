@@ -105,8 +105,8 @@ def table(rows: int, length: int, repeats: int) -> Iterator[str]:
     """Lines of Markdown."""
     kernels = kernels_here()
     named = "".join(f" {kernel}, ms | TFLOP/s |" for kernel in kernels)
-    yield (f"| heads | rows |{named}")
-    yield ("|:--|:--|" + "--:|--:|" * len(kernels))
+    yield f"| heads | rows |{named}"
+    yield "|:--|:--|" + "--:|--:|" * len(kernels)
     for N, K, H in HEADS:
         rng = np.random.default_rng(0)
         shapes = ((N, H), (K, H), (K, H), (N, H))
@@ -116,7 +116,7 @@ def table(rows: int, length: int, repeats: int) -> Iterator[str]:
         for kind in kinds_of_rows(rows, length):
             arrays = (q, k, v, g.astype(jnp.float32), jnp.asarray(kind.segments))
             cells = cells_of(kernels, kind, arrays, repeats, flops=14 * kind.pairs * N * H)
-            yield (f"| {N} and {K} of {H} | {kind.name} | {' | '.join(cells)} |")
+            yield f"| {N} and {K} of {H} | {kind.name} | {' | '.join(cells)} |"
 
 
 def cells_of(

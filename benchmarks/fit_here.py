@@ -4,11 +4,11 @@ machine's CPU, or on its first GPU.
     python -m benchmarks.fit_here [--steps 7] [--write]
     python -m benchmarks.fit_here --gpu [--steps 7] [--write]
 
-On a CPU, two tables. Times: the products and the memory traffic that fit counts in the compiled step, at the
-rates that this CPU reaches in one product and in one copy, beside the measured step. Memory: how
-far from the compiled step the straight line through two smaller ones is, by which `maxtrain probe`
-chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape that it is asked
-about.
+On a CPU, two tables. Times: the products and the memory traffic that fit counts in the compiled
+step, at the rates that this CPU reaches in one product and in one copy, beside the measured step.
+Memory: how far from the compiled step the straight line through two smaller ones is, by which
+`maxtrain probe` chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape
+that it is asked about.
 
 On a GPU, one: steps of a model of 1.2 B parameters with several kernels of attention, and of one
 with experts, by the rates of the data sheet, as `fit` does it, and the most bytes that the process

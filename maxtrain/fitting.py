@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.across.pipeline import goes_row_by_row, may_take_turns
+from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import row_shards
 from maxtrain.config.sections.rules import changed_rules
@@ -280,7 +281,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
 
 def kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
     """Of attention in a step, where kernels hide it from the program: what the model needs."""
-    if config.model.attention not in ("cudnn", "triton", "mosaic", "flash"):
+    if ATTENTION[config.model.attention].platform is None:
         return 0.0
     whole = token_flops(config.model, shape.length, frozen).causal
     alone = token_flops(config.model, 1, frozen).causal
