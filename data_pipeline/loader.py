@@ -48,6 +48,8 @@ from data_pipeline.workers import watched
 _BLOCK_ROWS = 4096
 # Steps whose batches are looked at to describe them before a run.
 _STEPS_DESCRIBED = 32
+# Of steps whose rows are counted ahead of them: some seconds.
+_DOCUMENTS_COUNTED = 250_000
 
 # What a host holds of a batch: alike for all batches, or by their shape; None: the whole batch.
 Parts = Part | dict[tuple[int, int], Part] | None
@@ -460,6 +462,31 @@ class TrainingData(_Dataset):
             for count in row_counts(span.batch_size, unit):
                 shapes.add(Shape(count, span.seq_length))
         return shapes
+
+    def largest_shapes(self, start: int) -> list[Shape]:
+        """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
+
+        Balanced batches are made of their documents: the rows of at most _DOCUMENTS_COUNTED of
+        these are counted, in steps evenly over the plan, so that a longer plan may have a larger
+        batch.
+        """
+        stop = self.plan.num_steps
+        if self.is_balanced:
+            shapes = {self.shape_at(step) for step in self._counted_steps(start, stop)}
+        else:
+            spans = self.plan.spans
+            ends = [*(span.step for span in spans[1:]), stop]
+            shapes = {span.shape for span, end in zip(spans, ends) if end > start}
+        return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
+
+    def _counted_steps(self, start: int, stop: int) -> list[int]:
+        """Steps in [start, stop), both ends among them, that have so few documents that it takes
+        seconds to count the rows of them."""
+        documents = max(span.batch_size for span in self.plan.spans)
+        most = max(2, _DOCUMENTS_COUNTED // documents)
+        if stop - start <= most:
+            return list(range(start, stop))
+        return np.linspace(start, stop - 1, most).astype(np.int64).tolist()
 
     def _sizes_at(self, step: int) -> np.ndarray:
         """The targets of each document, or of each group of them, of a step, int64, at most a row
@@ -967,3 +994,10 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
         mend = "Restore it, or build the data again with `prepare --overwrite`"
         raise DataError(f"{key}: {file}: {what}. {mend}.")
     return shards
+
+
+def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
+    """Whether one of the shapes has more rows or longer ones, and not less of either."""
+    rows, length = shape
+    others = [other for other in shapes if other != shape]
+    return any(other.batch_size >= rows and other.seq_length >= length for other in others)

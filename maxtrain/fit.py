@@ -17,14 +17,14 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from data_pipeline.errors import ConfigError, UsageError, run_command
+from data_pipeline.errors import ConfigError, DataError, UsageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain.accumulation import describe
 from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
 from maxtrain.fit_report import duration, mesh_words, report, search_table
 from maxtrain.fit_search import search
-from maxtrain.fitting import Fit, fit_step, require_fit
-from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.fitting import Fit, Shape, batch_shape, fit_step, require_fit
+from maxtrain.inputs import open_data, open_training_data, with_vocabulary
 from maxtrain.models.known import MODELS
 from maxtrain.parallel import distributed
 from maxtrain.parallel.memory import bytes_on_device, fewest, memory_limit, parse_bytes, size
@@ -51,12 +51,15 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     if config.model.vocab_size is None:
         data, _ = open_data(config, None)
         config = with_vocabulary(config, data.vocab_size)
+    largest = None
+    if config.data.packing == "balanced":
+        largest = _largest_balanced(config, bool(asked.search), console)
     limit = asked.memory or memory_limit(devices[0], described=True)
     record: dict[str, Any] = {"topology": asked.topology}
     if asked.search:
         best = _search(config, devices, limit, asked, console, record)
     else:
-        best = _fit(config, devices, limit, console)
+        best = _fit(config, devices, limit, largest, console)
         record |= best.record()
         console.print(report(best))
     folder = Path(config.output_dir, config.run_name)
@@ -67,17 +70,47 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     require_fit(best)
 
 
-def _fit(config: RunConfig, devices: Sequence[Any], limit: int, console: Console) -> Fit:
+def _largest_balanced(config: RunConfig, searches: bool, console: Console) -> Shape | None:
+    """The shape of the largest batch that is made of documents, and a line that says where it is
+    from. None: a row for each document has to do, since the data is not here, or batches of other
+    sizes are tried."""
+    bound = batch_shape(config)
+    why = "where several sizes are tried"
+    if not searches:
+        try:
+            data = open_training_data(config, None)
+        except DataError as error:
+            why = f"since their data can't be read here ({str(error).splitlines()[0]})"
+        else:
+            shapes = [Shape(*shape) for shape in data.largest_shapes(0)]
+            largest = max(shapes, key=lambda shape: shape.rows * shape.length)
+            words = f"data.packing=balanced: at most {largest.rows:,} rows, as its data says."
+            console.print(Text(words), soft_wrap=True)
+            return largest
+    words = (
+        f"data.packing=balanced: counted with {bound.rows:,} rows, a row for each document, {why}."
+    )
+    console.print(Text(f"{words} There will be fewer.", "yellow"), soft_wrap=True)
+    return None
+
+
+def _fit(
+    config: RunConfig,
+    devices: Sequence[Any],
+    limit: int,
+    largest: Shape | None,
+    console: Console,
+) -> Fit:
     """How the step fits; with optimizer.accumulation=auto that of the fewest micro-batches that do,
     or else of the most."""
     if config.optimizer.accumulation != "auto":
-        return fit_step(config, devices, limit)
+        return fit_step(config, devices, limit, largest)
     # Where not even one divides batch and mesh, that is what is told.
     choices = accumulations(config, len(devices)) or [1]
     tried: list[Fit] = []
 
     def measure(count: int) -> int | None:
-        found = fit_step(with_accumulation(config, count), devices, limit)
+        found = fit_step(with_accumulation(config, count), devices, limit, largest)
         tried.append(found)
         if found.fits:
             return found.total

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.across.pipeline import goes_row_by_row
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.kept import KeptConfig
 from maxtrain.config.sections.mesh import num_stages, row_shards, slow_axes_of
@@ -298,7 +299,10 @@ def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
     if goes_row_by_row(plain):
         return [1]
-    rows_of_step = batch_shape(plain).rows
+    # Any number of rows that a balanced batch may have is a multiple of the smallest.
+    counted = batch_shape(plain).rows
+    if plain.data.packing == "balanced":
+        counted = rows_of_step(plain)
     parts = row_shards(plain.mesh) * least_micro_batches(config)
-    choices = _powers(rows_of_step // parts)
-    return [count for count in choices if rows_of_step % (parts * count) == 0]
+    choices = _powers(counted // parts)
+    return [count for count in choices if counted % (parts * count) == 0]

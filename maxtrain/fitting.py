@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from data_pipeline.balance import row_counts
 from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.config.across.attention_choice import Choice
@@ -176,16 +177,16 @@ class Fit(NamedTuple):
 
 
 def batch_shape(config: RunConfig) -> Shape:
-    """Of the largest batch of a run. Rollouts are counted with a row for each completion, which is
-    more than there are where several lie in one row."""
+    """Of the largest batch of a run. Rollouts are counted with a row for each completion, and
+    balanced batches with a row for each document, which is more than there are where several lie in
+    one row."""
     data = config.data
-    if data.packing == "balanced":
-        return Shape(data.balance_rows, data.seq_length)
-    shapes = [Shape(data.batch_size, data.seq_length)]
-    for stage in data.stages:
-        shapes.append(
-            Shape(stage.batch_size or data.batch_size, stage.seq_length or data.seq_length)
-        )
+    shapes = []
+    for stage in (data, *data.stages):
+        rows = stage.batch_size or data.batch_size
+        if data.packing == "balanced":
+            rows = row_counts(rows, data.balance_rows)[-1]
+        shapes.append(Shape(rows, stage.seq_length or data.seq_length))
     largest = max(shapes, key=lambda shape: shape.rows * shape.length)
     settings = rollout_settings(config)
     if settings is not None:
@@ -193,18 +194,22 @@ def batch_shape(config: RunConfig) -> Shape:
     return largest
 
 
-def fit_step(config: RunConfig, devices: Sequence[Any], limit: int) -> Fit:
+def fit_step(
+    config: RunConfig, devices: Sequence[Any], limit: int, largest: Shape | None = None
+) -> Fit:
     """Compiles the step of a config, and measures what it needs.
 
     Args:
         config: knows its vocabulary.
         devices: described or real ones.
         limit: bytes of a device that programs may use.
+        largest: shape of the largest batch, where the data says more of it than the config; None:
+            `batch_shape`.
 
     Raises:
         ConfigError: config and devices do not fit together, or devices that are not known.
     """
-    shape = batch_shape(config)
+    shape = largest or batch_shape(config)
     data = dataclasses.replace(config.data, batch_size=shape.rows, seq_length=shape.length)
     if rollout_settings(config) is not None or data.packing == "balanced":
         # Of prompts or documents: rows are made of them.

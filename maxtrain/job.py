@@ -7,7 +7,7 @@ to look again, begins with `open_job`.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -305,17 +305,11 @@ class Job(Parts):
         return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
 
     def largest_shapes(self, start: int) -> list[Shape]:
-        """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
-
-        Empty where the rows of a step are made of its documents, or of completions: their number is
-        known with the step.
-        """
-        if self.data.is_balanced or rollout_settings(self.config) is not None:
+        """As those of the data; empty where the rows of a step are made of completions, whose number
+        is known with the step."""
+        if rollout_settings(self.config) is not None:
             return []
-        spans = self.data.plan.spans
-        ends = [*(span.step for span in spans[1:]), self.num_steps]
-        shapes = {span.shape for span, end in zip(spans, ends, strict=True) if end > start}
-        return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
+        return self.data.largest_shapes(start)
 
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
@@ -372,13 +366,6 @@ class Job(Parts):
                 self.data.teacher,
             )
         return prefetch(map(place, host), self.config.data.prefetch)
-
-
-def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
-    """Whether one of the shapes has more rows or longer ones, and not less of either."""
-    rows, length = shape
-    others = [other for other in shapes if other != shape]
-    return any(other.batch_size >= rows and other.seq_length >= length for other in others)
 
 
 def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:

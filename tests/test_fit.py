@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import jax
 import pytest
 
+from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
-from maxtrain import fit_search
+from maxtrain import fit, fit_search
 from maxtrain.cli import main
 from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import Choice
@@ -83,12 +84,30 @@ def by_kind(record):
 @pytest.mark.every_dose
 @on_linux_x86
 @pytest.mark.parametrize(
-    ("topology", "temporaries", "total"),
-    [("v5e:2x2", 8_524_800, 12_195_344), ("h100:2", 6_216_951, 7_135_080)],
+    ("topology", "temporaries", "total", "collectives"),
+    [
+        (
+            "v5e:2x2",
+            8_524_800,
+            12_195_344,
+            {
+                "all-gather": (12, 319_488),
+                "reduce-scatter": (1, 393_216),
+                "all-reduce": (4, 100_896),
+            },
+        ),
+        (
+            "h100:2",
+            6_216_951,
+            7_135_080,
+            {"all-gather": (1, 294_912), "reduce-scatter": (1, 262_144), "all-reduce": (5, 67_300)},
+        ),
+    ],
+    ids=["tpu", "gpu"],
 )
-def test_a_small_step_for_each_compiler(fitted, topology, temporaries, total):
+def test_a_small_step_for_each_compiler(fitted, topology, temporaries, total, collectives):
     """One layer of one head. Bytes that shapes decide are exact, and others as they were when they
-    were written down."""
+    were written down; so are collectives, whose kinds and counts test_fit_collectives.py derives."""
     words = ["model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
     words += ["model.head_dim=128", "model.mlp_dim=128", "model.vocab_size=128"]
     words += ["model.max_length=128", "data.seq_length=128", "data.batch_size=4"]
@@ -101,8 +120,11 @@ def test_a_small_step_for_each_compiler(fitted, topology, temporaries, total):
     of_step = record["memory_bytes"]["gradients, activations and other temporaries"]
     assert of_step == pytest.approx(temporaries, rel=0.05)
     assert record["total_bytes"] == pytest.approx(total, rel=0.05)
-    kinds = {line["kind"] for line in record["collectives"]}
-    assert {"all-gather", "all-reduce"} <= kinds
+    found = by_kind(record)
+    assert set(found) == {(kind, "fsdp") for kind in collectives}
+    for kind, (count, num_bytes) in collectives.items():
+        assert found[kind, "fsdp"][0] == count
+        assert found[kind, "fsdp"][1] == pytest.approx(num_bytes, rel=0.05)
     assert record["compiler_warnings"] == []
 
 
@@ -562,6 +584,41 @@ def test_the_largest_batch_of_a_run_counts():
     assert batch_shape(load_config(["config=grpo_qwen2_5_1_5b"])) == Shape(32 * 8, 1024)
     words = ["data.stages=[{until: 5, seq_length: 128, batch_size: 64}, {seq_length: 32}]"]
     assert batch_shape(load_config([*SMALL, *words])) == Shape(64, 128)
+    balanced = ["data.packing=balanced", "data.batch_size=500", "data.balance_rows=8"]
+    # The multiples of 8 that are tried grow by an eighth, up to a row for each document.
+    assert batch_shape(load_config([*SMALL[:-1], *balanced])) == Shape(512, 256)
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["here", "elsewhere"])
+def test_balanced_batches_are_as_large_as_their_data_says(is_here, tmp_path, monkeypatch, capfd):
+    """And as a row for each document where it is not here."""
+    shapes = []
+
+    def fit_step(config, devices, limit, largest):
+        shapes.append(largest or batch_shape(config))
+        return a_fit(config, 100, (1.0, 0.0, 0.0), limit=limit)
+
+    monkeypatch.setattr(fit, "fit_step", fit_step)
+    for number in range(64):
+        (tmp_path / f"{number}.txt").write_text("a word " * (1 + number % 5))
+    options = ["--text", f"{tmp_path}/*.txt", "--workers", "1"]
+    if is_here:
+        assert prepare.main([str(tmp_path / "data"), *options]) == 0
+    words = [f"data.sources={{text: {{path: {tmp_path}/data, epochs: null}}}}", "steps=30"]
+    words += ["data.packing=balanced", "data.batch_size=64", "data.balance_rows=2"]
+    words += ["topology=h100:1", "mesh.fsdp=1", f"output_dir={tmp_path}", "run_name=fitted"]
+    assert main(["fit", *SMALL[:-2], "data.seq_length=128", *words]) == 0
+    shown = capfd.readouterr().out
+    (shape,) = shapes
+    if not is_here:
+        # The least number of rows from 64 on that a batch may have.
+        assert shape == Shape(66, 128)
+        assert "counted with 66 rows, a row for each document, since their data can't be" in shown
+        return
+    # 64 documents of 7 to 35 bytes.
+    least = 64 * 21 / 128
+    assert least < shape.rows < 1.3 * least
+    assert f"data.packing=balanced: at most {shape.rows} rows, as its data says" in shown
 
 
 @pytest.mark.parametrize(

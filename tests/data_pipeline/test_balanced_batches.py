@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline import loader
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig, StageConfig
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_evaluation, open_training
@@ -76,6 +77,19 @@ def assert_same(first, second):
     assert first._replace(arrays=None) == second._replace(arrays=None)
     for name, array in first.arrays.items():
         np.testing.assert_array_equal(array, second.arrays[name], strict=True)
+
+
+def test_the_largest_batches_are_known_ahead(config, monkeypatch):
+    """Of those that are left; of a plan with many documents, in steps evenly over it."""
+    data = open_training(config, 3, NUM_STEPS)
+    shapes = [data.shape_at(step) for step in range(NUM_STEPS)]
+    assert len(set(shapes)) > 1
+    for start in (0, NUM_STEPS // 2, NUM_STEPS - 1):
+        assert data.largest_shapes(start) == [max(shapes[start:])]
+    assert data.largest_shapes(NUM_STEPS) == []
+    monkeypatch.setattr(loader, "_DOCUMENTS_COUNTED", 3 * config.batch_size)
+    counted = [0, (NUM_STEPS - 1) // 2, NUM_STEPS - 1]
+    assert data.largest_shapes(0) == [max(shapes[step] for step in counted)]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
