@@ -305,8 +305,8 @@ class Job(Parts):
         return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
 
     def largest_shapes(self, start: int) -> list[Shape]:
-        """As those of the data; empty where the rows of a step are made of completions, whose number
-        is known with the step."""
+        """As those of the data; empty where the rows of a step are made of completions: how many
+        there are is known with the step."""
         if rollout_settings(self.config) is not None:
             return []
         return self.data.largest_shapes(start)

@@ -18,8 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtrain.parallel.agreement import gather, losing_others
 from maxtrain.parallel.memory import memory_limit
 
-# Rows and columns of the factors, and bytes on each device that are summed.
+# Rows and columns of the factors; bytes that are read and written on each device, more than its
+# caches hold; and bytes that are summed.
 _SIZE = {"cpu": 512, "gpu": 8192, "tpu": 8192}
+_COPIED = {"cpu": 64 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
 _SUMMED = {"cpu": 1 << 20, "gpu": 256 << 20, "tpu": 256 << 20}
 # Factors are whole numbers from -_LARGEST to _LARGEST, as bfloat16 has them exactly.
 _LARGEST = 8
@@ -56,19 +58,24 @@ def median_seconds(call: Callable[[], Any], seconds: float) -> float:
     return statistics.median(times)
 
 
-def measure(device: Any, seconds: float, size: int | None = None) -> dict[str, Any]:
+def measure(
+    device: Any, seconds: float, size: int | None = None, copied: int | None = None
+) -> dict[str, Any]:
     """What one device of this process can do.
 
     Args:
         device: which one.
-        seconds: for each type of numbers.
+        seconds: for each type of numbers, and for its memory.
         size: of the factors; None: as large as its platform needs.
+        copied: bytes that are read and written; None: as many as its platform needs.
 
     Returns:
-        `id`, `kind`, `platform`, `memory_bytes`, and for each type of DTYPES the FLOP/s; `wrong`:
-        in words, what it has computed wrongly; `digest`: of all products.
+        `id`, `kind`, `platform`, `memory_bytes`, for each type of DTYPES the FLOP/s, and
+        `memory_bytes_per_second`, read and written; `wrong`: in words, what it has computed
+        wrongly; `digest`: of all products.
     """
     size = size or _SIZE.get(device.platform, 8192)
+    copied = copied or _COPIED.get(device.platform, 1 << 30)
     found: dict[str, Any] = {
         "id": device.id,
         "kind": device.device_kind,
@@ -91,7 +98,31 @@ def measure(device: Any, seconds: float, size: int | None = None) -> dict[str, A
         if int(_digest(multiply())) != digest:
             wrong.append(f"{dtype} products that differ from time to time")
         digests.append(digest)
+    found["memory_bytes_per_second"], is_right = _measure_memory(device, seconds, copied)
+    if not is_right:
+        wrong.append("sums of one in its memory")
     return found | {"wrong": wrong, "digest": digests}
+
+
+def _measure_memory(device: Any, seconds: float, copied: int) -> tuple[float, bool]:
+    """Bytes per second that are read and written where one is added to numbers that lie in memory,
+    and whether each result is what it must be."""
+    with jax.default_device(device):
+        numbers = jnp.arange(copied // 4, dtype=jnp.uint32)
+        is_right = bool(_are_counted(_plus_one(numbers)))
+        taken = median_seconds(lambda: _plus_one(numbers), seconds)
+    return 2 * numbers.nbytes / taken, is_right
+
+
+@jax.jit
+def _plus_one(numbers: jax.Array) -> jax.Array:
+    return numbers + jnp.uint32(1)
+
+
+@jax.jit
+def _are_counted(numbers: jax.Array) -> jax.Array:
+    """Whether they are 1, 2, 3, ..."""
+    return jnp.all(numbers == jnp.arange(1, numbers.size + 1, dtype=jnp.uint32))
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxtrain.parallel.hardware import link_bytes, peak_from_table
+from maxtrain.parallel.hardware import link_bytes, memory_bandwidth, peak_from_table
 
 # Devices that are shown; of more, the slowest.
 _MOST = 64
@@ -80,8 +80,8 @@ def _table_of_buckets(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 def _table_of_devices(reports: Sequence[Mapping[str, Any]]) -> Table:
     table = _new_table(
-        ("process", "device", "kind"),
-        ("bf16 TFLOP/s", "of peak", "f32 TFLOP/s", "memory GB"),
+        ("process", "id", "device"),
+        ("bf16\nTFLOP/s", "of\npeak", "f32\nTFLOP/s", "memory\nGB", "GB/s", "of\npeak"),
     )
     rows = []
     for index, report in enumerate(reports):
@@ -91,18 +91,17 @@ def _table_of_devices(reports: Sequence[Mapping[str, Any]]) -> Table:
         table.title = f"the slowest {_MOST} of {len(rows):,} devices"
         rows = sorted(rows, key=lambda row: row[1]["bfloat16"])[:_MOST]
     for index, device in rows:
-        share = "-"
-        peak = peak_from_table(device["kind"])
-        if peak:
-            share = f"{device['bfloat16'] / peak:.0%}"
+        rate = device["memory_bytes_per_second"]
         table.add_row(
             str(index),
             str(device["id"]),
             Text(device["kind"]),
             f"{device['bfloat16'] / 1e12:.3g}",
-            share,
+            _share(device["bfloat16"], peak_from_table(device["kind"])),
             f"{device['float32'] / 1e12:.3g}",
             _scaled(device["memory_bytes"], 1e9),
+            f"{rate / 1e9:,.0f}",
+            _share(rate, memory_bandwidth(device["kind"])),
         )
     return table
 
@@ -117,6 +116,12 @@ def _table_of_sums(reports: Sequence[Mapping[str, Any]]) -> Table:
             share = f"{rate / links:.0%}"
         table.add_row(f"mesh.{found['axis']}", str(found["size"]), f"{rate / 1e9:.3g}", share)
     return table
+
+
+def _share(value: float, whole: float | None) -> str:
+    if not whole:
+        return "-"
+    return f"{value / whole:.0%}"
 
 
 def _scaled(value: float | None, unit: float) -> str:

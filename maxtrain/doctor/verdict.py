@@ -7,13 +7,15 @@ from typing import Any
 
 from maxtrain.doctor.devices import DTYPES
 from maxtrain.parallel.agreement import differences
-from maxtrain.parallel.hardware import link_bytes, peak_from_table
+from maxtrain.parallel.hardware import link_bytes, memory_bandwidth, peak_from_table
 
 # A device is an outlier if it has less than these shares of what is usual for its kind.
 _LEAST_SPEED = 0.8
 _LEAST_MEMORY = 0.9
 # Less of what the maker says is too little, whatever others have.
 _LEAST_OF_PEAK = 0.4
+# A kernel that reads and writes reaches nine tenths of what the maker says of memory.
+_LEAST_OF_BANDWIDTH = 0.5
 # Of the speed of all links of a device in one direction. An axis of a mesh may use the links of one
 # dimension of a TPU's torus, a sixth of them where it does not close.
 _LEAST_OF_LINKS = {"gpu": 0.4, "tpu": 0.1}
@@ -41,6 +43,7 @@ def problems(reports: Sequence[_Report]) -> list[str]:
         *_unlike_devices(reports),
         *_wrong_results(reports),
         *_slow_devices(reports),
+        *_slow_memory(reports),
         *_small_devices(reports),
         *_clocks(reports),
         *_disks(reports),
@@ -156,6 +159,24 @@ def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
         if peak and usual < _LEAST_OF_PEAK * peak:
             speeds = f"{usual / 1e12:.1f} TFLOP/s of {peak / 1e12:.1f}"
             yield f"All {kind} multiply bfloat16 at {speeds}. Look at drivers, limits and heat."
+
+
+def _slow_memory(reports: Sequence[_Report]) -> Iterator[str]:
+    key = "memory_bytes_per_second"
+    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
+        if _is_cpu(reports, kind):
+            continue
+        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+        usual = statistics.median(device[key] for _, device in alike)
+        for index, device in alike:
+            if device[key] < _LEAST_SPEED * usual:
+                rates = f"{device[key] / 1e9:,.0f} GB/s, and {usual / 1e9:,.0f} are usual"
+                who = f"{_who(reports, index)}: device {device['id']} ({kind})"
+                yield f"{who} reads and writes its memory at {rates}. Look at its clock and heat."
+        known = memory_bandwidth(kind)
+        if known and usual < _LEAST_OF_BANDWIDTH * known:
+            rates = f"{usual / 1e9:,.0f} GB/s of {known / 1e9:,.0f}"
+            yield f"All {kind} read and write their memory at {rates}. Look at drivers and heat."
 
 
 def _small_devices(reports: Sequence[_Report]) -> Iterator[str]:

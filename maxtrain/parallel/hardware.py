@@ -160,6 +160,14 @@ def link_bytes(kind: str) -> float | None:
     return found.link * found.ports
 
 
+def memory_bandwidth(kind: str) -> float | None:
+    """Bytes per second of the memory of one device of this kind; None: it is not known."""
+    found = _first(LINKS, kind)
+    if found is None:
+        return None
+    return found.memory
+
+
 def links(device: Any) -> Links:
     """Memory and network of a device.
 

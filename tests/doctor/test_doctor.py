@@ -21,10 +21,11 @@ DOCTOR = "maxtrain launch local --processes 2 --job doctor -- --seconds 0.05 --j
 
 
 def test_each_device_multiplies_rightly_and_alike():
-    found = [devices.measure(device, 0.01, 64) for device in jax.devices()[:2]]
+    found = [devices.measure(device, 0.01, 64, 1 << 16) for device in jax.devices()[:2]]
     assert [each["wrong"] for each in found] == [[], []]
     assert found[0]["digest"] == found[1]["digest"] and len(found[0]["digest"]) == 2
     assert all(each[dtype] > 0 for each in found for dtype in devices.DTYPES)
+    assert all(each["memory_bytes_per_second"] > 0 for each in found)
     assert found[1]["id"] == jax.devices()[1].id and found[1]["memory_bytes"] > 0
 
 
@@ -35,13 +36,20 @@ def test_a_wrong_product_is_found(monkeypatch):
     def spoilt(row: int):
         return lambda a, b: right(a, b).at[row, 3].add(1.0)
 
-    sound = devices.measure(jax.devices()[0], 0.01, 64)
+    sound = devices.measure(jax.devices()[0], 0.01, 64, 1 << 16)
     monkeypatch.setattr(devices, "_product", spoilt(0))
-    found = devices.measure(jax.devices()[0], 0.01, 64)
+    found = devices.measure(jax.devices()[0], 0.01, 64, 1 << 16)
     assert found["wrong"] == ["bfloat16 products", "float32 products"]
     monkeypatch.setattr(devices, "_product", spoilt(60))
-    found = devices.measure(jax.devices()[0], 0.01, 64)
+    found = devices.measure(jax.devices()[0], 0.01, 64, 1 << 16)
     assert found["wrong"] == [] and found["digest"] != sound["digest"]
+
+
+def test_memory_that_holds_something_else_is_found(monkeypatch):
+    right = devices._plus_one
+    monkeypatch.setattr(devices, "_plus_one", lambda numbers: right(numbers).at[1000].set(7))
+    found = devices.measure(jax.devices()[1], 0.01, 64, 1 << 16)
+    assert found["wrong"] == ["sums of one in its memory"]
 
 
 def test_sums_over_each_axis_are_right_and_timed(monkeypatch):

@@ -19,6 +19,7 @@ def device(number: int, **changes) -> dict:
         "memory_bytes": 64_000_000_000,
         "bfloat16": 7e14,
         "float32": 5e13,
+        "memory_bytes_per_second": 3e12,
         "wrong": [],
         "digest": [1, 2],
     }
@@ -64,6 +65,11 @@ def test_nothing_is_said_of_sound_hosts():
     [
         (("devices", 1, "bfloat16"), 5e14, "device 5 (NVIDIA H100 80GB HBM3) multiplies bfloat16"),
         (("devices", 1, "float32"), 3e13, "device 5 (NVIDIA H100 80GB HBM3) multiplies float32"),
+        (
+            ("devices", 1, "memory_bytes_per_second"),
+            2.3e12,
+            "reads and writes its memory at 2,300 GB/s, and 3,000 are usual",
+        ),
         (("devices", 0, "memory_bytes"), 10**10, "device 4 has memory of 10.0 GB, and 64.0 are"),
         (("devices", 0, "wrong"), ["float32 products"], "device 4 has computed wrongly: float32"),
         (("devices", 0, "digest"), [1, 3], "device 4 has other products than 7 devices"),
@@ -93,16 +99,20 @@ def test_what_is_slow_everywhere_is_held_against_the_data_sheet():
     for found in reports:
         for each in found["devices"]:
             each["bfloat16"] = 3e14
+            each["memory_bytes_per_second"] = 1.5e12
         found["sums"][0]["bytes_per_second"] = 1e11
-    slow, sums = problems(reports)
+    slow, memory, sums = problems(reports)
     assert slow == (
         f"All {H100} multiply bfloat16 at 300.0 TFLOP/s of 989.5. Look at drivers, limits and heat."
+    )
+    assert memory == (
+        f"All {H100} read and write their memory at 1,500 GB/s of 3,350. Look at drivers and heat."
     )
     assert "Sums over mesh.fsdp move 100.0 GB/s of 450 between 2 devices. Look at" in sums
     # Between hosts there is a network that no table knows.
     for found in reports:
         found["sums"][0]["joined"] = False
-    assert problems(reports) == [slow]
+    assert problems(reports) == [slow, memory]
 
 
 def test_cpus_are_compared_by_their_results_alone():
