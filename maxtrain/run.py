@@ -722,6 +722,8 @@ class Run:
             if self.checkpoints.save(self.step, changing, record, constant, uploaded):
                 where = "" if uploaded else ", on the disks of the hosts"
                 self.progress.message(f"checkpoint: step {self.step:,}{where}", style="dim")
+            if self.checkpoints.slow_upload:
+                self.progress.message(self.checkpoints.slow_upload, style="yellow")
         return True
 
     def remembered(self) -> RunState:

@@ -45,10 +45,13 @@ from maxtrain.checkpoint.local import LocalSteps, is_local, saves_since_upload
 from maxtrain.checkpoint.orbax_files import copies_are_complete, new_checkpointer, quieten
 from maxtrain.checkpoint.reading import Part, read_parts, require_same
 from maxtrain.checkpoint.second import SecondDirectory
-from maxtrain.checkpoint.writing import Found, Step, StepWriter, described, flatten
+from maxtrain.checkpoint.writing import Found, Step, StepWriter, Upload, described, flatten
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.parallel.agreement import await_first, gather, raising_together
 from maxtrain.run_state import best_steps
+
+# Seconds that an upload may keep training waiting before that is told.
+_LONG_WAIT = 10.0
 
 
 class Checkpoints:
@@ -95,6 +98,8 @@ class Checkpoints:
         self._second: SecondDirectory | None = None
         if second:
             self._second = SecondDirectory(self.directory, second, config.copy_keep)
+        # What to tell of an upload, if the last call of `save` has waited long for it; else empty.
+        self.slow_upload = ""
         # When the last save, or this process, began.
         self._last = time.monotonic()
         # The last step that this process began to save.
@@ -168,6 +173,7 @@ class Checkpoints:
             TryAgainError: likewise, because weights are not finite, or constant arrays have
                 changed.
         """
+        self.slow_upload = ""
         self.wait()
         self._last = time.monotonic()
         writer = self._writer
@@ -447,9 +453,14 @@ class Checkpoints:
             return
         locally = self._saving_locally
         self._saving_locally = None
+        began = time.monotonic()
         failure = pending.exception()
+        waited = time.monotonic() - began
+        said = gather({"failed": failure is not None, "uploaded": self._writer.uploaded})
+        if self._home is not None and locally is None and waited > _LONG_WAIT:
+            uploads = [Upload(*theirs["uploaded"]) for theirs in said]
+            self.slow_upload = _slow_upload(self._newest, waited, uploads)
         if jax.process_count() > 1:
-            said = gather({"failed": failure is not None})
             failed = [process for process, theirs in enumerate(said) if theirs["failed"]]
             if failed and failure is None:
                 where = f"saving to {self.directory} failed in process {failed[0]}"
@@ -573,6 +584,24 @@ class Checkpoints:
             what = f"removing old checkpoints from {self.directory} failed ({error})"
             mend = "Training goes on; they take space until they are removed"
             print(f"WARNING: {what}. {mend}.", file=sys.stderr, flush=True)
+
+
+def _slow_upload(step: int, waited: float, uploads: Sequence[Upload]) -> str:
+    """That training has waited for the upload of a step, and which process was the last to end.
+
+    Args:
+        waited: seconds.
+        uploads: of each process, in their order.
+    """
+    slowest = max(range(len(uploads)), key=lambda process: uploads[process].seconds)
+    num_bytes, seconds = uploads[slowest]
+    rate = num_bytes / 1e6 / max(seconds, 1e-9)
+    return (
+        f"checkpoint: training waited {waited:,.0f} s for the upload of step {step:,}. Process "
+        f"{slowest} took longest: {num_bytes / 1e6:,.1f} MB at {rate:,.1f} MB/s. Look at its "
+        "network and the region of the bucket (`maxtrain doctor`), or upload less often: raise "
+        "checkpoint_interval, or set checkpoint.local and checkpoint.upload_every."
+    )
 
 
 def _num_bytes(tree: PyTree) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,13 @@ class Written(NamedTuple):
     files: Files
 
 
+class Upload(NamedTuple):
+    """What a process has brought to a URL: bytes, and how long that took."""
+
+    num_bytes: int
+    seconds: float
+
+
 class StepWriter:
     """Makes steps below a directory, or at the URL that the directory is a copy of.
 
@@ -123,6 +131,8 @@ class StepWriter:
         self._before_commit = before_commit
         # Whether all processes write to the same directory.
         self._is_shared = home is None
+        # Of the last step of this process.
+        self.uploaded = Upload(0, 0.0)
 
     def path(self, step: int) -> Path:
         """Where a complete step is."""
@@ -227,10 +237,14 @@ class StepWriter:
         """Copies files of a step that does not count yet to its URL."""
         assert self._home is not None
         home = self._home / f"{step:08d}"
+        staging = self.staging(step)
+        began = time.monotonic()
         half = len(names) // 2
-        at_url.upload(self.staging(step), home, names[:half])
+        at_url.upload(staging, home, names[:half])
         failpoints.hit("during_upload", step)
-        at_url.upload(self.staging(step), home, names[half:])
+        at_url.upload(staging, home, names[half:])
+        num_bytes = sum((staging / name).stat().st_size for name in names)
+        self.uploaded = Upload(num_bytes, time.monotonic() - began)
 
     def _make_it_count_at_url(self, step: int, commit: dict[str, Any]) -> None:
         """Brings there what must be there before, then the commit record of the step."""

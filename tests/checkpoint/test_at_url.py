@@ -4,13 +4,15 @@ what is damaged there does not count."""
 import json
 import shutil
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.faulty_s3 import Fault, flipped
 from data_pipeline.errors import DamagedError, StorageError
 from data_pipeline.remote import RemotePath
-from maxtrain.checkpoint import at_url, damage
+from maxtrain.checkpoint import at_url, damage, manager
 from maxtrain.checkpoint.integrity import FORMAT, encode_commit, hash_files, read_commit
+from maxtrain.config.schema import CheckpointConfig
 
 pytestmark = pytest.mark.usefixtures("s3")
 HOME = "runs/x/checkpoints/"
@@ -122,3 +124,25 @@ def test_damage_on_the_disk_of_another_host_is_no_damage_at_the_url(
     assert ("are fetched again" in capsys.readouterr().err) == any(hosts)
     assert (step / "commit.json").exists() == any(hosts)
     assert not (here / ARRAY).exists()
+
+
+@pytest.mark.parametrize(("longest", "is_told"), [(0.1, True), (100.0, False)])
+def test_a_save_that_waited_for_an_upload_says_how_slow_it_was(
+    s3, tmp_path, monkeypatch, longest, is_told
+):
+    monkeypatch.setattr(manager, "_LONG_WAIT", longest)
+    s3.begin([Fault("PUT .*/00000001/arrays/.*", seconds=0.5)])
+    home = RemotePath(f"{s3.url}/slow-{is_told}/checkpoints")
+    checkpoints = manager.Checkpoints(tmp_path / "here", CheckpointConfig(), home=home)
+    said = []
+    for step in (1, 2):
+        checkpoints.save(step, {"x": jnp.ones(1000)}, {})
+        said.append(checkpoints.slow_upload)
+    checkpoints.close()
+    first, of_first = said
+    assert first == ""
+    if is_told:
+        assert "s for the upload of step 1. Process 0 took longest: 0.0 MB at 0.0 MB/s" in of_first
+        assert "`maxtrain doctor`" in of_first
+    else:
+        assert of_first == ""
