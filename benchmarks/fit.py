@@ -79,6 +79,7 @@ CASES = (
     Case("sft_lora_qwen2_5_1_5b", "h200:1"),
     Case("grpo_qwen2_5_1_5b", "h200:1"),
     Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
+    Case("llama3_8b", "v5e:16x16:2", (*_FLASH, "data.batch_size=512", "mesh.dcn_data=2")),
     Case("llama3_8b", "v5p:4x4x4", _FLASH),
     Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
     Case("llama3_8b", "b200:8", ("optimizer.accumulation=4",)),
@@ -89,6 +90,7 @@ CASES = (
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
+    Case("llama3_70b", "v5p:8x8x8:2", (*_FLASH, "data.batch_size=1024", "mesh.dcn_data=2")),
     Case(
         "llama3_70b",
         "v6e:16x16",
@@ -159,6 +161,8 @@ def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
             continue
         sent = f"{line['num_bytes'] / GIB:,.3f}"
         over = " ".join(line["axes"])
+        if line["is_between_slices"]:
+            over += ", between slices"
         count = f"{line['count']:,}"
         where = [case.label, case.topology, line["kind"], over]
         rows.append(_row(*where, count, sent, f"{line['seconds']:.3f}"))

@@ -126,7 +126,7 @@ def collective_table(found: Fit) -> Table:
     for line in found.lines:
         table.add_row(
             line.kind,
-            " ".join(line.axes),
+            line.over,
             f"{line.count:,}",
             size(line.num_bytes),
             duration(line.seconds),

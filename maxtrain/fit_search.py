@@ -75,11 +75,12 @@ def _splits(mesh: Mesh) -> tuple[int, ...]:
 
 
 def near_devices(devices: Sequence[Any]) -> int:
-    """Of a host of GPUs; of TPUs, which links join, all."""
-    if devices[0].platform != "gpu":
-        return len(devices)
-    hosts = {device.process_index for device in devices}
-    return len(devices) // len(hosts)
+    """Of a host of GPUs; of TPUs, of a slice, which links join."""
+    if devices[0].platform == "gpu":
+        places = {device.process_index for device in devices}
+    else:
+        places = {device.slice_index for device in devices}
+    return len(devices) // len(places)
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -302,3 +302,27 @@ def require_no_gathered_logits(collectives: Counter[Collective]) -> None:
     # Nothing that is gathered is larger than the tokens that a device keeps.
     gathered = [one.num_bytes for one in collectives if one.kind == "all-gather"]
     assert max(gathered) <= B * T // 4 * D * F32
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("as_users_compile")
+def test_nothing_but_gradients_goes_between_slices():
+    """Two slices with a replica each: a device sums the parts of gradients that it keeps with its
+    like, in float32."""
+    devices = described_devices("v5e:2x2:2")
+    words = ["mesh.dcn_data=2", "mesh.data=1", "mesh.fsdp=4", "model.attention=xla"]
+    # Heads of half as many numbers would be sent as large as these.
+    words += ["model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=128"]
+    given = {word.split("=")[0]: word for word in [*SMALL, *words]}
+    programs = StepPrograms(load_config(list(given.values())), devices)
+    compiled = programs.compile(B, T)
+    work = work_of(parse(compiled.as_text() or ""), has_small_memories=True)
+    lines = lines_of(work, programs.parts.mesh, links(devices[0]))
+    (between,) = [line for line in lines if line.is_between_slices]
+    assert between.over == "data, between slices"
+    # Of two, each sends what it has once.
+    assert between.num_bytes == pytest.approx(F32 * (L * LAYER + 2 * D * V) / 4, rel=0.05)
+    assert between.seconds == pytest.approx(between.num_bytes / 3.125e9)
+    within = {(line.kind, line.over) for line in lines} - {(between.kind, between.over)}
+    assert within == {(kind, "fsdp") for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+    assert programs.warnings == []

@@ -125,6 +125,8 @@ def test_more_tokens_of_the_same_seed_begin_with_the_fewer():
     )
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_seed_decides_and_equal_prompts_differ():
     model, prompts = tiny(), [[5]] * 5
     first = generate(model, prompts, max_tokens=12, seed=2**32 - 1)
@@ -184,6 +186,8 @@ def test_the_shortest_windows(length):
             ids.append(token)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_row_ends_before_a_stop_id_and_the_others_go_on():
     model = tiny()
     free = generate(model, PROMPTS, max_tokens=12, seed=1)

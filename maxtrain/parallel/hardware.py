@@ -39,7 +39,8 @@ class Links(NamedTuple):
         memory: bytes a second of its memory.
         link: bytes a second in one direction; of a TPU, of one link to a neighbour; of a GPU, to
             all others of its host together.
-        beyond: of a GPU, bytes a second in one direction to other hosts; None: a torus of links.
+        beyond: bytes a second in one direction to other hosts of GPUs, or to other slices of TPUs;
+            None: it is not known.
         ring: of a TPU: a dim of the torus whose size this divides is closed to a ring.
         ports: links of a TPU.
     """
@@ -50,11 +51,18 @@ class Links(NamedTuple):
     ring: int = 1
     ports: int = 1
 
+    @property
+    def is_torus(self) -> bool:
+        """Whether devices are wired to their neighbours alone, as TPUs are."""
+        return self.ports > 1
+
 
 # TPUs: https://cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x. "Bidirectional bandwidth per
 # chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
 # GB/s), 6 of v5p and tpu7x (1,200 and 2,400 GB/s). A device of tpu7x is half of a chip. Dims of 16
 # of v5e and v6e, and multiples of 4 of the others, are closed to rings.
+# Between slices, the pages have 50 Gbit/s of a chip of v5p, and network cards of 2 x 100 and 4 x 200
+# Gbit/s for the 8 chips of a host of v5e and v6e.
 # GPUs: the data sheets of A100, H100, H200 and HGX B200. NVLink of SXM has 600, 900 and 1,800 GB/s
 # in both directions; DGX systems have one port of 200 or 400 Gbit/s for each GPU. First match
 # counts.
@@ -68,10 +76,10 @@ LINKS = (
     ("a100-pcie", Links(1.935e12, 32e9, 25e9)),
     ("a100", Links(2.039e12, 300e9, 25e9)),
     ("tpu7x", Links(3.69e12, 100e9, None, ring=4, ports=3)),
-    ("tpu v6", Links(1.64e12, 100e9, None, ring=16, ports=4)),
-    ("tpu v5 lite", Links(819e9, 50e9, None, ring=16, ports=4)),
-    ("tpu v5e", Links(819e9, 50e9, None, ring=16, ports=4)),
-    ("tpu v5", Links(2.765e12, 100e9, None, ring=4, ports=6)),
+    ("tpu v6", Links(1.64e12, 100e9, 12.5e9, ring=16, ports=4)),
+    ("tpu v5 lite", Links(819e9, 50e9, 3.125e9, ring=16, ports=4)),
+    ("tpu v5e", Links(819e9, 50e9, 3.125e9, ring=16, ports=4)),
+    ("tpu v5", Links(2.765e12, 100e9, 6.25e9, ring=4, ports=6)),
     ("tpu v4", Links(1.228e12, 25e9, None, ring=4, ports=6)),
 )
 

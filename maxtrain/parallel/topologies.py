@@ -28,7 +28,9 @@ GPUS = ("h100", "h200", "b200")
 _GPUS_OF_A_HOST = 8
 # Of the card, as JAX takes it without XLA_PYTHON_CLIENT_MEM_FRACTION.
 _GPU_SHARE = 0.75
-EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:4x4, h100:8, h200:2x8 (hosts x GPUs) or b200:8"
+EXAMPLES = (
+    "v5e:16x16, v5p:4x4x4, v5p:4x4x4:2 (two slices), h100:8, h200:2x8 (hosts x GPUs) or b200:8"
+)
 # Waits for a character, which comes unless the process that writes it ends.
 _TELL = """
 import os, sys
@@ -56,7 +58,8 @@ def described_devices(topology: str) -> Sequence[Any]:
     what is compiled for devices elsewhere can't be read here.
 
     Args:
-        topology: such as v5p:4x4x4, or h200:2x8 for two hosts with eight GPUs each.
+        topology: such as v5p:4x4x4, v5p:4x4x4:2 for two such slices, or h200:2x8 for two hosts with
+            eight GPUs each.
 
     Raises:
         UsageError: there is no such topology, or no compiler for it is installed.
@@ -66,9 +69,10 @@ def described_devices(topology: str) -> Sequence[Any]:
     name, _, shape = topology.partition(":")
     if name in GPUS:
         return _gpus(parse_gpus(name, shape))
-    if not re.fullmatch(r"(v\d\w*|tpu\d+x):\d+(x\d+)*", topology):
+    found = re.fullmatch(r"((?:v\d\w*|tpu\d+x):\d+(?:x\d+)*)(?::([1-9]\d*))?", topology)
+    if not found:
         raise UsageError(f"--topology {topology}: there is no such. Write {EXAMPLES}.")
-    return _tpus(topology)
+    return _tpus(found[1], int(found[2] or 1))
 
 
 def parse_gpus(card: str, shape: str) -> GpuHosts:
@@ -92,7 +96,7 @@ def parse_gpus(card: str, shape: str) -> GpuHosts:
     return GpuHosts(card, hosts, gpus)
 
 
-def _tpus(topology: str) -> Sequence[Any]:
+def _tpus(topology: str, num_slices: int) -> Sequence[Any]:
     load_package("libtpu", "tpu", f"--topology {topology}")
     # Its import starts nothing, but takes its time.
     from jax.experimental import topologies  # noqa: PLC0415
@@ -100,13 +104,16 @@ def _tpus(topology: str) -> Sequence[Any]:
     # The topology is given.
     answer_libtpu()
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, num_slices=num_slices
+        )
     # jax passes on whatever the plugin raises.
     except Exception as error:
         what = str(error).splitlines()[0][:200]
         raise UsageError(
             f"--topology {topology}: libtpu knows no such: {what}. Write {EXAMPLES}."
         ) from error
+    return described.devices
 
 
 def _gpus(asked: GpuHosts) -> Sequence[Any]:

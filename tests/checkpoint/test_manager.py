@@ -347,6 +347,8 @@ def test_differences_come_as_a_table_and_nothing_is_padded(checkpoints):
         checkpoints.restore({"a": jnp.zeros((4, 8)), "d": jnp.zeros(5)}, partial=True)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_another_width_is_refused(checkpoints):
     checkpoints.save(1, state_on(mesh_of(1, 1)), {})
     with pytest.raises(ConfigError, match=r"optimizer.0.mu.0.bias +float32\[16\] +float32\[32\]"):

@@ -542,6 +542,8 @@ def test_extending_a_cache_equals_reading_all_at_once(config):
         assert (jnp.abs(keys[:, :, :length]).max((1, 3)) > 0).all()
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_llama3_scaling_changes_what_far_positions_see():
     scaled = dataclasses.replace(
         LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=32

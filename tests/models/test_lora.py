@@ -281,6 +281,8 @@ def test_the_scale_is_what_the_section_says():
     assert scale_of(LoraConfig(rank=16, alpha=8.0, scaling="root")) == 2.0
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("targets", "products"),
     [

@@ -183,6 +183,8 @@ def test_a_split_of_the_batch_gives_the_same_gradient(policy, loss_type):
     assert norm(difference) <= 1e-6 * norm(whole)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_first_step_has_a_ratio_of_exactly_one(policy):
     """Whatever was written down of the old policy."""
     batch = rows_of(policy, [completions()], is_first=True)

@@ -86,6 +86,8 @@ def test_the_summary_says_what_the_training_loss_is_a_mean_of():
     )
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     "records",
     [

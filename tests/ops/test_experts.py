@@ -187,6 +187,8 @@ def test_results_are_stored_in_the_type_of_the_recipe():
     assert expert_dot(rows, w[:1], recipe).dtype == jnp.bfloat16
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("capacity", [1, 3, 17])
 def test_with_a_capacity_the_products_are_those_of_what_is_kept(capacity):
     rows, length, count = 3, 11, 2

@@ -105,6 +105,8 @@ def test_errors_are_bounded_by_the_scale_of_the_block(form, case):
     assert (error <= widest * of_rows * (1 + 1e-6)).all()
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", FORMS)
 @given(case=matrices())
 def test_what_is_quantised_again_keeps_its_bits(form, case):
@@ -190,6 +192,8 @@ def test_the_backward_pass_keeps_codes_and_neither_weights_nor_activations():
     assert kept == [((4, 8, 24), "uint8"), ((4, 24), "bfloat16")]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("kernel", ["blocks", "ragged"])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_experts_are_those_with_their_weights(form, kernel):

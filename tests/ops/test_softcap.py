@@ -128,6 +128,8 @@ B, D, V = 3, 16, 50
 
 
 # The oracle's gradient is rounded to bfloat16 where its logits are; that of the chunks is not.
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "rounded", "tolerance"),

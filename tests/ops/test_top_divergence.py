@@ -66,6 +66,8 @@ def oracle(student, top, weights, mask, kind):
     return loss, dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits), rows
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("form", ["plain", 3])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("k", [3, "all"])

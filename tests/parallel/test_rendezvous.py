@@ -187,6 +187,8 @@ def test_one_that_is_started_again_takes_its_own_place(address, together):
         assert together((3, 2), (3, 1)) == [(3, 2), (3, 1)] and outcome(first) == (3, 0)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("present", "leader"), [([4, 1, 2, 3], 1), ([3, 2, 4], 2), ([3, 4], None), ([4, 2, 1], 1)]
 )

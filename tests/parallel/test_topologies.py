@@ -29,6 +29,8 @@ def test_hosts_and_gpus_are_read():
         ("h100", r"number of GPUs"),
         ("v5p", r"there is no such"),
         ("v5p:4x", r"there is no such"),
+        ("v5p:4x4x4:0", r"there is no such"),
+        ("v5p:4x4x4:", r"there is no such.*v5p:4x4x4:2 \(two slices\)"),
         ("", r"there is no such"),
     ],
 )

@@ -313,6 +313,8 @@ def without_cache_of(model, prompt, count):
     return ids[len(prompt) :]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_text_that_another_ones_stop_cancels_leaves_it_alone():
     model = tiny()
     engine = Engine(model, slots=2, chunk=4)
@@ -615,6 +617,8 @@ def test_what_pages_can_not_hold_is_refused():
         Engine(tiny(), cache_tokens=640)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_long_prompt_does_not_keep_others_waiting():
     """Between two chunks of a text, one piece of it is read; a short one that comes later is read
     beside it, and both are as if alone."""

@@ -28,6 +28,8 @@ def frequencies(sampling, weights):
     return np.bincount(np.asarray(tokens), minlength=len(weights)) / DRAWS
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

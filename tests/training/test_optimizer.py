@@ -193,6 +193,8 @@ def norm_clip(limit):
     return clip
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_its_papers(rule):
     c = config(name=rule, momentum=0.7)

@@ -81,6 +81,8 @@ def is_state(x):
     return isinstance(x, nnx.State)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_counters_start_at_nothing(states):
     state = states[1, 1, 1][1]
     for counter in (state.step, state.control.skipped, state.control.skipped_in_row):

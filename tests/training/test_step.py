@@ -240,6 +240,8 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     assert (state.step, state.control.skipped, state.control.skipped_in_row) == (6, 4, 0)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     """With zero gradients but for weight decay, a matrix shrinks by (1 - rate * decay)."""
     optimizer = tiny.optimizer

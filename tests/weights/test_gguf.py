@@ -379,6 +379,8 @@ def test_the_context_ends_where_a_window_would_begin(place, tmp_path):
     assert "its context is 30 tokens" in written.notes[0]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_number_that_is_too_large_names_its_tensor(place, tmp_path):
     for quant in ("f16", "q4_0"):
         model = build(PLAIN)

@@ -150,6 +150,8 @@ def test_settings_of_other_adapters_are_refused_before_weights_are_read(tmp_path
         start(tmp_path / "not there either", ADAPTED, init_adapters=str(tmp_path))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("lora", "options", "message"),
     [

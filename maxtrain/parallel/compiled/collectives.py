@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,21 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# TPU's compiler writes what goes from slice to slice as a message to the host, whose target has ids
+# of devices: groups {{100000,200000},...}, pairs {{100000->200000},...}, or, of all slices 1 and 2
+# and of their devices 0 to 3, each with those of its number, {1,2}x{0:3}.
+_BETWEEN_SLICES = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_TARGET = re.compile(r'_xla_megascale_target="?([{}\d,:x>-]+\})"?[,}]')
+_ALL_SLICES = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
+# The first id of slice 1; that of slice 2 is twice this.
+_IDS_OF_A_SLICE = 100_000
 # TPU's compiler writes a reduce-scatter as an all-reduce of which a slice is taken.
 _SCATTERED = "all-reduce-scatter"
 _GROUPS = re.compile(
@@ -36,11 +52,24 @@ class Collective(NamedTuple):
         kind: one of KINDS.
         num_bytes: of its operands on a device.
         places: replica groups, or pairs of source and target, as the program has them.
+        is_between_slices: it goes over the network of the hosts, and `places` has ids of devices
+            until it is `placed`.
     """
 
     kind: str
     num_bytes: float
     places: str
+    is_between_slices: bool = False
+
+    def placed(self, ids: Sequence[int]) -> "Collective":
+        """With positions in the mesh, where the devices with these ids are."""
+        if not self.is_between_slices:
+            return self
+        positions = {number: position for position, number in enumerate(ids)}
+        rows = []
+        for group in _groups_of_ids(self.places):
+            rows.append(",".join(str(positions[number]) for number in group))
+        return self._replace(places="{{" + "},{".join(rows) + "}}")
 
     def groups(self, num_devices: int) -> np.ndarray:
         """Positions in the mesh of the devices that have to do with each other, [groups, n]; of a
@@ -71,6 +100,8 @@ class Collective(NamedTuple):
 def collective(one: Instruction, computation: Computation) -> Collective | None:
     """An instruction as a collective; None: it is none, or the end of one."""
     kind = one.opcode.removesuffix("-start")
+    if kind == "send":
+        return _between_slices(one, computation)
     if kind not in KINDS:
         return None
     if kind == "all-reduce" and computation.name.startswith(_SCATTERED):
@@ -83,6 +114,34 @@ def collective(one: Instruction, computation: Computation) -> Collective | None:
     if places is None:
         raise ValueError(f"{one.opcode} {one.name} does not say between which devices")
     return Collective(kind, num_bytes, places[1])
+
+
+def _between_slices(one: Instruction, computation: Computation) -> Collective | None:
+    """What is sent to other slices; None: it is sent elsewhere."""
+    transfer = _TRANSFER.search(one.attributes)
+    if transfer is None:
+        return None
+    kind = _BETWEEN_SLICES.get(transfer[1])
+    target = _TARGET.search(one.attributes)
+    if kind is None or target is None:
+        raise ValueError(
+            f"send {one.name} goes between slices as {transfer[1]}, which is not known"
+        )
+    num_bytes = sum(operand.num_bytes for operand in computation.operands(one))
+    return Collective(kind, num_bytes, target[1], is_between_slices=True)
+
+
+def _groups_of_ids(target: str) -> list[list[int]]:
+    """Ids of the devices that have to do with each other."""
+    found = _ALL_SLICES.fullmatch(target)
+    if found is None:
+        rows = re.findall(r"\{([\d,>-]+)\}", target)
+        return [_numbers(row.replace("->", ",")) for row in rows]
+    slices = _numbers(found[1])
+    groups = []
+    for place in range(int(found[2]), int(found[3]) + 1):
+        groups.append([number * _IDS_OF_A_SLICE + place for number in slices])
+    return groups
 
 
 @functools.cache

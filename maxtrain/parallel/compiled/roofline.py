@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_pipeline.errors import ConfigError
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.work import Work
 from maxtrain.parallel.hardware import Links
@@ -26,6 +27,16 @@ class Line(NamedTuple):
     # That the device sends.
     num_bytes: float
     seconds: float
+    # Whether they go from slice to slice, of TPUs.
+    is_between_slices: bool = False
+
+    @property
+    def over(self) -> str:
+        """In words."""
+        words = " ".join(self.axes)
+        if self.is_between_slices:
+            words += ", between slices"
+        return words
 
 
 class Roofline(NamedTuple):
@@ -60,13 +71,15 @@ def lines_of(work: Work, mesh: Any, links: Links) -> list[Line]:
     """The collectives of a step by kind and axes, those that take longest first."""
     devices = list(mesh.devices.flat)
     shape = dict(mesh.shape)
-    sums: dict[tuple[str, tuple[str, ...]], Line] = {}
-    for one, count in work.collectives.items():
+    ids = [device.id for device in devices]
+    sums: dict[tuple[str, tuple[str, ...], bool], Line] = {}
+    for found, count in work.collectives.items():
+        one = found.placed(ids)
         axes = one.axes(shape)
         if not axes:
             continue
-        key = (one.kind, axes)
-        before = sums.get(key, Line(*key, 0, 0.0, 0.0))
+        key = (one.kind, axes, one.is_between_slices)
+        before = sums.get(key, Line(one.kind, axes, 0, 0.0, 0.0, one.is_between_slices))
         sums[key] = before._replace(
             count=before.count + count,
             num_bytes=before.num_bytes + count * one.sent(len(devices)),
@@ -95,23 +108,32 @@ def roofline(
 def seconds_of(one: Collective, devices: list[Any], links: Links) -> float:
     """Of one collective, if nothing else uses the links."""
     groups = one.groups(len(devices))
-    if links.beyond is None:
-        return _on_torus(one, groups, devices, links)
-    hosts = np.array([device.process_index for device in devices])[groups]
     sent = one.sent(len(devices))
-    within = sent / links.link
-    others = (hosts != hosts[:, :1]).any(axis=1)
+    if links.is_torus:
+        within = _on_torus(one, groups, devices, links)
+        numbers = [device.slice_index for device in devices]
+    else:
+        within = sent / links.link
+        numbers = [device.process_index for device in devices]
+    # The slice or the host of each.
+    places = np.array(numbers)[groups]
+    others = (places != places[:, :1]).any(axis=1)
     if not others.any():
         return within
-    group = hosts[others][0]
+    if links.beyond is None:
+        kind = devices[0].device_kind
+        raise ConfigError(
+            f"topology: how fast slices of {kind} reach each other is not known. Take one slice."
+        )
+    group = places[others][0]
     n = len(group)
     here = int((group == group[0]).sum())
     if one.kind == "all-to-all":
-        # What is for devices of this host stays here.
+        # What is for devices of this host, or slice, stays here.
         return max(within, sent * (n - here) / (n - 1) / links.beyond)
     if one.kind == "collective-permute":
         return sent / links.beyond
-    # A ring leaves the host once, over as many ports as it has devices there.
+    # A ring leaves the host, or the slice, once, over as many ports as it has devices there.
     return max(within, sent / (here * links.beyond))
 
 

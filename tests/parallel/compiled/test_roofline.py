@@ -15,12 +15,12 @@ from maxtrain.parallel.hardware import links
 GB = 1e9
 
 
-def chip(kind, *coords):
-    return SimpleNamespace(device_kind=kind, coords=coords, process_index=0)
+def chip(kind, *coords, of_slice=0):
+    return SimpleNamespace(device_kind=kind, coords=coords, process_index=0, slice_index=of_slice)
 
 
 def gpus(kind, hosts):
-    return [SimpleNamespace(device_kind=kind, process_index=i // 8) for i in range(8 * hosts)]
+    return [SimpleNamespace(id=i, device_kind=kind, process_index=i // 8) for i in range(8 * hosts)]
 
 
 def torus(kind, *sizes):
@@ -30,6 +30,8 @@ def torus(kind, *sizes):
 H100 = gpus("NVIDIA H100 80GB HBM3", 2)
 V5P = torus("TPU v5", 4, 4, 4)
 V5E = torus("TPU v5 lite", 4, 4, 1)
+# Two slices of 4 x 4.
+SLICES = V5E + [chip("TPU v5 lite", *chip_.coords, of_slice=1) for chip_ in V5E]
 ALL = "{}"
 # Of 16 GPUs: each with its like on the other host.
 ACROSS = "[8,2]<=[2,8]T(1,0)"
@@ -61,11 +63,23 @@ EVERY_OTHER = "[32,2]<=[16,2,2]T(0,2,1)"
         # No rings: 50 GB/s along each of two dims.
         (V5E, "all-gather", ALL, 15 / 100),
         (V5E, "all-to-all", "[4,4]<=[16]", 1 / 50),
+        # Each with its like in the other slice, over its share of the network of hosts.
+        (SLICES, "all-reduce", "[16,2]<=[2,16]T(1,0)", 1 / 3.125),
+        (SLICES, "collective-permute", "{{0,16},{16,0}}", 1 / 3.125),
+        # 31 parts, over the shares of the 16 chips of a slice.
+        (SLICES, "all-gather", ALL, 31 / (16 * 3.125)),
+        (SLICES, "all-gather", "[2,16]<=[32]", 15 / 100),
     ],
 )
 def test_a_collective_takes_what_its_slowest_links_take(devices, kind, places, seconds):
     one = Collective(kind, GB, places)
     assert seconds_of(one, devices, links(devices[0])) == pytest.approx(seconds)
+
+
+def test_slices_whose_network_is_not_known_are_refused():
+    devices = [chip("TPU v4", 0, 0, 0, of_slice=number) for number in range(2)]
+    with pytest.raises(ConfigError, match=r"slices of TPU v4 reach each other is not known\. Take"):
+        seconds_of(Collective("all-reduce", GB, ALL), devices, links(devices[0]))
 
 
 def test_a_step_takes_the_longest_of_its_three_parts():

@@ -302,6 +302,44 @@ def test_groups_are_read_as_xla_writes_them(places, expected):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("transfer", "target", "kind", "groups"),
+    [
+        ("ALL_REDUCE", '"{1,2}x{0:1}"', "all-reduce", [[0, 3], [1, 2]]),
+        (
+            "ALL_GATHER",
+            "{{100000,200000},{100001,200001}}",
+            "all-gather",
+            [[0, 3], [1, 2]],
+        ),
+        (
+            "ONE_TO_ONE",
+            "{{100000->200000},{200001->100001}}",
+            "collective-permute",
+            [[0, 3], [2, 1]],
+        ),
+    ],
+)
+def test_what_goes_from_slice_to_slice_is_a_message_to_the_host(transfer, target, kind, groups):
+    """As TPU's compiler writes it; the devices of the mesh are 100000, 100001, 200001, 200000."""
+    text = f"""HloModule jit_step
+
+ENTRY %main (x: f32[16,8]) -> token[] {{
+  %x = f32[16,8]{{1,0}} parameter(0)
+  %before = token[] after-all()
+  %send = (f32[16,8]{{1,0}}, u32[]{{:S(2)}}, token[]) send(%x, %before), channel_id=2, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target={target},_xla_megascale_transfer_type="{transfer}"}}
+  ROOT %done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+}}
+"""  # noqa: E501
+    ((one, count),) = work_of(parse(text), has_small_memories=True).collectives.items()
+    assert (one.kind, one.num_bytes, one.is_between_slices, count) == (kind, 512, True, 1)
+    placed = one.placed([100000, 100001, 200001, 200000])
+    assert placed.groups(4).tolist() == groups
+    unknown = text.replace(transfer, "ANY_TO_ANY")
+    with pytest.raises(ValueError, match="goes between slices as ANY_TO_ANY, which is not known"):
+        work_of(parse(unknown), has_small_memories=True)
+
+
 def test_what_a_device_sends_is_that_of_rings():
     def sent(kind: str) -> float:
         return Collective(kind, 1200.0, "{{0,1,2,3}}").sent(4)
