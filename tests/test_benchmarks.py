@@ -387,6 +387,7 @@ def test_families_documents_are_the_same_packed_and_alone():
 
 def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_path, capsys):
     line = {"kind": "all-gather", "axes": ["fsdp"], "count": 3, "num_bytes": 2**30, "seconds": 0.5}
+    line["is_between_slices"] = False
     record = {
         "mesh": {"data": 1, "fsdp": 8},
         "rows": 16,
