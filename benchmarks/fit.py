@@ -152,12 +152,13 @@ def memory_row(case: Case, found: dict[str, Any]) -> str:
 
 
 def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
-    """Of the second table: collectives of more than a thousandth of what is sent."""
+    """Of the second table: collectives of more than a thousandth of what is sent, and all that is sent
+    between slices."""
     lines = found["collectives"]
     most = sum(line["num_bytes"] for line in lines)
     rows = []
     for line in lines:
-        if line["num_bytes"] < most / 1000:
+        if line["num_bytes"] < most / 1000 and not line["is_between_slices"]:
             continue
         sent = f"{line['num_bytes'] / GIB:,.3f}"
         over = " ".join(line["axes"])
@@ -196,7 +197,7 @@ def document(
     """The whole text, with rows in the order of the cases."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     parts = [HEAD.format(**versions)]
-    about = "Collectives of a step, those of more than a thousandth of the bytes:"
+    about = "Collectives of a step, those of more than a thousandth of the bytes or between slices:"
     for title, head, rows in (("", _MEMORY, memory), (about, _COLLECTIVES, sent)):
         count = head.count("|") - 1
         body = []

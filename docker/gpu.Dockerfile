@@ -6,7 +6,7 @@
 FROM python:3.12-slim
 
 # What else is installed: extras of pyproject.toml.
-ARG EXTRAS=gpu,chat,s3,gcs,sentencepiece,tiktoken,zstd
+ARG EXTRAS=gpu,tokamax,chat,s3,gcs,sentencepiece,tiktoken,zstd
 
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \

@@ -252,6 +252,8 @@ def test_on_a_mesh_the_tokens_are_the_same():
         assert generate(model, PROMPTS[:3], max_tokens=5, temperature=0.0) == expected
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_complete_begins_documents_and_cuts_before_stop_texts():
     model, tokenizer, options = (
         tiny(),

@@ -268,8 +268,13 @@ def test_processes_read_the_same_batches_and_end_together(config, alone, on_4):
     assert not any("slowest_host" in record for record in alone_records)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gone", [1, 0])
+@pytest.mark.parametrize(
+    "gone",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(0, marks=[pytest.mark.long, pytest.mark.every_dose]),
+    ],
+)
 def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone, gone):
     """Process 0, too."""
     fewer = ["mesh.min_processes=2", "mesh.connect_seconds=12", "checkpoint_interval=0"]

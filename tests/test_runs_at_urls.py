@@ -191,18 +191,17 @@ def test_all_commands_read_a_run_at_a_url(folder, s3, capsys, tmp_path):
     assert steps_at("read") == [9]
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("place", "left"),
     [
-        ("during_upload:kill:6", [3]),
-        ("before_upload_counts:kill:6", [3]),
-        ("after_upload:kill:6", [3, 6]),
-        ("during_removal:kill:3", [6, 9]),
+        pytest.param("during_upload:kill:6", [3], marks=pytest.mark.long),
+        pytest.param("before_upload_counts:kill:6", [3], marks=pytest.mark.slow),
+        pytest.param("after_upload:kill:6", [3, 6], marks=pytest.mark.slow),
+        pytest.param("during_removal:kill:3", [6, 9], marks=pytest.mark.slow),
         # Whether step 6 is there by then is a matter of time.
-        ("before_step:kill:8", None),
-        ("during_upload:kill:3", []),
+        pytest.param("before_step:kill:8", None, marks=pytest.mark.slow),
+        pytest.param("during_upload:kill:3", [], marks=pytest.mark.slow),
     ],
 )
 def test_killed_in_an_upload_it_goes_on_from_an_empty_disk_bit_for_bit(folder, s3, place, left):
@@ -332,9 +331,17 @@ def on_two_hosts(folder, run, disks, failpoint="", overrides=()):
     return [process.returncode for process in processes], "\n".join(said)
 
 
-@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("lost", [("left", "right"), ("right",)], ids=["both", "one"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        # It has a kill in an upload as well.
+        pytest.param(
+            ("left", "right"), id="both", marks=[pytest.mark.long, pytest.mark.every_dose]
+        ),
+        pytest.param(("right",), id="one", marks=pytest.mark.slow),
+    ],
+)
 def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3, lost):
     run = f"pair-{len(lost)}"
     codes, said = on_two_hosts(folder, run, ())

@@ -376,8 +376,6 @@ def assert_same_numbers(ours, theirs):
     assert max(a) == max(b) == 12 and a[12] == b[12]
 
 
-@pytest.mark.long
-@pytest.mark.every_dose
 @pytest.mark.processes
 def test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers(config):
     undisturbed = train(config, "whole", "")

@@ -63,6 +63,8 @@ def test_weights_that_are_not_finite_never_count(checkpoints, value):
     }
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
 def test_a_step_with_such_weights_is_found_although_everything_vouches_for_it(

@@ -140,6 +140,8 @@ def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel, size):
         np.testing.assert_allclose(out[:, : stop - start], one_document[:, start:stop], atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_layer_adds_both_blocks_of_normalised_inputs():
     module = DecoderLayer(LAYER, D, "xla", INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()

@@ -149,6 +149,8 @@ def test_without_rows_named_it_is_the_model_itself(folders):
     np.testing.assert_array_equal(model(tokens), base()(tokens))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_what_was_read_is_what_was_written(folders):
     found = read_set(folders[1], "one", BASE)
     assert found.lora.targets == (

@@ -76,6 +76,8 @@ def example():
     return log_probs, advantages, mask, mask.astype(jnp.int32)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize("clip", [Clip(), Clip(level="sequence"), Clip(high=2.0, cispo=True)])
 def test_where_the_policy_is_still_the_old_one_the_gradient_is_that_of_reinforce(clip):
     log_probs, advantages, mask, completions = example()

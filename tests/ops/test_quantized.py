@@ -117,6 +117,8 @@ def test_what_is_quantised_again_keeps_its_bits(form, case):
     np.testing.assert_array_equal(dequantized(again), dequantized(once))
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_levels_are_those_of_the_paper():
     """Sixteen, 0 among them, eight of each sign but that 0 is one of those that are not negative; and
     the quantiles of appendix E: evenly spaced probabilities from 0.9677083 down to a half, eight

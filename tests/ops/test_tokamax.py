@@ -2,6 +2,7 @@
 and compiled for TPUs, which are not here."""
 
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,9 @@ def test_devices_without_such_products_are_refused(hardware, compute, rule):
         adapter.require_products(hardware, compute)
 
 
-@pytest.mark.skipif(is_there, reason="tokamax is installed")
 @pytest.mark.parametrize("hardware", [Hardware("tpu", "TPU v5"), HOPPER])
-def test_without_the_package_the_extra_is_named(hardware):
+def test_without_the_package_the_extra_is_named(hardware, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(UsageError, match=r"pip install -e .*\[tokamax\]"):
         adapter.require_products(hardware, "bfloat16")
 
@@ -67,6 +68,7 @@ def interpreted(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.long
+@pytest.mark.every_dose
 def test_products_and_gradients_equal_those_of_blocks():
     """With an expert without tokens, and rows behind the last expert."""
     rng = np.random.default_rng(0)
@@ -111,6 +113,7 @@ def compiled_for(devices, compute):
 
 @needs_tokamax
 @pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs maxtrain[tpu]")
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
@@ -125,6 +128,7 @@ def test_products_and_gradients_compile_for_a_tpu(compute):
 
 @needs_tokamax
 @pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_products_and_gradients_compile_for_an_h100(compute):
@@ -136,6 +140,8 @@ def test_products_and_gradients_compile_for_an_h100(compute):
 
 
 @needs_tokamax
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_gpu_has_no_products_for_is_said():
     pytest.importorskip("jax_plugins.xla_cuda13")

@@ -49,6 +49,8 @@ def test_programs_may_use_three_quarters_of_a_described_gpu():
     assert len(GPUS) == 3
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [

@@ -63,6 +63,8 @@ def greedy(model, ids, end):
     return made
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_completions_are_the_likeliest_tokens(model, first):
     assert [prompt.original for prompt in first.prompts] == TEXTS
     (end,) = {prompt.ids[0] for prompt in first.prompts}

@@ -331,6 +331,8 @@ def test_a_text_that_another_ones_stop_cancels_leaves_it_alone():
     assert texts[1].reason == "cancelled"
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_what_is_not_finite_ends_a_text_and_reaches_no_other():
     """The next text in the slot is as if alone."""
     model = tiny()

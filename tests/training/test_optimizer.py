@@ -314,6 +314,8 @@ def test_the_average_is_of_the_weights_after_each_update():
     assert judged(plain[1]) is plain[1].trainable
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_average_of_bfloat16_weights_is_float32():
     _, state = run(config(ema_decay=0.9), jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(state.opt_state.average)} == {jnp.dtype("float32")}

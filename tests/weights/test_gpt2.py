@@ -102,6 +102,8 @@ def equations(tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     return layer_norm(x, p["ln_f.weight"], p["ln_f.bias"]) @ p["wte.weight"].T
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(("scan", "kernel"), [(True, "xla"), (False, "eager")])
 def test_logits_are_its_equations(directory, scan, kernel):
     model, config = load_pretrained(directory, scan_layers=scan, attention=kernel)
@@ -111,6 +113,8 @@ def test_logits_are_its_equations(directory, scan, kernel):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_greedy_text_with_the_cache_is_that_of_the_equations(directory):
     model, _ = load_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")

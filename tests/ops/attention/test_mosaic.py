@@ -5,6 +5,7 @@ here."""
 import functools
 import importlib.util
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,8 @@ def test_the_first_key_is_the_first_that_the_mask_shows(window):
     np.testing.assert_array_equal(from_the_first & (columns <= columns[:, None]), visible)
 
 
-@pytest.mark.skipif(is_there, reason="tokamax is installed")
-def test_without_the_package_the_extra_is_named():
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(UsageError, match=r"pip install -e .*\[tokamax\]"):
         adapter.require_attention()
 
@@ -62,6 +63,7 @@ def test_devices_that_it_has_no_kernel_for_are_refused():
 
 @needs_tokamax
 @pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_tokamax_in_its_slow_form_equals_the_oracle(axes, window, monkeypatch):
 
 @needs_tokamax
 @pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("heads", "size"), [((8, 2), 128), ((4, 4), 64), ((6, 2), 80)], ids=str)
 def test_it_compiles_for_an_h100_forward_and_backward(heads, size):
@@ -111,7 +114,7 @@ def test_it_compiles_for_an_h100_forward_and_backward(heads, size):
 
 
 @needs_tokamax
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_card_that_its_code_can_not_be_made_for_is_named():
     """The compiler that comes without a GPU does not make Mosaic's code for Blackwell."""
