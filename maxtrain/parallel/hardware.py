@@ -61,8 +61,8 @@ class Links(NamedTuple):
 # chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
 # GB/s), 6 of v5p and tpu7x (1,200 and 2,400 GB/s). A device of tpu7x is half of a chip. Dims of 16
 # of v5e and v6e, and multiples of 4 of the others, are closed to rings.
-# Between slices, the pages have 50 Gbit/s of a chip of v5p, and network cards of 2 x 100 and 4 x 200
-# Gbit/s for the 8 chips of a host of v5e and v6e.
+# Between slices, the pages have 50 Gbit/s of a chip of v5p, and network cards of 2 x 100 and of 4 x
+# 200 Gbit/s for the 8 chips of a host of v5e and of v6e.
 # GPUs: the data sheets of A100, H100, H200 and HGX B200. NVLink of SXM has 600, 900 and 1,800 GB/s
 # in both directions; DGX systems have one port of 200 or 400 Gbit/s for each GPU. First match
 # counts.
