@@ -199,6 +199,8 @@ def test_a_row_ends_before_a_stop_id_and_the_others_go_on():
     ]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     model = tiny()
     free = generate(model, PROMPTS, max_tokens=40, seed=1)

@@ -333,6 +333,8 @@ def test_the_example_of_the_document_continues_texts_with_several_adapters(tmp_p
     assert ids[0] == tuple(plain.ids)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_adapters_of_keys_of_latents_are_refused():
     """Their products are of all rows at once."""
     config = dataclasses.replace(
@@ -355,6 +357,8 @@ def test_adapters_of_keys_of_latents_are_refused():
         with_banks(without, [AdapterSet("fine", config.lora, arrays)])
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_files_that_are_none_are_refused(folders, tmp_path):
     with pytest.raises(UsageError, match=r"one: .* has no adapter_config\.json"):
         read_set(tmp_path, "one", BASE)

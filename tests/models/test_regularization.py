@@ -209,6 +209,8 @@ def test_noise_of_embeddings_in_fine_tuning_is_what_is_added_to_them():
     assert abs(by_hand[0] - value(weights(), off, arrays)[0]) > 1e-4
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_nothing_random_is_compiled_where_all_rates_are_zero():
     def program(regularization):
         objective = next_token(regularization=regularization)

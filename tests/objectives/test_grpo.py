@@ -221,6 +221,8 @@ def test_completions_of_another_sampler_count_by_the_ratio_of_both(policy):
     assert 0 < found["importance_capped"] < 1
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_advantages_of_zero_teach_nothing(policy):
     batch = rows_of(policy, [completions(advantages=[0.0] * 5)])
     result, gradient = value_and_gradient(policy, grpo(GrpoConfig()), batch)

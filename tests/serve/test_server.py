@@ -158,6 +158,8 @@ def test_parts_of_a_stream_are_the_whole(served, expected):
     assert len({part.id for part in parts}) == 1
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_several_prompts_and_ids(served, expected):
     tokenizer = load_tokenizer(served_folder(served))
     ids = tokenizer.encode("Hello").tolist()
@@ -176,6 +178,8 @@ def served_folder(served):
     return served.process.args[served.process.args.index("--hf") + 1]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_seed_gives_the_same_texts_again(served):
     def ask(seed):
         answer = greedy(served, "Hello", temperature=1, n=2, seed=seed)
@@ -186,6 +190,8 @@ def test_a_seed_gives_the_same_texts_again(served):
     assert ask(4) != first
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_chat_is_answered(served):
     messages = [
         {"role": "system", "content": "Be short."},
@@ -212,6 +218,8 @@ def test_a_chat_is_answered(served):
     assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_without_a_limit_an_answer_may_fill_the_context(served):
     messages = [{"role": "user", "content": "Go on."}]
     answer = served.client.chat.completions.create(
@@ -223,6 +231,8 @@ def test_without_a_limit_an_answer_may_fill_the_context(served):
         assert answer.usage.total_tokens == 257
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_text_ends_before_a_stop_text(served, expected):
     text = expected("Hello", 24)
     stop = text[5:7]
@@ -238,6 +248,8 @@ def test_a_text_ends_before_a_stop_text(served, expected):
     assert "".join(told) == whole
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_log_probabilities_of_a_completion(served):
     answer = greedy(served, "Hello", logprobs=0)
     told = answer.choices[0].logprobs
@@ -247,6 +259,8 @@ def test_log_probabilities_of_a_completion(served):
     assert told.text_offset == [len("".join(told.tokens[:number])) for number in range(24)]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("changes", "message", "param"),
     [
@@ -278,6 +292,8 @@ def test_what_can_not_be_answered_is_said(served, changes, message, param):
     assert raised.value.body["type"] == "invalid_request_error"
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -292,6 +308,8 @@ def test_messages_that_are_none(served, messages, message):
         served.client.chat.completions.create(model="small", messages=messages)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_another_model_is_not_served(served):
     with pytest.raises(openai.NotFoundError, match="is not served here, but 'small'"):
         served.client.completions.create(model="large", prompt="a")
@@ -300,6 +318,8 @@ def test_another_model_is_not_served(served):
         served.client.models.retrieve("large")
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_key_is_asked_for(served):
     wrong = served.client.with_options(api_key="another")
     with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
@@ -309,6 +329,8 @@ def test_a_key_is_asked_for(served):
         assert json.load(answer) == {"status": "ok"}
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_bodies_that_are_none(served):
     assert served.post(b"{")[0] == 400
     assert served.post(b"[]")[0] == 400
@@ -333,6 +355,8 @@ def slow(served):
     )
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_a_client_that_leaves_takes_its_texts_along(served):
     before = served.metrics()["maxtrain_cancelled_texts_total"]
     # Whether a text was done before its client left is for chance; not every time.
@@ -345,6 +369,8 @@ def test_a_client_that_leaves_takes_its_texts_along(served):
     wait_for(lambda: served.metrics()["maxtrain_active_texts"] == 0)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_more_than_may_wait_is_refused(served):
     """Two texts are made and three may wait; with two on their way five are too many, and lose
     nobody anything."""
@@ -365,6 +391,8 @@ def test_more_than_may_wait_is_refused(served):
     wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_texts_made_side_by_side_are_those_made_alone(served, expected):
     found = {}
 
@@ -380,6 +408,8 @@ def test_texts_made_side_by_side_are_those_made_alone(served, expected):
     assert found == {prompt: expected(prompt, 24) for prompt in prompts}
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_what_was_done_is_counted(served):
     before = served.metrics()
     greedy(served, "Hello")

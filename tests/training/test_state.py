@@ -89,6 +89,8 @@ def test_counters_start_at_nothing(states):
         assert counter.dtype == jnp.int32 and counter.shape == () and counter == 0
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_parameters_are_counted_by_the_formula(tiny, states):
     c, H = tiny.model, tiny.model.head_dim
     layer = (
@@ -110,6 +112,8 @@ def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
         tiny.parts((1, 2, 4), mlp_dim=58)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     parts, state = states[1, 2, 4]
     optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.trainable)

@@ -312,6 +312,8 @@ def test_bfloat16_compute_is_near(tiny, expected):
     assert {x.dtype for x in jax.tree.leaves(state.trainable)} == {np.dtype("float32")}
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_the_loss_goes_down_on_one_batch(tiny):
     parts = tiny.parts()
     _, metrics = run(parts, *[tiny.batch()] * tiny.steps)
@@ -319,6 +321,8 @@ def test_the_loss_goes_down_on_one_batch(tiny):
     assert losses[-1] < 0.7 * losses[0], losses
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_gradients_are_float32_and_named_like_parameters(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     for accumulation in (1, 2):

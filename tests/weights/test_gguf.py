@@ -396,6 +396,8 @@ def test_a_number_that_is_too_large_names_its_tensor(place, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 def test_rows_must_have_whole_blocks(place, tmp_path):
     model = build(dataclasses.replace(PLAIN, mlp_dim=80))
     with pytest.raises(UsageError, match=r"rows of blk\.0\.ffn_down\.weight have 80"):
