@@ -83,9 +83,11 @@ def _largest_balanced(config: RunConfig, searches: bool, console: Console) -> Sh
             why = f"since their data can't be read here ({str(error).splitlines()[0]})"
         else:
             shapes = [Shape(*shape) for shape in data.largest_shapes(0)]
-            largest = max(shapes, key=lambda shape: shape.rows * shape.length)
-            words = f"data.packing=balanced: at most {largest.rows:,} rows, as its data says."
-            console.print(Text(words), soft_wrap=True)
+            largest = max(shapes, key=lambda shape: shape.rows * shape.length, default=bound)
+            words = (
+                f"data.packing=balanced: {largest.rows:,} rows, the most of all that are counted"
+            )
+            console.print(Text(f"{words} ahead."), soft_wrap=True)
             return largest
     words = (
         f"data.packing=balanced: counted with {bound.rows:,} rows, a row for each document, {why}."

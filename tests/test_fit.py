@@ -618,7 +618,7 @@ def test_balanced_batches_are_as_large_as_their_data_says(is_here, tmp_path, mon
     # 64 documents of 7 to 35 bytes.
     least = 64 * 21 / 128
     assert least < shape.rows < 1.3 * least
-    assert f"data.packing=balanced: at most {shape.rows} rows, as its data says" in shown
+    assert f"data.packing=balanced: {shape.rows} rows, the most of all that are counted" in shown
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,9 @@ class Checkpoints:
         said = gather({"failed": failure is not None, "uploaded": self._writer.uploaded})
         if self._home is not None and locally is None and waited > _LONG_WAIT:
             uploads = [Upload(*theirs["uploaded"]) for theirs in said]
-            self.slow_upload = _slow_upload(self._newest, waited, uploads)
+            # Else it was a slow disk, say.
+            if max(upload.seconds for upload in uploads) > _LONG_WAIT:
+                self.slow_upload = _slow_upload(self._newest, waited, uploads)
         if jax.process_count() > 1:
             failed = [process for process, theirs in enumerate(said) if theirs["failed"]]
             if failed and failure is None:

@@ -14,7 +14,7 @@ _LEAST_SPEED = 0.8
 _LEAST_MEMORY = 0.9
 # Less of what the maker says is too little, whatever others have.
 _LEAST_OF_PEAK = 0.4
-# A kernel that reads and writes reaches nine tenths of what the maker says of memory.
+# Of what the maker says of memory, which a kernel that reads and writes comes near.
 _LEAST_OF_BANDWIDTH = 0.5
 # Of the speed of all links of a device in one direction. An axis of a mesh may use the links of one
 # dimension of a TPU's torus, a sixth of them where it does not close.

@@ -20,6 +20,7 @@ import jax
 
 from data_pipeline.errors import UsageError
 from data_pipeline.extras import load_package
+from maxtrain.parallel.hardware import links
 from maxtrain.parallel.libtpu import answer_libtpu
 
 _TARGETS = Path(__file__).parent / "gpu_targets"
@@ -113,7 +114,13 @@ def _tpus(topology: str, num_slices: int) -> Sequence[Any]:
         raise UsageError(
             f"--topology {topology}: libtpu knows no such: {what}. Write {EXAMPLES}."
         ) from error
-    return described.devices
+    devices = described.devices
+    if num_slices > 1 and links(devices[0]).beyond is None:
+        raise UsageError(
+            f"--topology {topology}:{num_slices}: how fast slices of {devices[0].device_kind} reach "
+            f"each other is not known. Write {topology}."
+        )
+    return devices
 
 
 def _gpus(asked: GpuHosts) -> Sequence[Any]:

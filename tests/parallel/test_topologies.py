@@ -1,13 +1,23 @@
 """Names of devices that are not here, and what their compilers print."""
 
+import importlib.util
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import jax
 import pytest
 
 from data_pipeline.errors import UsageError
 from maxtrain.parallel.topologies import GPUS, GpuHosts, described_devices, gpu_memory, parse_gpus
+
+
+@pytest.fixture(autouse=True)
+def cache() -> Iterator[None]:
+    """Of compiled programs, which describing devices turns off."""
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 def test_hosts_and_gpus_are_read():
@@ -37,6 +47,17 @@ def test_hosts_and_gpus_are_read():
 def test_another_name_is_refused_with_what_to_write(topology, mend):
     with pytest.raises(UsageError, match=mend):
         described_devices(topology)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs maxtrain[tpu]")
+def test_slices_have_numbers_and_a_network_that_is_known():
+    devices = described_devices("v5e:2x2:2")
+    assert [device.slice_index for device in devices] == [0] * 4 + [1] * 4
+    message = (
+        r"v4:2x2x1:2: how fast slices of TPU v4 reach each other is not known\. Write v4:2x2x1"
+    )
+    with pytest.raises(UsageError, match=message):
+        described_devices("v4:2x2x1:2")
 
 
 def test_programs_may_use_three_quarters_of_a_described_gpu():

@@ -76,12 +76,6 @@ def test_a_collective_takes_what_its_slowest_links_take(devices, kind, places, s
     assert seconds_of(one, devices, links(devices[0])) == pytest.approx(seconds)
 
 
-def test_slices_whose_network_is_not_known_are_refused():
-    devices = [chip("TPU v4", 0, 0, 0, of_slice=number) for number in range(2)]
-    with pytest.raises(ConfigError, match=r"slices of TPU v4 reach each other is not known\. Take"):
-        seconds_of(Collective("all-reduce", GB, ALL), devices, links(devices[0]))
-
-
 def test_a_step_takes_the_longest_of_its_three_parts():
     mesh = SimpleNamespace(devices=np.array(H100).reshape(2, 8), shape={"data": 2, "fsdp": 8})
     gathers = {Collective("all-gather", GB, "[2,8]<=[16]"): 9, Collective("all-gather", 0, ALL): 2}
