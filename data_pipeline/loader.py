@@ -48,7 +48,9 @@ from data_pipeline.workers import watched
 _BLOCK_ROWS = 4096
 # Steps whose batches are looked at to describe them before a run.
 _STEPS_DESCRIBED = 32
-# Of steps whose rows are counted ahead of them: some seconds.
+# Steps whose rows are counted ahead of them, of each stage of the data, and documents of these, so
+# that it takes seconds.
+_STEPS_COUNTED = 2_000
 _DOCUMENTS_COUNTED = 250_000
 
 # What a host holds of a batch: alike for all batches, or by their shape; None: the whole batch.
@@ -466,27 +468,21 @@ class TrainingData(_Dataset):
     def largest_shapes(self, start: int) -> list[Shape]:
         """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
 
-        Balanced batches are made of their documents: the rows of at most _DOCUMENTS_COUNTED of
-        these are counted, in steps evenly over the plan, so that a longer plan may have a larger
-        batch.
+        Balanced batches are made of their documents: their rows are counted in steps evenly over
+        each stage of the data, so that a long one may have a larger batch; see `_counted_steps`.
         """
-        stop = self.plan.num_steps
-        if self.is_balanced:
-            shapes = {self.shape_at(step) for step in self._counted_steps(start, stop)}
-        else:
-            spans = self.plan.spans
-            ends = [*(span.step for span in spans[1:]), stop]
-            shapes = {span.shape for span, end in zip(spans, ends) if end > start}
+        spans = self.plan.spans
+        ends = [*(span.step for span in spans[1:]), self.plan.num_steps]
+        shapes = set()
+        for span, end in zip(spans, ends, strict=True):
+            if end <= start:
+                continue
+            if self.is_balanced:
+                steps = _counted_steps(max(start, span.step), end, span.batch_size)
+                shapes |= {self.shape_at(step) for step in steps}
+            else:
+                shapes.add(span.shape)
         return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
-
-    def _counted_steps(self, start: int, stop: int) -> list[int]:
-        """Steps in [start, stop), both ends among them, that have so few documents that it takes
-        seconds to count the rows of them."""
-        documents = max(span.batch_size for span in self.plan.spans)
-        most = max(2, _DOCUMENTS_COUNTED // documents)
-        if stop - start <= most:
-            return list(range(start, stop))
-        return np.linspace(start, stop - 1, most).astype(np.int64).tolist()
 
     def _sizes_at(self, step: int) -> np.ndarray:
         """The targets of each document, or of each group of them, of a step, int64, at most a row
@@ -1001,3 +997,12 @@ def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
     rows, length = shape
     others = [other for other in shapes if other != shape]
     return any(other.batch_size >= rows and other.seq_length >= length for other in others)
+
+
+def _counted_steps(start: int, stop: int, documents: int) -> list[int]:
+    """Steps in [start, stop), both ends among them: at most _STEPS_COUNTED, and no more than have
+    _DOCUMENTS_COUNTED, of so many documents each."""
+    most = max(2, min(_STEPS_COUNTED, _DOCUMENTS_COUNTED // documents))
+    if stop - start <= most:
+        return list(range(start, stop))
+    return np.linspace(start, stop - 1, most).astype(np.int64).tolist()

@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from data_pipeline.errors import ConfigError, DataError, UsageError, run_command
+from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain.accumulation import describe
 from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
@@ -72,14 +72,14 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
 
 def _largest_balanced(config: RunConfig, searches: bool, console: Console) -> Shape | None:
     """The shape of the largest batch that is made of documents, and a line that says where it is
-    from. None: a row for each document has to do, since the data is not here, or batches of other
-    sizes are tried."""
+    from. None: a row for each document has to do, since the data is not here, or several sizes may
+    be tried."""
     bound = batch_shape(config)
-    why = "where several sizes are tried"
+    why = "as for all batches of --search"
     if not searches:
         try:
             data = open_training_data(config, None)
-        except DataError as error:
+        except (DataError, StorageError) as error:
             why = f"since their data can't be read here ({str(error).splitlines()[0]})"
         else:
             shapes = [Shape(*shape) for shape in data.largest_shapes(0)]
@@ -92,7 +92,7 @@ def _largest_balanced(config: RunConfig, searches: bool, console: Console) -> Sh
     words = (
         f"data.packing=balanced: counted with {bound.rows:,} rows, a row for each document, {why}."
     )
-    console.print(Text(f"{words} There will be fewer.", "yellow"), soft_wrap=True)
+    console.print(Text(f"{words} There may be fewer.", "yellow"), soft_wrap=True)
     return None
 
 
@@ -112,7 +112,7 @@ def _fit(
     tried: list[Fit] = []
 
     def measure(count: int) -> int | None:
-        found = fit_step(with_accumulation(config, count), devices, limit, largest)
+        found = fit_step(with_accumulation(config, count), devices, limit)
         tried.append(found)
         if found.fits:
             return found.total

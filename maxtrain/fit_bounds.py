@@ -91,7 +91,7 @@ class Bounds:
         work = Work(collectives=self.sent(config, mesh, tokens))
         model = token_flops(config.model, length, self._frozen).causal
         share = model * tokens / len(self._devices)
-        lines = lines_of(work, mesh, self._links)
+        lines = lines_of(work, mesh, self._links, is_compiled=False)
         return roofline(work, share, self._peak, lines, self._links)
 
     def sent(self, config: RunConfig, mesh: Mesh, tokens: int) -> Counter[Collective]:

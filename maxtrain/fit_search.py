@@ -20,6 +20,7 @@ from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.config.words import divisors
 from maxtrain.fit_bounds import Bounds
 from maxtrain.fitting import Fit, batch_shape, counted_shape, fit_step
+from maxtrain.parallel.hardware import slice_of
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.step_memory import StepPrograms, least_micro_batches
 
@@ -79,7 +80,7 @@ def near_devices(devices: Sequence[Any]) -> int:
     if devices[0].platform == "gpu":
         places = {device.process_index for device in devices}
     else:
-        places = {device.slice_index for device in devices}
+        places = {slice_of(device) for device in devices}
     return len(devices) // len(places)
 
 

@@ -15,6 +15,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import RunConfig
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.across.pipeline import goes_row_by_row, may_take_turns
+from maxtrain.config.across.rows import rows_of_step
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import row_shards
@@ -394,7 +395,11 @@ def _mend(found: Fit) -> str:
     if takes_turns:
         ways.append("model.pipeline.schedule=1f1b")
     unit = row_shards(config.mesh) * config.optimizer.micro_batches
-    can_accumulate = found.batch.rows % (2 * unit) == 0 and not goes_row_by_row(config)
+    rows = found.batch.rows
+    if config.data.packing == "balanced":
+        # Batches have multiples of the smallest.
+        rows = rows_of_step(config)
+    can_accumulate = rows % (2 * unit) == 0 and not goes_row_by_row(config)
     if can_accumulate and not takes_turns:
         ways.append(f"optimizer.accumulation={2 * config.optimizer.micro_batches}")
     if config.model.remat != "full":

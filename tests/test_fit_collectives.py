@@ -304,20 +304,31 @@ def require_no_gathered_logits(collectives: Counter[Collective]) -> None:
     assert max(gathered) <= B * T // 4 * D * F32
 
 
+def on_two_slices(*words: str):
+    """The collectives of a step on two slices of four chips, and how long they take by shapes
+    alone."""
+    devices = described_devices("v5e:2x2:2")
+    # Heads of half as many numbers would be sent as large as these.
+    heads = ["model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=128"]
+    all_words = [*SMALL, *heads, "model.attention=xla", *words]
+    given = {word.split("=")[0]: word for word in all_words}
+    programs = StepPrograms(load_config(list(given.values())), devices)
+    compiled = programs.compile(B, T)
+    work = work_of(parse(compiled.as_text() or ""), has_small_memories=True)
+    assert programs.warnings == []
+    config = programs.parts.config
+    least = Bounds(config, devices, programs.parts.abstract).least(config, B * T, T)
+    lines = lines_of(work, programs.parts.mesh, links(devices[0]))
+    assert 0 < least.network <= 1.001 * sum(line.seconds for line in lines)
+    return lines
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("as_users_compile")
 def test_nothing_but_gradients_goes_between_slices():
     """Two slices with a replica each: a device sums the parts of gradients that it keeps with its
     like, in float32."""
-    devices = described_devices("v5e:2x2:2")
-    words = ["mesh.dcn_data=2", "mesh.data=1", "mesh.fsdp=4", "model.attention=xla"]
-    # Heads of half as many numbers would be sent as large as these.
-    words += ["model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=128"]
-    given = {word.split("=")[0]: word for word in [*SMALL, *words]}
-    programs = StepPrograms(load_config(list(given.values())), devices)
-    compiled = programs.compile(B, T)
-    work = work_of(parse(compiled.as_text() or ""), has_small_memories=True)
-    lines = lines_of(work, programs.parts.mesh, links(devices[0]))
+    lines = on_two_slices("mesh.dcn_data=2", "mesh.data=1", "mesh.fsdp=4")
     (between,) = [line for line in lines if line.is_between_slices]
     assert between.over == "data, between slices"
     # Of two, each sends what it has once.
@@ -325,4 +336,15 @@ def test_nothing_but_gradients_goes_between_slices():
     assert between.seconds == pytest.approx(between.num_bytes / 3.125e9)
     within = {(line.kind, line.over) for line in lines} - {(between.kind, between.over)}
     assert within == {(kind, "fsdp") for kind in ("all-gather", "reduce-scatter", "all-reduce")}
-    assert programs.warnings == []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("as_users_compile")
+def test_axes_outside_and_inside_of_slices_are_told_apart():
+    """Each slice has a half of both replicas: what goes between slices is of fsdp."""
+    lines = on_two_slices("mesh.dcn_fsdp=2", "mesh.data=2", "mesh.fsdp=2")
+    assert {line.axes for line in lines if line.is_between_slices} == {("fsdp",)}
+    within = [line for line in lines if not line.is_between_slices]
+    assert {"data", "fsdp"} == {axis for line in within for axis in line.axes}
+    # Links carry what they do in a fraction of what the same bytes take between slices.
+    assert all(line.seconds < line.num_bytes / 20e9 for line in within)

@@ -176,6 +176,11 @@ def memory_bandwidth(kind: str) -> float | None:
     return found.memory
 
 
+def slice_of(device: Any) -> int:
+    """The number of its slice; described devices of one slice have none."""
+    return getattr(device, "slice_index", None) or 0
+
+
 def links(device: Any) -> Links:
     """Memory and network of a device.
 

@@ -117,8 +117,8 @@ def _tpus(topology: str, num_slices: int) -> Sequence[Any]:
     devices = described.devices
     if num_slices > 1 and links(devices[0]).beyond is None:
         raise UsageError(
-            f"--topology {topology}:{num_slices}: how fast slices of {devices[0].device_kind} reach "
-            f"each other is not known. Write {topology}."
+            f"--topology {topology}:{num_slices}: how fast slices of {devices[0].device_kind} "
+            f"reach each other is not known. Write {topology}."
         )
     return devices
 

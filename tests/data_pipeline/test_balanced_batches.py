@@ -90,6 +90,12 @@ def test_the_largest_batches_are_known_ahead(config, monkeypatch):
     monkeypatch.setattr(loader, "_DOCUMENTS_COUNTED", 3 * config.batch_size)
     counted = [0, (NUM_STEPS - 1) // 2, NUM_STEPS - 1]
     assert data.largest_shapes(0) == [max(shapes[step] for step in counted)]
+    # A stage that is so short that it lies between these counts, too.
+    stages = (StageConfig(until=9), StageConfig(until=10, seq_length=96), StageConfig())
+    staged = open_training(dataclasses.replace(config, stages=stages), 3, NUM_STEPS)
+    assert staged.shape_at(9).seq_length == 96
+    assert staged.shape_at(9) in staged.largest_shapes(0)
+    assert all(shape.seq_length < 96 for shape in staged.largest_shapes(10))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

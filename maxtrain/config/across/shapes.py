@@ -76,14 +76,20 @@ def auto_accumulation_problems(config: RunConfig) -> Iterator[str]:
     """optimizer.accumulation=auto where no batch is known before its step."""
     if config.optimizer.accumulation != "auto":
         return
-    cause = "data.packing=balanced makes the rows of a step of its documents"
+    cause = (
+        "data.packing=balanced makes the rows of a step of its documents: a later step may have more "
+        "than those that are counted ahead."
+    )
     if rollout_settings(config) is not None:
-        cause = f"objective={config.objective} makes the rows of a step of what it samples"
+        cause = (
+            f"objective={config.objective} makes the rows of a step of what it samples: "
+            "how many there are is not known yet."
+        )
     elif config.data.packing != "balanced":
         return
     yield (
-        f"optimizer.accumulation=auto compiles the step before the first one, and {cause}: "
-        "how many there are is not known yet. Set optimizer.accumulation to a number."
+        f"optimizer.accumulation=auto compiles the step before the first one, and {cause} "
+        "Set optimizer.accumulation to a number."
     )
 
 

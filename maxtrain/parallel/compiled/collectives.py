@@ -71,6 +71,14 @@ class Collective(NamedTuple):
             rows.append(",".join(str(positions[number]) for number in group))
         return self._replace(places="{{" + "},{".join(rows) + "}}")
 
+    def within(self, positions: Sequence[int]) -> "Collective":
+        """Of a slice whose devices have these positions in the mesh: a program for several slices
+        numbers those of one."""
+        rows = []
+        for group in self.groups(len(positions)):
+            rows.append(",".join(str(positions[number]) for number in group))
+        return self._replace(places="{{" + "},{".join(rows) + "}}")
+
     def groups(self, num_devices: int) -> np.ndarray:
         """Positions in the mesh of the devices that have to do with each other, [groups, n]; of a
         permutation, [pairs, 2]."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.work import Work
-from maxtrain.parallel.hardware import Links
+from maxtrain.parallel.hardware import Links, slice_of
 
 
 class Line(NamedTuple):
@@ -66,14 +66,18 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def lines_of(work: Work, mesh: Any, links: Links) -> list[Line]:
-    """The collectives of a step by kind and axes, those that take longest first."""
+def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> list[Line]:
+    """The collectives of a step by kind and axes, those that take longest first.
+
+    `is_compiled`: whether they number devices as a program does; else by positions in the mesh,
+    which for one slice is the same.
+    """
     devices = list(mesh.devices.flat)
     shape = dict(mesh.shape)
-    ids = [device.id for device in devices]
     sums: dict[tuple[str, tuple[str, ...], bool], Line] = {}
-    for found, count in work.collectives.items():
-        one = found.placed(ids)
+    for one, count in work.collectives.items():
+        if is_compiled:
+            one = _placed(one, devices, links)
         axes = one.axes(shape)
         if not axes:
             continue
@@ -85,6 +89,22 @@ def lines_of(work: Work, mesh: Any, links: Links) -> list[Line]:
             seconds=before.seconds + count * seconds_of(one, devices, links),
         )
     return sorted(sums.values(), key=lambda line: (-line.seconds, line.kind, line.axes))
+
+
+def _placed(one: Collective, devices: list[Any], links: Links) -> Collective:
+    """With positions in the mesh."""
+    if one.is_between_slices:
+        return one.placed([device.id for device in devices])
+    if not links.is_torus:
+        return one
+    first = []
+    for position, device in enumerate(devices):
+        if slice_of(device) == slice_of(devices[0]):
+            first.append(position)
+    if len(first) == len(devices):
+        return one
+    # What one slice does, all do.
+    return one.within(first)
 
 
 def roofline(
@@ -110,7 +130,7 @@ def seconds_of(one: Collective, devices: list[Any], links: Links) -> float:
     sent = one.sent(len(devices))
     if links.is_torus:
         within = _on_torus(one, groups, devices, links)
-        numbers = [device.slice_index for device in devices]
+        numbers = [slice_of(device) for device in devices]
     else:
         within = sent / links.link
         numbers = [device.process_index for device in devices]
@@ -128,7 +148,10 @@ def seconds_of(one: Collective, devices: list[Any], links: Links) -> float:
         return max(within, sent * (n - here) / (n - 1) / links.beyond)
     if one.kind == "collective-permute":
         return sent / links.beyond
-    # A ring leaves the host, or the slice, once, over as many ports as it has devices there.
+    if links.is_torus:
+        # In parts: what is in the slice already does not come again from another.
+        return max(within, sent * (n - here) / (n - 1) / (here * links.beyond))
+    # A ring leaves the host once, over as many ports as it has devices there.
     return max(within, sent / (here * links.beyond))
 
 

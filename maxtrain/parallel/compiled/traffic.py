@@ -94,7 +94,7 @@ class Traffic:
         if found is not None:
             # What is sent is read, and as much is written as the operands or the results have.
             results = sum(map(self._bytes, one.shapes))
-            if opcode.endswith("-start"):
+            if opcode.endswith("-start") or opcode == "send":
                 results -= found.num_bytes
             return found.num_bytes + max(0.0, results)
         if opcode in _SLICES:

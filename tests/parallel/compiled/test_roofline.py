@@ -15,8 +15,12 @@ from maxtrain.parallel.hardware import links
 GB = 1e9
 
 
-def chip(kind, *coords, of_slice=0):
-    return SimpleNamespace(device_kind=kind, coords=coords, process_index=0, slice_index=of_slice)
+def chip(kind, *coords, of_slice=None):
+    """One slice that is only described has no number."""
+    found = SimpleNamespace(device_kind=kind, coords=coords, process_index=0)
+    if of_slice is not None:
+        found.slice_index = of_slice
+    return found
 
 
 def gpus(kind, hosts):
@@ -31,7 +35,11 @@ H100 = gpus("NVIDIA H100 80GB HBM3", 2)
 V5P = torus("TPU v5", 4, 4, 4)
 V5E = torus("TPU v5 lite", 4, 4, 1)
 # Two slices of 4 x 4.
-SLICES = V5E + [chip("TPU v5 lite", *chip_.coords, of_slice=1) for chip_ in V5E]
+SLICES = [
+    chip("TPU v5 lite", *place, of_slice=number)
+    for number in range(2)
+    for place in np.ndindex(4, 4, 1)
+]
 ALL = "{}"
 # Of 16 GPUs: each with its like on the other host.
 ACROSS = "[8,2]<=[2,8]T(1,0)"
@@ -66,14 +74,28 @@ EVERY_OTHER = "[32,2]<=[16,2,2]T(0,2,1)"
         # Each with its like in the other slice, over its share of the network of hosts.
         (SLICES, "all-reduce", "[16,2]<=[2,16]T(1,0)", 1 / 3.125),
         (SLICES, "collective-permute", "{{0,16},{16,0}}", 1 / 3.125),
-        # 31 parts, over the shares of the 16 chips of a slice.
-        (SLICES, "all-gather", ALL, 31 / (16 * 3.125)),
+        # 16 parts come from the other slice, over the shares of 16 chips.
+        (SLICES, "all-gather", ALL, 16 / (16 * 3.125)),
         (SLICES, "all-gather", "[2,16]<=[32]", 15 / 100),
     ],
 )
 def test_a_collective_takes_what_its_slowest_links_take(devices, kind, places, seconds):
     one = Collective(kind, GB, places)
     assert seconds_of(one, devices, links(devices[0])) == pytest.approx(seconds)
+
+
+def test_a_program_for_several_slices_numbers_the_devices_of_one():
+    """In a mesh where slices are between two axes of one: 0 to 3 of it are the chips at 0, 1, 4, 5."""
+    chips = [chip("TPU v5 lite", *place, 0, of_slice=0) for place in np.ndindex(2, 2)]
+    others = [chip("TPU v5 lite", *place, 0, of_slice=1) for place in np.ndindex(2, 2)]
+    devices = np.array([*chips[:2], *others[:2], *chips[2:], *others[2:]])
+    mesh = SimpleNamespace(devices=devices, shape={"data": 2, "stage": 2, "fsdp": 2})
+    counts = {Collective("all-reduce", GB, "{{0,2},{1,3}}"): 1}
+    counts[Collective("all-reduce", GB, "[2,2]<=[4]")] = 1
+    lines = lines_of(Work(0.0, 0.0, Counter(counts)), mesh, links(devices[0]))
+    assert {line.axes for line in lines} == {("data",), ("fsdp",)}
+    # Of two chips that a link of 50 GB/s joins.
+    assert [line.seconds for line in lines] == [pytest.approx(1 / 50)] * 2
 
 
 def test_a_step_takes_the_longest_of_its_three_parts():
