@@ -77,8 +77,8 @@ def auto_accumulation_problems(config: RunConfig) -> Iterator[str]:
     if config.optimizer.accumulation != "auto":
         return
     cause = (
-        "data.packing=balanced makes the rows of a step of its documents: a later step may have more "
-        "than those that are counted ahead."
+        "data.packing=balanced makes the rows of a step of its documents: "
+        "a later step may have more than those that are counted ahead."
     )
     if rollout_settings(config) is not None:
         cause = (
