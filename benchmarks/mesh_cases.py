@@ -28,7 +28,6 @@ EXPERTS = dataclasses.replace(
     routing=RoutingConfig(balance=0.01, balance_scope="global"),
 )
 RING = {"attention": "ring"}
-ROUNDS = PipelineConfig(rounds=2)
 TURNS = PipelineConfig(schedule="1f1b")
 USUAL = RulesConfig()
 # Where parameters are in no mesh by itself: none of their dims is split as it is computed with.
@@ -83,9 +82,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(DENSE, {"data": 8}, is_shared=True),
+    Case(DENSE, {"data": 8}),
     Case(DENSE, {"fsdp": 8}, is_shared=True),
-    Case(DENSE, {"tensor": 8}, is_shared=True),
+    Case(DENSE, {"tensor": 8}),
     Case(DENSE, {"context": 8}, RING, is_shared=True),
     Case(DENSE, {"context": 8}, is_shared=True),
     Case(DENSE, {"stage": 4, "data": 2}),
@@ -95,20 +94,20 @@ CASES = (
     Case(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, accumulation=2),
     Case(DENSE, {"fsdp": 4, "context": 2}, RING),
     Case(DENSE, {"fsdp": 2, "context": 2, "tensor": 2}, is_shared=True),
-    Case(DENSE, {"data": 2, "context": 2, "tensor": 2}, RING, 2, is_shared=True),
+    Case(DENSE, {"data": 2, "context": 2, "tensor": 2}, RING, 2),
     Case(DENSE, {"stage": 2, "fsdp": 4}, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, 2, is_shared=True),
+    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, 2),
     Case(DENSE, {"stage": 2, "fsdp": 2, "context": 2}, RING),
     Case(DENSE, {"stage": 2, "tensor": 4}, is_shared=True),
-    Case(DENSE, {"stage": 2, "data": 4}, {"pipeline": ROUNDS}, is_shared=True),
+    Case(DENSE, {"stage": 2, "data": 4}, {"pipeline": PipelineConfig(rounds=2)}),
     Case(DENSE, {"stage": 4, "data": 2}, {"pipeline": TURNS}, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"pipeline": TURNS}, 2, is_shared=True),
+    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"pipeline": TURNS}, 2),
     Case(EXPERTS, {"fsdp": 8}),
     Case(EXPERTS, {"expert": 8}, is_shared=True),
     Case(EXPERTS, {"fsdp": 2, "expert": 4}),
     Case(EXPERTS, {"data": 2, "expert": 4}, accumulation=2),
-    Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, is_shared=True),
-    Case(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING, is_shared=True),
+    Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}),
+    Case(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING),
     Case(EXPERTS, {"fsdp": 4, "tensor": 2}, is_shared=True),
     Case(EXPERTS, {"stage": 2, "fsdp": 4}),
     Case(EXPERTS, {"stage": 2, "fsdp": 4}, {"pipeline": TURNS}),
