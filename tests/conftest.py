@@ -90,7 +90,7 @@ LONGEST = (
     "data_pipeline/test_prepare_url.py",
 )
 # Of so many long tests, a dose has one.
-SHARE = 12
+SHARE = 16
 # Marks of tests that only run by name, or with every dose: none of these is drawn.
 NOT_DRAWN = ("slow", "gpu", "every_dose")
 # As many random examples as a test of `make test` gets; what says that it takes fewer, does.
@@ -131,7 +131,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="run a twelfth of the long tests, and one in N of their parameters; "
+        help="run a sixteenth of the long tests, and one in N of their parameters; "
         "other ones with each commit; 1: all",
     )
 
