@@ -102,7 +102,7 @@ def test_a_dose_is_a_share_of_long_tests_and_their_parameters_and_changes_with_t
     always = [Item(f"b.py::always_{number}", ("long", "every_dose")) for number in range(5)]
     items = [*long, *short, *slow, *always]
     drawn = []
-    for commit in range(60):
+    for commit in range(20 * SHARE):
         left_out = beyond_the_dose(items, 3, b"%d" % commit)
         assert set(left_out) == set(beyond_the_dose(items[::-1], 3, b"%d" % commit))
         taken = [item for item in items if item not in left_out]
