@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxtrain.parallel.compiled.roofline import Line
 from maxtrain.parallel.memory import GIB
 
 RESULTS = Path(__file__).parent / "results" / "fit.md"
@@ -161,9 +162,7 @@ def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
         if line["num_bytes"] < most / 1000 and not line["is_between_slices"]:
             continue
         sent = f"{line['num_bytes'] / GIB:,.3f}"
-        over = " ".join(line["axes"])
-        if line["is_between_slices"]:
-            over += ", between slices"
+        over = Line(**line).over
         count = f"{line['count']:,}"
         where = [case.label, case.topology, line["kind"], over]
         rows.append(_row(*where, count, sent, f"{line['seconds']:.3f}"))

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError, run_command
+from data_pipeline.loader import TrainingData
 from data_pipeline.shards import write_atomic
 from maxtrain.accumulation import describe
 from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
@@ -48,12 +49,13 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     distributed.start(mesh, None, config.determinism == "full")
     if jax.process_count() > 1:
         raise UsageError("fit runs in one process, on one machine. Start it once.")
+    data = None
     if config.model.vocab_size is None:
         data, _ = open_data(config, None)
         config = with_vocabulary(config, data.vocab_size)
     largest = None
     if config.data.packing == "balanced":
-        largest = _largest_balanced(config, bool(asked.search), console)
+        largest = _largest_balanced(config, data, bool(asked.search), console)
     limit = asked.memory or memory_limit(devices[0], described=True)
     record: dict[str, Any] = {"topology": asked.topology}
     if asked.search:
@@ -70,15 +72,21 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     require_fit(best)
 
 
-def _largest_balanced(config: RunConfig, searches: bool, console: Console) -> Shape | None:
+def _largest_balanced(
+    config: RunConfig, data: TrainingData | None, searches: bool, console: Console
+) -> Shape | None:
     """The shape of the largest batch that is made of documents, and a line that says where it is
     from. None: a row for each document has to do, since the data is not here, or several sizes may
-    be tried."""
+    be tried.
+
+    Args:
+        data: None: it is not open yet.
+    """
     bound = batch_shape(config)
     why = "as for all batches of --search"
     if not searches:
         try:
-            data = open_training_data(config, None)
+            data = data or open_training_data(config, None)
         except (DataError, StorageError) as error:
             why = f"since their data can't be read here ({str(error).splitlines()[0]})"
         else:

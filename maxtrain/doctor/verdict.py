@@ -111,6 +111,16 @@ def _is_cpu(reports: Sequence[_Report], kind: str) -> bool:
     return found == {"cpu"}
 
 
+def _accelerators(
+    reports: Sequence[_Report],
+) -> Iterator[tuple[str, list[tuple[int, Mapping[str, Any]]]]]:
+    """Kinds of devices that share no cores with others, and those of each, as of `_devices`."""
+    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
+        if not _is_cpu(reports, kind):
+            alike = [found for found in _devices(reports) if found[1]["kind"] == kind]
+            yield kind, alike
+
+
 def _unlike_versions(reports: Sequence[_Report]) -> Iterator[str]:
     said = {i: (report["host"], report["versions"]) for i, report in enumerate(reports)}
     for line in differences(said):
@@ -143,10 +153,7 @@ def _wrong_results(reports: Sequence[_Report]) -> Iterator[str]:
 
 def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
     """Of accelerators: CPU devices share the cores of their host."""
-    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
-        if _is_cpu(reports, kind):
-            continue
-        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+    for kind, alike in _accelerators(reports):
         for dtype in DTYPES:
             usual = statistics.median(device[dtype] for _, device in alike)
             for index, device in alike:
@@ -163,10 +170,7 @@ def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
 
 def _slow_memory(reports: Sequence[_Report]) -> Iterator[str]:
     key = "memory_bytes_per_second"
-    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
-        if _is_cpu(reports, kind):
-            continue
-        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+    for kind, alike in _accelerators(reports):
         usual = statistics.median(device[key] for _, device in alike)
         for index, device in alike:
             if device[key] < _LEAST_SPEED * usual:
@@ -180,10 +184,7 @@ def _slow_memory(reports: Sequence[_Report]) -> Iterator[str]:
 
 
 def _small_devices(reports: Sequence[_Report]) -> Iterator[str]:
-    for kind in sorted({device["kind"] for _, device in _devices(reports)}):
-        if _is_cpu(reports, kind):
-            continue
-        alike = [(index, device) for index, device in _devices(reports) if device["kind"] == kind]
+    for _, alike in _accelerators(reports):
         usual = statistics.median(device["memory_bytes"] for _, device in alike)
         for index, device in alike:
             if device["memory_bytes"] < _LEAST_MEMORY * usual:

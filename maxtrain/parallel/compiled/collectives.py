@@ -63,20 +63,17 @@ class Collective(NamedTuple):
 
     def placed(self, ids: Sequence[int]) -> "Collective":
         """With positions in the mesh, where the devices with these ids are."""
-        if not self.is_between_slices:
-            return self
         positions = {number: position for position, number in enumerate(ids)}
-        rows = []
-        for group in _groups_of_ids(self.places):
-            rows.append(",".join(str(positions[number]) for number in group))
-        return self._replace(places="{{" + "},{".join(rows) + "}}")
+        groups = _groups_of_ids(self.places)
+        return self._between([[positions[number] for number in group] for group in groups])
 
     def within(self, positions: Sequence[int]) -> "Collective":
         """Of a slice whose devices have these positions in the mesh: a program for several slices
         numbers those of one."""
-        rows = []
-        for group in self.groups(len(positions)):
-            rows.append(",".join(str(positions[number]) for number in group))
+        return self._between(np.array(positions)[self.groups(len(positions))].tolist())
+
+    def _between(self, groups: list[list[int]]) -> "Collective":
+        rows = [",".join(map(str, group)) for group in groups]
         return self._replace(places="{{" + "},{".join(rows) + "}}")
 
     def groups(self, num_devices: int) -> np.ndarray:
