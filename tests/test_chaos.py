@@ -329,6 +329,7 @@ def test_every_kind_of_damage_changes_a_file(tmp_path):
 
 def test_results_replace_their_own_section_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "reliability.md")
+    monkeypatch.setattr(report, "git_revision", lambda folder: f"{'ab12' * 10}+changes")
     tally = Tally("kills", 10)
     tally.rows, tally.notes = [("SIGKILL", 300, 0), ("more", 5, 1)], ["A note."]
     assert tally.text().splitlines()[2:4] == [
@@ -339,7 +340,8 @@ def test_results_replace_their_own_section_alone(tmp_path, monkeypatch):
         report.write(section, text, "python -m benchmarks.chaos", load=0.0)
     written = report.RESULTS.read_text()
     assert written.startswith(report.HEAD.rstrip()) and written.count("\n## ") == 2
-    assert "; load 0.0 before it began." in written
+    assert ", commit ab12ab12ab12+changes; load 0.0 before it began." in written
+    assert "\n\n## two\n\n" in written and "\n\n\n" not in written
     assert "first" not in written and written.index("second") < written.index("A note.")
 
 

@@ -12,8 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.one_core import processor
+from maxtrain.observe.launches import git_revision
 
-RESULTS = Path(__file__).parents[1] / "results" / "reliability.md"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "reliability.md"
 HEAD = """# What runs survive
 
 Tables of `python -m benchmarks.chaos FAULT --write`, each with its number of trials n. Where
@@ -108,12 +110,15 @@ def write(section: str, text: str, command: str, load: float) -> None:
     if load > cores / 2:
         busy = f"THE MACHINE WAS BUSY ({busy}): its times say little"
     python = f"Python {platform.python_version()}"
-    where = f"{cores} cores of {processor()}, {python}, {packages}, {now}; {busy}."
+    code = ""
+    if revision := git_revision(ROOT):
+        code = f", commit {revision[:12]}{revision[40:]}"
+    where = f"{cores} cores of {processor()}, {python}, {packages}, {now}{code}; {busy}."
     old = HEAD
     if RESULTS.exists():
         old = RESULTS.read_text("utf-8")
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", old, re.MULTILINE | re.DOTALL))
-    sections[section] = f"\n`{command}`\n{where}\n\n{text}\n\n"
+    sections[section] = f"\n`{command}`\n{where}\n\n{text}\n"
     head = re.split(r"^## ", old, maxsplit=1, flags=re.MULTILINE)[0].rstrip()
-    body = "".join(f"## {name}\n{content}" for name, content in sections.items()).rstrip()
-    RESULTS.write_text(f"{head}\n\n{body}\n", encoding="utf-8")
+    parts = [f"## {name}\n{content.rstrip()}" for name, content in sections.items()]
+    RESULTS.write_text("\n\n".join([head, *parts]) + "\n", encoding="utf-8")
