@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -316,6 +316,12 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
 OF_AN_EXTRA = {"maxtrain.serve.app": "serve"}
 
 
+@functools.cache
+def owners_of_packages() -> Mapping[str, list[str]]:
+    """Distributions by the packages that they install; looking through them takes a second."""
+    return packages_distributions()
+
+
 def undeclared_dependencies(project: Project) -> list[str]:
     """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras
     belong inside functions, or into modules of OF_AN_EXTRA."""
@@ -325,7 +331,7 @@ def undeclared_dependencies(project: Project) -> list[str]:
         names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in declared}
         provided = {
             top
-            for top, owners in packages_distributions().items()
+            for top, owners in owners_of_packages().items()
             if names & {canonical(owner) for owner in owners}
         }
         return {*provided, *sys.stdlib_module_names, *CODE}
