@@ -27,8 +27,6 @@ _LEAF_ALONE = 0.99
 # Names less alike than this are no help.
 _LEAST_LIKENESS = 0.78
 _AS_GOOD = 0.1
-# What the axes that stay within a slice would be called if they did not.
-_WITHIN_A_SLICE = {f"mesh.dcn_{axis}": f"mesh.{axis}" for axis in ("context", "expert", "tensor")}
 
 
 class Key(NamedTuple):
@@ -118,13 +116,6 @@ def unknown(path: str, value: Any = None) -> str:
         return (
             f"{show(path)} is not a key: a name in it is empty. "
             "Write for example data.sources.NAME.path."
-        )
-    if path in _WITHIN_A_SLICE:
-        axis = _WITHIN_A_SLICE[path]
-        return (
-            f"{path} is not a key: parts of {axis} send to each other in every layer, so they stay "
-            f"within a slice. Set {axis} to those of one slice, and mesh.dcn_data, mesh.dcn_stage "
-            "or mesh.dcn_fsdp to the number of slices."
         )
     if path in FOREIGN:
         return FOREIGN[path].words(path) + _mend(FOREIGN[path].ours, value)

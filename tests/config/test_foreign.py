@@ -78,6 +78,8 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("parallelism.expert_parallel_degree", "mesh.expert"),
         ("mesh.ep", "mesh.expert"),
         ("parallelism.context_parallel_degree", "mesh.context"),
+        ("mesh.dcn_expert", "mesh.dcn_data, mesh.dcn_stage or mesh.dcn_fsdp"),
+        ("data.max_tokens", "optimizer.accumulation=auto"),
     ],
 )
 def test_the_usual_ones(theirs, ours):
@@ -108,6 +110,11 @@ def test_values_that_others_have_are_told_as_settings(key, value):
         ),
         ("remat_policy=minimal", "model.remat=dots_no_batch."),
         (
+            "model.remat=[qkv, gate_up]",
+            "model.remat=named model.kept.on_device='[qkv, attention]' (or others of qkv, "
+            "attention, gate_up and product).",
+        ),
+        (
             "model.remat=save_dot_with_context_except_mlp",
             "model.remat=named model.kept.on_device='[qkv, attention]' (the product behind "
             "attention is computed again).",
@@ -124,6 +131,13 @@ def test_what_to_keep_of_layers_is_told_key_by_key(word, settings):
         load_config(["config=quickstart", word])
     (problem,) = caught.value.problems
     assert problem.endswith(f" Set {settings}")
+
+
+def test_a_list_of_what_to_keep_in_a_file_is_told_its_key(tmp_path):
+    file = tmp_path / "listed.yaml"
+    file.write_text("model: {remat: [qkv]}\n")
+    with pytest.raises(ConfigError, match=r"model.remat=\['qkv'\] must be.*model.kept.on_device="):
+        load_config([f"config={file}"])
 
 
 def test_a_value_that_nobody_has_is_answered_with_those_that_are():

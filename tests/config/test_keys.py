@@ -74,10 +74,3 @@ def test_words():
     assert [keys.choices(range(n)) for n in (1, 2, 4)] == ["0", "0 or 1", "0, 1, 2 or 3"]
     assert [keys.show(v) for v in (True, None, 1.5, "a")] == ["true", "null", "1.5", "a"]
     assert len(keys.show("x" * 500)) == 60
-
-
-@pytest.mark.parametrize("axis", ["context", "expert", "tensor"])
-def test_an_axis_within_a_slice_is_not_looked_for_between_slices(axis):
-    text = keys.unknown(f"mesh.dcn_{axis}")
-    assert text.startswith(f"mesh.dcn_{axis} is not a key: parts of mesh.{axis} send")
-    assert f"Set mesh.{axis} to those of one slice, and mesh.dcn_data" in text
