@@ -2,12 +2,14 @@
 
 import os
 
-# It looks for the TPU of this machine, and complains: any answer will do.
+# It looks for the TPU of this machine, and complains: any answer will do. Warnings of its compiler
+# are read (`topologies.compiler_warnings`), and come at these levels only.
 _ANSWERS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 

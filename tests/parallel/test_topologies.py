@@ -7,10 +7,21 @@ import sys
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import UsageError
-from maxtrain.parallel.topologies import GPUS, GpuHosts, described_devices, gpu_memory, parse_gpus
+from maxtrain.parallel.topologies import (
+    GPUS,
+    GpuHosts,
+    compile_options,
+    compiler_warnings,
+    described_devices,
+    gpu_memory,
+    parse_gpus,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +101,34 @@ def test_what_a_compiler_printed_is_told_if_it_ends_the_process(end, code, told)
     ]
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, told)
+
+
+@pytest.mark.long
+@pytest.mark.every_dose
+@pytest.mark.parametrize("topology", ["cpu", "v5e:2x4", "v5p:2x2x2", "h100:8"])
+def test_an_array_that_is_gathered_whole_is_told_of_every_compiler(topology):
+    """There is no other way from a third dim that is split to the first two, but there is one to
+    the first alone."""
+    devices = jax.devices()
+    if topology != "cpu":
+        devices = described_devices(topology)
+    mesh = Mesh(np.array(devices[:8]).reshape(2, 2, 2), ("e", "f", "g"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def told(*parts: PartitionSpec) -> list[str]:
+        first, last = (NamedSharding(mesh, part) for part in parts)
+
+        def program(x):
+            x = jnp.sin(jax.lax.with_sharding_constraint(x, first))
+            return jnp.sum(jnp.cos(jax.lax.with_sharding_constraint(x, last)))
+
+        x = jax.ShapeDtypeStruct((4, 16, 2, 16), jnp.float32, sharding=whole)
+        with compiler_warnings() as said:
+            jax.jit(program).lower(x).compile(compiler_options=compile_options(devices[0]))
+        return said
+
+    third = PartitionSpec(None, None, "e", None)
+    both = PartitionSpec("e", "f", None, None)
+    (warning,) = told(third, both)
+    assert warning.startswith("Involuntary full rematerialization") and "{'e'}, {'f'}" in warning
+    assert told(both, PartitionSpec("e")) == []
