@@ -4,6 +4,7 @@ All factors are whole numbers so small that every sum is exact in float32, in an
 device of each kind must give the same bits, and a few rows are compared with NumPy's.
 """
 
+import collections
 import functools
 import statistics
 import time
@@ -41,8 +42,10 @@ class Sums(NamedTuple):
     size: int
     # What each sends and receives at least, per second: 2 (n - 1) / n of its bytes.
     bytes_per_second: float
-    # Whether there is a fast network between all of them: they are in one slice, or on one host.
-    joined: bool
+    # Of these, at least so many with a fast network between them: in one slice, or on one host.
+    near: int
+    # The first process that this one sums with.
+    group: int
     # Numbers of the devices of this process whose sums are wrong.
     wrong: list[int]
 
@@ -200,7 +203,7 @@ def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) ->
         if not bool(jnp.all(shard.data == size * (size + 1) // 2)):
             wrong.append(shard.device.id)
     moved = 2 * (size - 1) / size * summed
-    return Sums(axis, size, moved / taken, _are_joined(mesh, axis), wrong)
+    return Sums(axis, size, moved / taken, *_near_and_group(mesh, axis), wrong)
 
 
 def _median_of_all(call: Callable[[], Any], seconds: float) -> float:
@@ -216,11 +219,18 @@ def _median_of_all(call: Callable[[], Any], seconds: float) -> float:
     return statistics.median(times)
 
 
-def _are_joined(mesh: Mesh, axis: str) -> bool:
-    """Whether all devices that an axis joins are in one slice, or of one process."""
+def _near_and_group(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """`near` and `group` of sums over an axis."""
     place = mesh.axis_names.index(axis)
-    groups = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[axis], -1)
-    return all(len({_domain(device) for device in group}) == 1 for group in groups.T)
+    groups = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[axis], -1).T
+    near = mesh.shape[axis]
+    first = jax.process_index()
+    for group in groups:
+        near = min(near, *collections.Counter(map(_domain, group)).values())
+        processes = {device.process_index for device in group}
+        if jax.process_index() in processes:
+            first = min(first, *processes)
+    return near, first
 
 
 def _domain(device: Any) -> tuple[str, int]:

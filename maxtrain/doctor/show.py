@@ -1,5 +1,6 @@
 """What `maxtrain doctor` prints."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxtrain.parallel.hardware import link_bytes, memory_bandwidth, peak_from_table
+from maxtrain.doctor.sums import possible, rates_of_groups
+from maxtrain.parallel.hardware import memory_bandwidth, peak_from_table
 
 # Devices that are shown; of more, the slowest.
 _MOST = 64
@@ -107,14 +109,18 @@ def _table_of_devices(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table_of_sums(reports: Sequence[Mapping[str, Any]]) -> Table:
-    table = _new_table(("sums over",), ("devices", "GB/s of each", "of its links"))
-    links = link_bytes(reports[0]["devices"][0]["kind"])
+    right = ("devices", "GB/s of each", "slowest hosts", "of the network")
+    table = _new_table(("sums over",), right)
+    kind = reports[0]["devices"][0]["kind"]
     for position, found in enumerate(reports[0]["sums"]):
-        rate = max(report["sums"][position]["bytes_per_second"] for report in reports)
-        share = "-"
-        if links and found["joined"]:
-            share = f"{rate / links:.0%}"
-        table.add_row(f"mesh.{found['axis']}", str(found["size"]), f"{rate / 1e9:.3g}", share)
+        of_groups = rates_of_groups(reports, position).values()
+        usual = statistics.median(of_groups)
+        slowest = "-"
+        if len(of_groups) > 1:
+            slowest = f"{min(of_groups) / 1e9:.3g}"
+        share = _share(usual, possible(found, kind))
+        cells = [str(found["size"]), f"{usual / 1e9:.3g}", slowest, share]
+        table.add_row(f"mesh.{found['axis']}", *cells)
     return table
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxtrain.doctor.devices import DTYPES
+from maxtrain.doctor.sums import possible, rates_of_groups
 from maxtrain.parallel.agreement import differences
-from maxtrain.parallel.hardware import link_bytes, memory_bandwidth, peak_from_table
+from maxtrain.parallel.hardware import memory_bandwidth, peak_from_table
 
 # A device is an outlier if it has less than these shares of what is usual for its kind.
 _LEAST_SPEED = 0.8
@@ -19,6 +20,17 @@ _LEAST_OF_BANDWIDTH = 0.5
 # Of the speed of all links of a device in one direction. An axis of a mesh may use the links of one
 # dimension of a TPU's torus, a sixth of them where it does not close.
 _LEAST_OF_LINKS = {"gpu": 0.4, "tpu": 0.1}
+# Groups of hosts that sum over the same axis are outliers below this share of what is usual.
+_LEAST_OF_SUMS = 0.7
+# By platform, within a host or slice and between them.
+_LOOK_AT_LINKS = {
+    "gpu": "Look at the links (nvidia-smi topo -m, nvidia-smi nvlink -s)",
+    "tpu": "Look at maintenance of the slice, or get another one",
+}
+_LOOK_AT_NETWORK = {
+    "gpu": "Look at the network between hosts (NCCL_DEBUG=INFO), and at what else uses it",
+    "tpu": "Look at the network between slices, and at what else uses it",
+}
 _MOST_CLOCK_SECONDS = 1.0
 _LEAST_FREE_BYTES = 1 << 30
 # A host is worth a look if it writes at less than this share of what is usual.
@@ -54,8 +66,9 @@ def problems(reports: Sequence[_Report]) -> list[str]:
 
 def notes(reports: Sequence[_Report]) -> list[str]:
     """What is worth a look, and may be as it should."""
-    rates = [report["disk"].get("bytes_per_second") for report in reports]
-    found = [*_slower(reports, rates, "writes"), *_slow_buckets(reports)]
+    written = [report["disk"].get("bytes_per_second") for report in reports]
+    found = [*_slower(reports, written, "writes"), *_slow_buckets(reports)]
+    found += _slow_sums(reports, is_near=False)
     kinds = sorted({device["kind"] for _, device in _devices(reports)})
     for kind in kinds:
         if peak_from_table(kind) is None and not _is_cpu(reports, kind):
@@ -235,20 +248,40 @@ def _sums(reports: Sequence[_Report]) -> Iterator[str]:
             for number in found["wrong"]:
                 what = f"a wrong sum over mesh.{found['axis']}"
                 yield f"{_who(reports, index)}: device {number} has {what}. Take it out of service."
-    platforms = {device["platform"] for _, device in _devices(reports)}
-    kinds = {device["kind"] for _, device in _devices(reports)}
-    if len(kinds) != 1 or platforms == {"cpu"}:
+    yield from _slow_sums(reports, is_near=True)
+
+
+def _slow_sums(reports: Sequence[_Report], is_near: bool) -> Iterator[str]:
+    """Of accelerators: groups of hosts that sum more slowly than others; and of all, less than
+    their network can do. Either within hosts of GPUs or slices of TPUs, or between them."""
+    kinds = {(device["kind"], device["platform"]) for _, device in _devices(reports)}
+    if len(kinds) != 1:
         return
-    (kind,) = kinds
-    (platform,) = platforms
-    links = link_bytes(kind)
-    least = _LEAST_OF_LINKS.get(platform)
-    if links is None or least is None:
+    ((kind, platform),) = kinds
+    if platform not in _LEAST_OF_LINKS:
         return
+    mend = _LOOK_AT_NETWORK[platform]
+    if is_near:
+        mend = _LOOK_AT_LINKS[platform]
     for position, found in enumerate(reports[0]["sums"]):
-        # The slowest of all processes says least about the others.
-        rate = max(report["sums"][position]["bytes_per_second"] for report in reports)
-        if found["joined"] and rate < least * links:
-            speeds = f"{rate / 1e9:.1f} GB/s of {links / 1e9:.0f}"
-            what = f"Sums over mesh.{found['axis']} move {speeds} between {found['size']} devices"
-            yield f"{what}. Look at the links (nvidia-smi topo -m, nvidia-smi nvlink -s)."
+        if (found["near"] == found["size"]) != is_near:
+            continue
+        what = f"over mesh.{found['axis']}, between {found['size']} devices"
+        of_groups = rates_of_groups(reports, position)
+        usual = statistics.median(of_groups.values())
+        for indices, rate in of_groups.items():
+            if rate < _LEAST_OF_SUMS * usual:
+                speeds = f"{rate / 1e9:.1f} GB/s, and {usual / 1e9:.1f} are usual"
+                yield f"{_all_who(reports, indices)}: sums {what}, move {speeds}. {mend}."
+        most = possible(found, kind)
+        if most and usual < _LEAST_OF_LINKS[platform] * most:
+            speeds = f"{usual / 1e9:.1f} GB/s of {most / 1e9:.0f}"
+            yield f"Sums {what}, move {speeds}. {mend}."
+
+
+def _all_who(reports: Sequence[_Report], indices: Sequence[int]) -> str:
+    """The processes of a group, with their hosts."""
+    if len(indices) == 1:
+        return _who(reports, indices[0])
+    first, last = (_who(reports, index) for index in (indices[0], indices[-1]))
+    return f"{len(indices):,} processes, from {first} to {last}"

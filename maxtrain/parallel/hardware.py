@@ -168,6 +168,15 @@ def link_bytes(kind: str) -> float | None:
     return found.link * found.ports
 
 
+def beyond_bytes(kind: str) -> float | None:
+    """Bytes per second that one device of this kind can send to other hosts of GPUs, or to other
+    slices of TPUs; None: it is not known."""
+    found = _first(LINKS, kind)
+    if found is None:
+        return None
+    return found.beyond
+
+
 def memory_bandwidth(kind: str) -> float | None:
     """Bytes per second of the memory of one device of this kind; None: it is not known."""
     found = _first(LINKS, kind)

@@ -1,6 +1,7 @@
 """Which of many hosts and devices is named, from reports that are made up."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -32,7 +33,8 @@ def report(index: int, **changes) -> dict:
         "axis": "fsdp",
         "size": 2,
         "bytes_per_second": 3.6e11,
-        "joined": True,
+        "near": 2,
+        "group": index,
         "wrong": [],
     }
     found = {
@@ -81,6 +83,11 @@ def test_nothing_is_said_of_sound_hosts():
         (("disk", "free_bytes"), 10**8, "has 0.10 GB free in /runs"),
         (("data", 0, "error"), "/d: is not there.", "can't read data.sources.a.path: /d: is not"),
         (("sums", 0, "wrong"), [5], "device 5 has a wrong sum over mesh.fsdp. Take it out"),
+        (
+            ("sums", 0, "bytes_per_second"),
+            2e11,
+            "sums over mesh.fsdp, between 2 devices, move 200.0 GB/s, and 360.0 are usual. Look",
+        ),
     ],
 )
 def test_the_host_and_the_device_are_named(place, value, said):
@@ -108,11 +115,45 @@ def test_what_is_slow_everywhere_is_held_against_the_data_sheet():
     assert memory == (
         f"All {H100} read and write their memory at 1,500 GB/s of 3,350. Look at drivers and heat."
     )
-    assert "Sums over mesh.fsdp move 100.0 GB/s of 450 between 2 devices. Look at" in sums
-    # Between hosts there is a network that no table knows.
+    assert "Sums over mesh.fsdp, between 2 devices, move 100.0 GB/s of 450. Look at" in sums
+
+
+def between_hosts(rates: list[float], **changes) -> list[dict]:
+    """Hosts of which each two sum with each other, at these rates."""
+    reports = hosts()
+    for index, (found, rate) in enumerate(zip(reports, rates, strict=True)):
+        apart = {"size": 4, "near": 2, "group": index // 2 * 2, "bytes_per_second": rate}
+        found["sums"][0] |= apart | changes
+    return reports
+
+
+def test_sums_between_hosts_are_worth_a_look():
+    """Two devices of each host send to the other host at once."""
+    assert notes(between_hosts([9e10] * 4)) == []
+    reports = between_hosts([3e10] * 4)
+    assert notes(reports) == [
+        "Sums over mesh.fsdp, between 4 devices, move 30.0 GB/s of 100. Look at the network "
+        "between hosts (NCCL_DEBUG=INFO), and at what else uses it."
+    ]
+    assert problems(reports) == []
+    # One of a group that came late does not make the group slow.
+    assert notes(between_hosts([9e10, 2e10, 9e10, 9e10])) == []
+    (slow,) = notes(between_hosts([9e10, 9e10, 2e10, 3e10]))
+    assert slow.startswith(
+        "2 processes, from process 2 on h2 to process 3 on h3: sums over mesh.fsdp, between 4 "
+        "devices, move 30.0 GB/s, and 60.0 are usual. Look at the network"
+    )
+
+
+def test_sums_between_slices_whose_network_is_not_known_are_held_against_others_alone():
+    reports = between_hosts([1e6] * 4)
     for found in reports:
-        found["sums"][0]["joined"] = False
-    assert problems(reports) == [slow, memory]
+        for each in found["devices"]:
+            each |= {"kind": "TPU7x", "platform": "tpu", "bfloat16": 2e15}
+    assert notes(reports) == []
+    reports[3]["sums"][0]["bytes_per_second"] = 1e7
+    (slow,) = notes(reports)
+    assert slow.startswith("2 processes, from process 0 on h0") and "between slices" in slow
 
 
 def test_cpus_are_compared_by_their_results_alone():
@@ -166,5 +207,5 @@ def test_tables_have_every_host_and_the_slowest_devices():
     assert "the slowest 64 of 80 devices" in text
     assert "broken: process 7 on h7: device 15" in text
     assert "Nothing is broken" not in text and " h39 " in text
-    assert "of its links" in text and "80%" in text
+    assert re.search(r"slowest hosts +of the network\n *mesh.fsdp +2 +360 +360 +80%", text), text
     assert "uploaded MB/s" in text and "s3://b/runs          400.0            800.0" in text

@@ -27,6 +27,13 @@ def test_an_object_is_created_by_one_alone(url):
     assert place.write_bytes(b"third").size == 5 and not place.create(b"fourth")
 
 
+@pytest.mark.parametrize("last", [b"\r", b"\n", b"\r\n", b"--"])
+def test_the_last_bytes_of_an_object_are_kept_whatever_they_are(url, last):
+    place = url / "odd"
+    place.write_bytes(b"content" + last)
+    assert place.read_bytes() == b"content" + last
+
+
 def test_a_file_gets_another_name(url):
     before = (url / "a").write_bytes(b"bytes")
     before.path.move(url / "b" / "c")

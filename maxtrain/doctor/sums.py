@@ -1,0 +1,45 @@
+"""How fast sums over an axis of the mesh are: of each group of hosts that sum together, and what
+their network can do. Pure functions."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxtrain.parallel.hardware import beyond_bytes, link_bytes
+
+
+def rates_of_groups(
+    reports: Sequence[Mapping[str, Any]], position: int
+) -> dict[tuple[int, ...], float]:
+    """Bytes per second that each device moves, by the processes that sum with each other.
+
+    Those of a group wait for each other, and the one that came last measures what the sums take: so
+    the fastest of a group counts.
+
+    Args:
+        reports: of all processes.
+        position: of the axis among `sums`.
+    """
+    processes = collections.defaultdict(list)
+    for index, report in enumerate(reports):
+        processes[report["sums"][position]["group"]].append(index)
+    found = {}
+    for indices in processes.values():
+        of_group = (reports[index]["sums"][position]["bytes_per_second"] for index in indices)
+        found[tuple(indices)] = max(of_group)
+    return found
+
+
+def possible(found: Mapping[str, Any], kind: str) -> float | None:
+    """Bytes per second that each device of this kind could move in sums, by its data sheet; None:
+    it is not known.
+
+    Sums go in rings, which leave a host (a slice of TPUs) as often as it has devices in them.
+    """
+    near = link_bytes(kind)
+    if near is None or found["near"] == found["size"]:
+        return near
+    beyond = beyond_bytes(kind)
+    if beyond is None:
+        return None
+    return min(near, found["near"] * beyond)
