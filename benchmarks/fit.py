@@ -26,7 +26,8 @@ HEAD = """# What fits where
 `python -m benchmarks.fit --write`: the real training step of each config, compiled for devices that are not here
 (jax {jax}, libtpu {libtpu}; `maxtrain fit`, [devices](../../docs/devices.md#devices-that-are-not-here)). Nothing was executed.
 Memory and collectives are those of the compiled program; **times are estimates** from data sheets, which no device
-reaches: the longest of products, memory and network, and in brackets their sum.
+reaches: the longest of products, memory and network, and in brackets their sum. Slices are named by their chips: v5p:4x4x4
+has 64, and is v5p-128 where their cores are counted; v5p:2x4x4 is v5p-64, and v5p:4x8x8 is v5p-512.
 """
 # By hand, of the records of the rows that it names.
 BEYOND = """## Beyond what is compiled here
@@ -81,6 +82,7 @@ CASES = (
     Case("grpo_qwen2_5_1_5b", "h200:1"),
     Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
     Case("llama3_8b", "v5e:16x16:2", (*_FLASH, "data.batch_size=512", "mesh.dcn_data=2")),
+    Case("llama3_8b", "v5p:2x4x4", _FLASH),
     Case("llama3_8b", "v5p:4x4x4", _FLASH),
     Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
     Case("llama3_8b", "b200:8", ("optimizer.accumulation=4",)),
@@ -90,6 +92,7 @@ CASES = (
     Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
     Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
     Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
+    Case("llama3_70b", "v5p:4x8x8", _FLASH),
     Case("llama3_70b", "v5p:8x8x8", _FLASH),
     Case("llama3_70b", "v5p:8x8x8:2", (*_FLASH, "data.batch_size=1024", "mesh.dcn_data=2")),
     Case(
@@ -227,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
         memory[key] = [memory_row(case, found)]
         sent[key] = collective_rows(case, found)
         print("\n".join([*memory[key], *sent[key]]), flush=True)
+        for warning in found["compiler_warnings"]:
+            print(f"XLA gathers an array whole: {warning}", file=sys.stderr, flush=True)
         if asked.write:
             RESULTS.write_text(document(memory, sent))
     return 0

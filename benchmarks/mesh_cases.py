@@ -27,6 +27,8 @@ EXPERTS = dataclasses.replace(
     moe=MoeConfig(num_experts=8, experts_per_token=2),
     routing=RoutingConfig(balance=0.01, balance_scope="global"),
 )
+# A layer for each device.
+DEEP = dataclasses.replace(DENSE, num_layers=8)
 RING = {"attention": "ring"}
 TURNS = PipelineConfig(schedule="1f1b")
 USUAL = RulesConfig()
@@ -87,6 +89,7 @@ CASES = (
     Case(DENSE, {"tensor": 8}, is_shared=True),
     Case(DENSE, {"context": 8}, RING, is_shared=True),
     Case(DENSE, {"context": 8}, is_shared=True),
+    Case(DEEP, {"stage": 8}),
     Case(DENSE, {"stage": 4, "data": 2}),
     Case(DENSE, {"data": 2, "fsdp": 4}, {"remat": "full"}, is_shared=True),
     Case(DENSE, {"fsdp": 4, "tensor": 2}),

@@ -55,7 +55,7 @@ def test_a_run_at_a_url_goes_on_from_an_empty_disk_as_if_on_a_disk(folder, store
     assert (here / "00000009" / "arrays").exists() and not (here / "00000006" / "arrays").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.usefixtures("gs_server")
 def test_killed_in_an_upload_to_gs_it_goes_on_from_an_empty_disk_bit_for_bit(folder, capsys):

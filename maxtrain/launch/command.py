@@ -79,13 +79,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
         program = _IN_IMAGE
     plan = _plan(options, given, program)
     fewer = enough_nodes(plan, given, per_node)
-    least = plan.config.mesh.min_processes
-    if least is not None and least <= given.processes - per_node and not fewer:
-        print(
-            f"maxtrain launch: mesh.min_processes={least}: rows and mesh can't be divided by "
-            f"fewer than {options.nodes} nodes, so it trains on all of them, or waits",
-            file=sys.stderr,
-        )
+    _tell_if_all_are_needed(plan, given, per_node, fewer)
     if fewer:
         planned = max(given.processes, plan.config.mesh.planned_processes or 0)
         plan = plan.with_setting("mesh.planned_processes", planned)
@@ -111,6 +105,20 @@ def _slurm_script(options: argparse.Namespace) -> str:
     return slurm.render(plan, job)
 
 
+def _tell_if_all_are_needed(
+    plan: Plan, given: Devices, per_node: int, fewer: Sequence[int]
+) -> None:
+    """Prints that mesh.min_processes changes nothing, if no number of nodes is `fewer`."""
+    least = plan.config.mesh.min_processes
+    if least is not None and least <= given.processes - per_node and not fewer:
+        nodes = given.processes // per_node
+        print(
+            f"maxtrain launch: mesh.min_processes={least}: rows and mesh can't be divided by "
+            f"fewer than {nodes} nodes, so it trains on all of them, or waits",
+            file=sys.stderr,
+        )
+
+
 def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
     """The manifest, and the command that submits it."""
     if options.target == "gke-tpu":
@@ -132,6 +140,8 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
             given = Devices(words, hosts, gpus, ("auto", "gpu"))
             resources = {"nvidia.com/gpu": gpus}
     plan = _plan(options, given, _IN_IMAGE)
+    if options.target == "k8s":
+        _tell_if_all_are_needed(plan, given, 1, enough_nodes(plan, given, 1))
     longest = kubernetes.LONGEST_NAME
     name = options.name or names.default_label(plan.config.run_name, longest)
     job = kubernetes.KubernetesJob(

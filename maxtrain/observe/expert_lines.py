@@ -33,7 +33,7 @@ def expert_warning(model: ModelConfig, platform: str) -> str:
     kernel = model.routing.kernel
     if model.family not in WITH_EXPERTS:
         return ""
-    has_own = kernel == "blocks" or (platform == "tpu" and kernel != "eager")
+    has_own = kernel in ("blocks", "tokamax") or (platform == "tpu" and kernel == "ragged")
     # With a capacity, only the oracle makes other products.
     if has_own or (model.routing.capacity_factor is not None and kernel != "eager"):
         return ""

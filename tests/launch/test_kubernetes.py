@@ -107,6 +107,15 @@ def test_the_first_pod_that_is_there_leads_where_fewer_may_do(capsys):
     assert environment["JAX_NUM_PROCESSES"] == "4"
 
 
+def test_rows_that_fewer_pods_can_not_share_are_told_of(capsys):
+    words = ["k8s", "--nodes", "4", "--gpus-per-node", "8", "--image", "i", "config=quickstart"]
+    for rows, is_told in ((64, True), (96, False)):
+        changes = [f"data.batch_size={rows}", "mesh.min_processes=3", "output_dir=gs://b/runs"]
+        assert command.main([*words, *changes], "maxtrain launch") == 0
+        said = capsys.readouterr().err
+        assert ("can't be divided by fewer than 4 nodes, so it trains on all" in said) == is_told
+
+
 def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (job_set,) = manifests(capsys, *TPU, "--slices", "2", *RUN)

@@ -32,6 +32,7 @@ def test_a_launch_says_how_the_products_of_experts_are_made():
         ("ragged", "gpu", True),
         ("ragged", "tpu", False),
         ("tokamax", "tpu", False),
+        ("tokamax", "gpu", False),
         ("eager", "tpu", True),
     ],
 )

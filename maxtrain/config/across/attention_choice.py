@@ -12,7 +12,7 @@ from typing import NamedTuple
 from data_pipeline.errors import ConfigError
 from maxtrain.config.across.attention import dropout_problems, kernel_problems
 from maxtrain.config.across.context import context_problems
-from maxtrain.config.kernels import ATTENTION, AUTO, candidates
+from maxtrain.config.kernels import ATTENTION, AUTO, Kernel, candidates
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import rule_of
 
@@ -140,8 +140,21 @@ def _by_name(hardware: Hardware, config: RunConfig) -> str:
     for kernel, can in ATTENTION.items():
         is_theirs = can.by_name and can.platform == hardware.platform
         if is_theirs and next(_problems_with(kernel, hardware, config), None) is None:
-            found += f"; {kernel} would do, too, and is taken only where it is named"
+            where = ""
+            if hardware.capability is None and can.capability is not None:
+                where = f" on GPUs of compute capability {_range(can)},"
+            found += f"; {kernel} would do, too,{where} and is taken only where it is named"
     return found
+
+
+def _range(can: Kernel) -> str:
+    """The compute capabilities that a kernel is for."""
+    assert can.capability is not None
+    least = ".".join(map(str, can.capability))
+    if can.below is None:
+        return f"{least} or more"
+    below = ".".join(map(str, can.below))
+    return f"{least} to below {below}"
 
 
 def _why(kernel: str, refused: list[str], hardware: Hardware, config: RunConfig) -> str:
