@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.families import FLOAT32, PLAIN, Training, training
-from benchmarks.mesh_cases import CASES, DENSE, EXPERTS, Case, T
+from benchmarks.mesh_cases import CASES, DENSE, Case, T
 from benchmarks.one_core import processor
 from maxtrain.config.schema import InitConfig, MeshConfig, ModelConfig
 from maxtrain.config.sections.rules import RulesConfig
@@ -204,14 +204,14 @@ def work(cases: Sequence[Case], folder: Path) -> None:
 
 
 @functools.cache
-def on_one_device(experts: bool) -> Found:
-    """The steps that all meshes are held to."""
-    return computed(Case(EXPERTS if experts else DENSE, {"fsdp": 1}))
+def on_one_device(model: ModelConfig) -> Found:
+    """The steps that all meshes of a model are held to."""
+    return computed(Case(model, {"fsdp": 1}))
 
 
 def apart(case: Case, found: Found) -> Apart:
     """What a mesh has found for a case, against one device."""
-    expected = on_one_device(case.model is EXPERTS)
+    expected = on_one_device(case.model)
     worst = 0.0
     for path, gradient in expected.gradients.items():
         difference = np.abs(found.gradients[path] - gradient).max()
@@ -289,8 +289,8 @@ def report(lines: Sequence[str]) -> str:
         f"{version('jax')}."
     )
     what = (
-        f"{STEPS} AdamW steps in float32 of {B} rows of {T} tokens, packed, with a dense model and "
-        "one with experts (`moe`), against the same steps on one device: the largest relative "
+        f"{STEPS} AdamW steps in float32 of {B} rows of {T} tokens, packed, with a dense model of "
+        "4 layers (8 for stage8) and one with experts (`moe`), against the same steps on one device: the largest relative "
         "difference of a loss, of a gradient's norm, and of a gradient of the first step, relative "
         "to the largest of its array. With several processes, each has its share of the devices, "
         "and they talk through gloo. `stored-elsewhere`: with `mesh.rules` of all that is split. "
