@@ -2,20 +2,21 @@
 
 import os
 
-# It looks for the TPU of this machine, and complains: any answer will do. Warnings of its compiler
-# are read (`topologies.compiler_warnings`), and come at these levels only.
+# It looks for the TPU of this machine, and complains: any answer will do.
 _ANSWERS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_MIN_LOG_LEVEL": "1",
-    "TPU_STDERR_LOG_LEVEL": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# Warnings of its compiler are read (`topologies.compiler_warnings`). They come at these levels only.
+_WARNINGS = {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
 
 
 def answer_libtpu() -> None:
     """Tells libtpu what it would otherwise look for and complain about; before jax has started,
-    and only where no TPU of this machine is to be used. What is set already stays."""
+    and only where no TPU of this machine is to be used. What is set already stays, but for what would
+    keep warnings back."""
     for name, value in _ANSWERS.items():
         os.environ.setdefault(name, value)
+    os.environ.update(_WARNINGS)

@@ -41,6 +41,7 @@ if not sys.stdin.buffer.read(1):
     os.write(2, os.pread(file, most, start))
 """
 _TOLD_BYTES = 4000
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*")
 
 
@@ -69,11 +70,24 @@ def described_devices(topology: str) -> Sequence[Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     name, _, shape = topology.partition(":")
     if name in GPUS:
-        return _gpus(parse_gpus(name, shape))
+        hosts = parse_gpus(name, shape)
+        _require_warnings()
+        return _gpus(hosts)
     found = re.fullmatch(r"((?:v\d\w*|tpu\d+x):\d+(?:x\d+)*)(?::([1-9]\d*))?", topology)
     if not found:
         raise UsageError(f"--topology {topology}: there is no such. Write {EXAMPLES}.")
     return _tpus(found[1], int(found[2] or 1))
+
+
+def _require_warnings() -> None:
+    """UsageError: warnings of XLA's compiler, which `compiler_warnings` reads, are kept back. It
+    looks at the variable when jax is imported; libtpu has its own (libtpu.py)."""
+    level = os.environ.get(_LOG_LEVEL, "1")
+    if level not in ("", "0", "1"):
+        raise UsageError(
+            f"{_LOG_LEVEL}={level} keeps back what the compiler says of arrays that it gathers "
+            "whole, which is told here. Unset it, or set it to 1."
+        )
 
 
 def parse_gpus(card: str, shape: str) -> GpuHosts:

@@ -1,6 +1,7 @@
 """Names of devices that are not here, and what their compilers print."""
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import UsageError
+from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.topologies import (
     GPUS,
     GpuHosts,
@@ -132,3 +134,19 @@ def test_an_array_that_is_gathered_whole_is_told_of_every_compiler(topology):
     (warning,) = told(third, both)
     assert warning.startswith("Involuntary full rematerialization") and "{'e'}, {'f'}" in warning
     assert told(both, PartitionSpec("e")) == []
+
+
+@pytest.mark.parametrize("level", ["2", "3", "x"])
+def test_a_level_that_keeps_warnings_back_is_refused(monkeypatch, level):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    with pytest.raises(UsageError, match=rf"TF_CPP_MIN_LOG_LEVEL={level} keeps back .* Unset it"):
+        described_devices("h100:8")
+
+
+def test_libtpu_tells_its_warnings_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("TPU_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
+    monkeypatch.delenv("TPU_STDERR_LOG_LEVEL", raising=False)
+    answer_libtpu()
+    assert os.environ["TPU_MIN_LOG_LEVEL"] == os.environ["TPU_STDERR_LOG_LEVEL"] == "1"
+    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v4-8"
