@@ -107,5 +107,9 @@ def on_two_hosts(folder, run, disks, failpoint="", overrides=()):
         environment = os.environ | {failpoints.VARIABLE: failpoint}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    said = [process.communicate(timeout=600)[0] for process in processes]
+    try:
+        said = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [process.returncode for process in processes], "\n".join(said)

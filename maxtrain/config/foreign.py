@@ -18,10 +18,10 @@ _SPLIT_ROWS = "a ring, or with model.attention=xla heads that are dealt out"
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
 _REMAT = "full, dots, dots_no_batch, none, or named with model.kept.on_device and on_host"
-_WITHIN_A_SLICE = (
-    "parts of this axis send to each other in every layer, so they stay within a slice. Set it "
-    "without dcn_ to those of one slice, and mesh.dcn_data, mesh.dcn_stage or mesh.dcn_fsdp to the "
-    "number of slices"
+_BETWEEN_SLICES = (
+    "each layer waits for activations from the other parts, so they stay within a slice. Set "
+    "mesh.context, mesh.expert and mesh.tensor to the parts within one slice, and mesh.dcn_data, "
+    "mesh.dcn_stage or mesh.dcn_fsdp to the number of slices"
 )
 _SAME_ROWS = (
     "a step has data.batch_size rows on any devices. Set optimizer.accumulation=auto, and as many "
@@ -474,7 +474,8 @@ _OURS_SOME_DAY = (
     ("", "mesh.stage splits layers over devices", "mesh.stages mesh.pipeline mesh.pp"),
     ("", "mesh.expert splits experts over devices", "mesh.experts mesh.ep"),
     ("", "mesh.context splits rows over devices", "mesh.sequence mesh.cp mesh.sp"),
-    ("", _WITHIN_A_SLICE, "mesh.dcn_context mesh.dcn_expert mesh.dcn_tensor"),
+    ("", _BETWEEN_SLICES, "mesh.dcn_context mesh.dcn_expert mesh.dcn_tensor"),
+    ("", _BETWEEN_SLICES, "dcn_context dcn_expert dcn_tensor mesh.dcn_sequence"),
     ("", _SAME_ROWS, "data.max_tokens max_tokens_per_batch"),
 )
 
@@ -588,7 +589,7 @@ FOREIGN_VALUES = {
 def value_elsewhere(key: str, value: Any) -> ForeignValue | None:
     """What a value that other stacks have is here; None: nobody has it."""
     is_list = isinstance(value, list) or str(value).startswith("[")
-    if key == "model.remat" and is_list:
+    if key == "model.remat" and is_list and value not in ([], "[]"):
         return FOREIGN_VALUES[key]["custom"]
     if not isinstance(value, str):
         return None

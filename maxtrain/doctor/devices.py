@@ -44,7 +44,7 @@ class Sums(NamedTuple):
     bytes_per_second: float
     # Of these, at least so many with a fast network between them: in one slice, or on one host.
     near: int
-    # The first process that this one sums with.
+    # The first of the processes that this one sums with, or that these sum with, and so on.
     group: int
     # Numbers of the devices of this process whose sums are wrong.
     wrong: list[int]
@@ -202,8 +202,9 @@ def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) ->
     for shard in result.addressable_shards:
         if not bool(jnp.all(shard.data == size * (size + 1) // 2)):
             wrong.append(shard.device.id)
+    place = mesh.axis_names.index(axis)
     moved = 2 * (size - 1) / size * summed
-    return Sums(axis, size, moved / taken, *_near_and_group(mesh, axis), wrong)
+    return Sums(axis, size, moved / taken, *_near_and_group(mesh.devices, place), wrong)
 
 
 def _median_of_all(call: Callable[[], Any], seconds: float) -> float:
@@ -219,18 +220,24 @@ def _median_of_all(call: Callable[[], Any], seconds: float) -> float:
     return statistics.median(times)
 
 
-def _near_and_group(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """`near` and `group` of sums over an axis."""
-    place = mesh.axis_names.index(axis)
-    groups = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[axis], -1).T
-    near = mesh.shape[axis]
-    first = jax.process_index()
+def _near_and_group(placed: np.ndarray, axis: int) -> tuple[int, int]:
+    """`near` and `group` of sums over an axis of devices as a mesh has them."""
+    size = placed.shape[axis]
+    groups = np.moveaxis(placed, axis, 0).reshape(size, -1).T
+    near = size
+    together: list[set[int]] = []
     for group in groups:
         near = min(near, *collections.Counter(map(_domain, group)).values())
         processes = {device.process_index for device in group}
-        if jax.process_index() in processes:
-            first = min(first, *processes)
-    return near, first
+        apart = []
+        for others in together:
+            if processes & others:
+                processes |= others
+            else:
+                apart.append(others)
+        together = [*apart, processes]
+    (ours,) = (processes for processes in together if jax.process_index() in processes)
+    return near, min(ours)
 
 
 def _domain(device: Any) -> tuple[str, int]:

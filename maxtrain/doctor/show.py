@@ -109,16 +109,18 @@ def _table_of_devices(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table_of_sums(reports: Sequence[Mapping[str, Any]]) -> Table:
-    right = ("devices", "GB/s of each", "slowest hosts", "of the network")
+    right = ("devices", "GB/s of each", "slowest group", "of the network")
     table = _new_table(("sums over",), right)
-    kind = reports[0]["devices"][0]["kind"]
+    kinds = {device["kind"] for report in reports for device in report["devices"]}
     for position, found in enumerate(reports[0]["sums"]):
         of_groups = rates_of_groups(reports, position).values()
-        usual = statistics.median(of_groups)
+        usual = statistics.median_high(of_groups)
         slowest = "-"
         if len(of_groups) > 1:
             slowest = f"{min(of_groups) / 1e9:.3g}"
-        share = _share(usual, possible(found, kind))
+        share = "-"
+        if len(kinds) == 1:
+            share = _share(usual, possible(found, *kinds))
         cells = [str(found["size"]), f"{usual / 1e9:.3g}", slowest, share]
         table.add_row(f"mesh.{found['axis']}", *cells)
     return table

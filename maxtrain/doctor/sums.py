@@ -11,7 +11,8 @@ from maxtrain.parallel.hardware import beyond_bytes, link_bytes
 def rates_of_groups(
     reports: Sequence[Mapping[str, Any]], position: int
 ) -> dict[tuple[int, ...], float]:
-    """Bytes per second that each device moves, by the processes that sum with each other.
+    """Bytes per second that each device moves, by the processes that sum with each other, through
+    others or not.
 
     Those of a group wait for each other, and the one that came last measures what the sums take: so
     the fastest of a group counts.
@@ -34,7 +35,8 @@ def possible(found: Mapping[str, Any], kind: str) -> float | None:
     """Bytes per second that each device of this kind could move in sums, by its data sheet; None:
     it is not known.
 
-    Sums go in rings, which leave a host (a slice of TPUs) as often as it has devices in them.
+    That is what its links can do, and at most what leaves a host (a slice of TPUs): sums go in
+    rings, as many of which leave it as the group has devices there.
     """
     near = link_bytes(kind)
     if near is None or found["near"] == found["size"]:

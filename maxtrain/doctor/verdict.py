@@ -22,6 +22,8 @@ _LEAST_OF_BANDWIDTH = 0.5
 _LEAST_OF_LINKS = {"gpu": 0.4, "tpu": 0.1}
 # Groups of hosts that sum over the same axis are outliers below this share of what is usual.
 _LEAST_OF_SUMS = 0.7
+# Of a group, so many processes are named.
+_MOST_NAMED = 16
 # By platform, within a host or slice and between them.
 _LOOK_AT_LINKS = {
     "gpu": "Look at the links (nvidia-smi topo -m, nvidia-smi nvlink -s)",
@@ -73,6 +75,8 @@ def notes(reports: Sequence[_Report]) -> list[str]:
     for kind in kinds:
         if peak_from_table(kind) is None and not _is_cpu(reports, kind):
             found.append(f"No peak is known for {kind!r}: its speed is compared with others only.")
+    if reports[0]["sums"] and len(kinds) > 1:
+        found.append("Devices are of several kinds: how fast they sum is not judged.")
     if any(device["platform"] == "cpu" for _, device in _devices(reports)):
         found.append("CPU devices share their cores: their speeds are not judged.")
     return found
@@ -268,7 +272,8 @@ def _slow_sums(reports: Sequence[_Report], is_near: bool) -> Iterator[str]:
             continue
         what = f"over mesh.{found['axis']}, between {found['size']} devices"
         of_groups = rates_of_groups(reports, position)
-        usual = statistics.median(of_groups.values())
+        # Of two groups, the faster one.
+        usual = statistics.median_high(of_groups.values())
         for indices, rate in of_groups.items():
             if rate < _LEAST_OF_SUMS * usual:
                 speeds = f"{rate / 1e9:.1f} GB/s, and {usual / 1e9:.1f} are usual"
@@ -283,5 +288,9 @@ def _all_who(reports: Sequence[_Report], indices: Sequence[int]) -> str:
     """The processes of a group, with their hosts."""
     if len(indices) == 1:
         return _who(reports, indices[0])
-    first, last = (_who(reports, index) for index in (indices[0], indices[-1]))
-    return f"{len(indices):,} processes, from {first} to {last}"
+    numbers = ", ".join(map(str, indices[:_MOST_NAMED]))
+    hosts = ", ".join(reports[index]["host"] for index in indices[:_MOST_NAMED])
+    more = ""
+    if len(indices) > _MOST_NAMED:
+        more = f" and {len(indices) - _MOST_NAMED:,} more"
+    return f"processes {numbers} on {hosts}{more}"

@@ -11,6 +11,7 @@ import yaml
 
 from data_pipeline.errors import UsageError, run_command
 from data_pipeline.shards import write_atomic
+from maxtrain.config.sections.mesh import num_slices
 from maxtrain.launch import kubernetes, names, slurm
 from maxtrain.launch.local import run_local, submit
 from maxtrain.launch.options import parse
@@ -110,13 +111,17 @@ def _tell_if_all_are_needed(
 ) -> None:
     """Prints that mesh.min_processes changes nothing, if no number of nodes is `fewer`."""
     least = plan.config.mesh.min_processes
-    if least is not None and least <= given.processes - per_node and not fewer:
-        nodes = given.processes // per_node
-        print(
-            f"maxtrain launch: mesh.min_processes={least}: rows and mesh can't be divided by "
-            f"fewer than {nodes} nodes, so it trains on all of them, or waits",
-            file=sys.stderr,
-        )
+    if plan.verb != "train" or least is None or least > given.processes - per_node or fewer:
+        return
+    nodes = given.processes // per_node
+    why = f"rows and mesh can't be divided by fewer than {nodes} nodes"
+    slices = num_slices(plan.config.mesh)
+    if slices not in (1, nodes, given.processes):
+        why = f"which of {nodes} nodes make one of {slices} slices is not known"
+    print(
+        f"maxtrain launch: mesh.min_processes={least}: {why}, so it trains on all of them, or waits",
+        file=sys.stderr,
+    )
 
 
 def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:

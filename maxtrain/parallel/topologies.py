@@ -82,8 +82,8 @@ def described_devices(topology: str) -> Sequence[Any]:
 def _require_warnings() -> None:
     """UsageError: warnings of XLA's compiler, which `compiler_warnings` reads, are kept back. It
     looks at the variable when jax is imported; libtpu has its own (libtpu.py)."""
-    level = os.environ.get(_LOG_LEVEL, "1")
-    if level not in ("", "0", "1"):
+    level = os.environ.get(_LOG_LEVEL, "")
+    if level.isdecimal() and int(level) >= 2:
         raise UsageError(
             f"{_LOG_LEVEL}={level} keeps back what the compiler says of arrays that it gathers "
             "whole, which is told here. Unset it, or set it to 1."

@@ -124,7 +124,10 @@ def test_a_kernel_that_auto_never_takes_is_named_where_it_would_do():
         assert f"; {kernel} would do, too, and is taken only where it is named" in reason
     reason = choose(Hardware("gpu", "GPUs"), config_of()).reason
     assert "; triton would do, too, on GPUs of compute capability 8.0 or more, and is" in reason
-    assert "; mosaic would do, too, on GPUs of compute capability 9.0 to below 11.0, and" in reason
+    assert (
+        "; mosaic would do, too, on GPUs of compute capability 9.0 or more, below 11.0, and"
+        in reason
+    )
     for hardware, overrides in (
         (H100, ALONE),  # cudnn is taken
         (H100, ("precision.compute=float32",)),

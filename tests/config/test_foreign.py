@@ -79,6 +79,7 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("mesh.ep", "mesh.expert"),
         ("parallelism.context_parallel_degree", "mesh.context"),
         ("mesh.dcn_expert", "mesh.dcn_data, mesh.dcn_stage or mesh.dcn_fsdp"),
+        ("dcn_tensor", "mesh.tensor to the parts within one slice"),
         ("data.max_tokens", "optimizer.accumulation=auto"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -68,6 +69,25 @@ def test_sums_over_each_axis_are_right_and_timed(monkeypatch):
     found = devices.measure_sums(mesh, 0.01, 4096)
     numbers = [device.id for device in mesh.devices.flat]
     assert [each.wrong for each in found] == [[numbers[5]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "near", "groups"),
+    [
+        # Devices 0 and 6, 1 and 7, and so on: hosts 0 and 1, and 1 and 2.
+        ((2, 6), 0, 1, [0, 0, 0]),
+        # Devices 3, 4 and 5 are of hosts 0 and 1.
+        ((4, 3), 1, 1, [0, 0, 0]),
+        ((6, 2), 1, 2, [0, 1, 2]),
+    ],
+)
+def test_a_group_has_all_processes_that_sum_through_others(monkeypatch, sizes, axis, near, groups):
+    """Three hosts of four devices each, in several meshes."""
+    of_hosts = [SimpleNamespace(platform="cpu", process_index=index // 4) for index in range(12)]
+    placed = np.array(of_hosts, dtype=object).reshape(sizes)
+    for process, group in enumerate(groups):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert devices._near_and_group(placed, axis) == (near, group)
 
 
 def test_clocks_are_compared_by_the_median_of_several_looks():

@@ -140,9 +140,45 @@ def test_sums_between_hosts_are_worth_a_look():
     assert notes(between_hosts([9e10, 2e10, 9e10, 9e10])) == []
     (slow,) = notes(between_hosts([9e10, 9e10, 2e10, 3e10]))
     assert slow.startswith(
-        "2 processes, from process 2 on h2 to process 3 on h3: sums over mesh.fsdp, between 4 "
-        "devices, move 30.0 GB/s, and 60.0 are usual. Look at the network"
+        "processes 2, 3 on h2, h3: sums over mesh.fsdp, between 4 devices, move 30.0 GB/s, and "
+        "90.0 are usual. Look at the network"
     )
+
+
+def test_all_of_a_group_are_named_wherever_they_are():
+    reports = [report(index) for index in range(40)]
+    for index, found in enumerate(reports):
+        apart = {"size": 20, "near": 1, "group": index % 2, "bytes_per_second": 4e10}
+        found["sums"][0] |= apart
+        if index % 2:
+            found["sums"][0]["bytes_per_second"] = 1e10
+    (slow,) = notes(reports)
+    numbers = ", ".join(str(index) for index in range(1, 33, 2))
+    assert slow.startswith(f"processes {numbers} on h1, h3, ") and " h31 and 4 more: sums" in slow
+
+
+def test_of_two_hosts_the_faster_one_is_usual():
+    reports = hosts()[:2]
+    reports[1]["sums"][0]["bytes_per_second"] = 2e11
+    (slow,) = problems(reports)
+    assert slow.startswith("process 1 on h1: sums") and "and 360.0 are usual" in slow
+    # Two of four that are slow do not make all of them slow.
+    reports = hosts()
+    for found in reports[2:]:
+        found["sums"][0]["bytes_per_second"] = 1e10
+    assert [line[:15] for line in problems(reports)] == ["process 2 on h2", "process 3 on h3"]
+
+
+def test_sums_of_devices_of_several_kinds_are_not_judged():
+    reports = hosts()
+    reports[0]["sums"][0]["bytes_per_second"] = 1e9
+    for each in reports[3]["devices"]:
+        each["kind"] = "NVIDIA H200"
+    assert "Devices are of several kinds: how fast they sum is not judged." in notes(reports)
+    assert not any("sums" in problem for problem in problems(reports))
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(reports, [], [], console)
+    assert re.search(r"mesh.fsdp +2 +360 +1 +-", console.export_text())
 
 
 def test_sums_between_slices_whose_network_is_not_known_are_held_against_others_alone():
@@ -153,7 +189,7 @@ def test_sums_between_slices_whose_network_is_not_known_are_held_against_others_
     assert notes(reports) == []
     reports[3]["sums"][0]["bytes_per_second"] = 1e7
     (slow,) = notes(reports)
-    assert slow.startswith("2 processes, from process 0 on h0") and "between slices" in slow
+    assert slow.startswith("processes 0, 1 on h0, h1: sums") and "between slices" in slow
 
 
 def test_cpus_are_compared_by_their_results_alone():
@@ -207,5 +243,5 @@ def test_tables_have_every_host_and_the_slowest_devices():
     assert "the slowest 64 of 80 devices" in text
     assert "broken: process 7 on h7: device 15" in text
     assert "Nothing is broken" not in text and " h39 " in text
-    assert re.search(r"slowest hosts +of the network\n *mesh.fsdp +2 +360 +360 +80%", text), text
+    assert re.search(r"slowest group +of the network\n *mesh.fsdp +2 +360 +360 +80%", text), text
     assert "uploaded MB/s" in text and "s3://b/runs          400.0            800.0" in text

@@ -114,6 +114,17 @@ def test_rows_that_fewer_pods_can_not_share_are_told_of(capsys):
         assert command.main([*words, *changes], "maxtrain launch") == 0
         said = capsys.readouterr().err
         assert ("can't be divided by fewer than 4 nodes, so it trains on all" in said) == is_told
+    # What a doctor examines is not trained.
+    assert command.main([*words, "--job", "doctor", "mesh.min_processes=3"], "maxtrain launch") == 0
+    assert "mesh.min_processes" not in capsys.readouterr().err
+    slices = [
+        "mesh.dcn_data=2",
+        "data.batch_size=64",
+        "mesh.min_processes=2",
+        "output_dir=gs://b/r",
+    ]
+    assert command.main([*words, *slices], "maxtrain launch") == 0
+    assert "which of 4 nodes make one of 2 slices is not known" in capsys.readouterr().err
 
 
 def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):

@@ -112,8 +112,14 @@ def test_an_array_that_is_gathered_whole_is_told_of_every_compiler(topology):
     """There is no other way from a third dim that is split to the first two, but there is one to
     the first alone."""
     devices = jax.devices()
+    if topology.startswith("h100"):
+        pytest.importorskip("jax_plugins.xla_cuda13")
+    elif topology != "cpu":
+        pytest.importorskip("libtpu")
     if topology != "cpu":
         devices = described_devices(topology)
+    if len(devices) < 8:
+        pytest.skip("needs eight devices")
     mesh = Mesh(np.array(devices[:8]).reshape(2, 2, 2), ("e", "f", "g"))
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -136,7 +142,7 @@ def test_an_array_that_is_gathered_whole_is_told_of_every_compiler(topology):
     assert told(both, PartitionSpec("e")) == []
 
 
-@pytest.mark.parametrize("level", ["2", "3", "x"])
+@pytest.mark.parametrize("level", ["2", "3"])
 def test_a_level_that_keeps_warnings_back_is_refused(monkeypatch, level):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     with pytest.raises(UsageError, match=rf"TF_CPP_MIN_LOG_LEVEL={level} keeps back .* Unset it"):
@@ -144,9 +150,8 @@ def test_a_level_that_keeps_warnings_back_is_refused(monkeypatch, level):
 
 
 def test_libtpu_tells_its_warnings_whatever_the_environment_says(monkeypatch):
-    monkeypatch.setenv("TPU_MIN_LOG_LEVEL", "3")
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
-    monkeypatch.delenv("TPU_STDERR_LOG_LEVEL", raising=False)
+    environment = {"TPU_MIN_LOG_LEVEL": "3", "TPU_ACCELERATOR_TYPE": "v4-8"}
+    monkeypatch.setattr(os, "environ", environment)
     answer_libtpu()
-    assert os.environ["TPU_MIN_LOG_LEVEL"] == os.environ["TPU_STDERR_LOG_LEVEL"] == "1"
-    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v4-8"
+    assert environment["TPU_MIN_LOG_LEVEL"] == environment["TPU_STDERR_LOG_LEVEL"] == "1"
+    assert environment["TPU_ACCELERATOR_TYPE"] == "v4-8"

@@ -154,7 +154,7 @@ def _range(can: Kernel) -> str:
     if can.below is None:
         return f"{least} or more"
     below = ".".join(map(str, can.below))
-    return f"{least} to below {below}"
+    return f"{least} or more, below {below}"
 
 
 def _why(kernel: str, refused: list[str], hardware: Hardware, config: RunConfig) -> str:
