@@ -119,7 +119,8 @@ def _tell_if_all_are_needed(
     if slices not in (1, nodes, given.processes):
         why = f"which of {nodes} nodes make one of {slices} slices is not known"
     print(
-        f"maxtrain launch: mesh.min_processes={least}: {why}, so it trains on all of them, or waits",
+        f"maxtrain launch: mesh.min_processes={least}: {why}, so it trains on all of them, "
+        "or waits",
         file=sys.stderr,
     )
 

@@ -9,14 +9,14 @@ _ANSWERS = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Warnings of its compiler are read (`topologies.compiler_warnings`). They come at these levels only.
+# Warnings of its compiler are read (`topologies.compiler_warnings`): they come at these levels.
 _WARNINGS = {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
 
 
 def answer_libtpu() -> None:
     """Tells libtpu what it would otherwise look for and complain about; before jax has started,
-    and only where no TPU of this machine is to be used. What is set already stays, but for what would
-    keep warnings back."""
+    and only where no TPU of this machine is to be used. What is set already stays, but for what
+    would keep warnings back."""
     for name, value in _ANSWERS.items():
         os.environ.setdefault(name, value)
     os.environ.update(_WARNINGS)
