@@ -397,6 +397,7 @@ def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_pa
         "limit_bytes": 4 << 30,
         "fits": True,
         "collectives": [line, line | {"kind": "all-reduce", "num_bytes": 10}],
+        "compiler_warnings": ["as the last resort"],
         "estimate": {
             "limit": "network",
             "step_seconds": 0.5,
@@ -419,7 +420,8 @@ def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_pa
         "| llama3_8b | h100:8x8 | fsdp=8 | 16 x 64 in 2 | 3.00 | 75% | network | 0.50 (0.75) |",
     ]
     assert rows[4:] == ["| llama3_8b | h100:8x8 | all-gather | fsdp | 3 | 1.000 | 0.500 |"]
-    assert rows[1] in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert rows[1] in told.out and "XLA gathers an array whole: as the last resort" in told.err
 
 
 def test_weak_scaling_keeps_rows_that_are_not_measured(monkeypatch, tmp_path, capsys):

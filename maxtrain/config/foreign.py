@@ -588,9 +588,10 @@ FOREIGN_VALUES = {
 
 def value_elsewhere(key: str, value: Any) -> ForeignValue | None:
     """What a value that other stacks have is here; None: nobody has it."""
-    is_list = isinstance(value, list) or str(value).startswith("[")
+    is_text = isinstance(value, str)
+    is_list = isinstance(value, list) or (is_text and value.startswith("["))
     if key == "model.remat" and is_list and value not in ([], "[]"):
         return FOREIGN_VALUES[key]["custom"]
-    if not isinstance(value, str):
+    if not is_text:
         return None
     return FOREIGN_VALUES.get(key, {}).get(value)
