@@ -292,9 +292,9 @@ def report(lines: Sequence[str]) -> str:
         f"{STEPS} AdamW steps in float32 of {B} rows of {T} tokens, packed, with a dense model of "
         "4 layers (8 for stage8) and one with experts (`moe`), against the same steps on one "
         "device: the largest relative difference of a loss, of a gradient's norm, and of a "
-        "gradient of the first step, relative to the largest of its array. With several processes, each has its share of the devices, "
-        "and they talk through gloo. `stored-elsewhere`: with `mesh.rules` of all that is split. "
-        "Seconds have compilation."
+        "gradient of the first step, relative to the largest of its array. With several "
+        "processes, each has its share of the devices, and they talk through gloo. "
+        "`stored-elsewhere`: with `mesh.rules` of all that is split. Seconds have compilation."
     )
     return "\n\n".join(["# Meshes", about, what, "\n".join(lines)]) + "\n"
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-from pathlib import Path
 
 import pytest
 
@@ -20,16 +19,11 @@ from tests.url_runs import (
     on_two_hosts,
     steps_at,
     train,
-    undisturbed,
+    undisturbed,  # noqa: F401 (the fixture `folder`)
     url_of,
 )
 
 pytestmark = pytest.mark.usefixtures("this_process")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_run, s3) -> Path:
-    return undisturbed(tmp_path_factory.mktemp("faults"), tiny_run)
 
 
 @pytest.mark.long

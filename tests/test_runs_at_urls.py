@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -27,16 +26,11 @@ from tests.url_runs import (
     options,
     steps_at,
     train,
-    undisturbed,
+    undisturbed,  # noqa: F401 (the fixture `folder`)
     url_of,
 )
 
 pytestmark = pytest.mark.usefixtures("this_process")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_run, s3) -> Path:
-    return undisturbed(tmp_path_factory.mktemp("url"), tiny_run)
 
 
 @pytest.mark.long

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.faulty_s3 import names_below
 from data_pipeline.remote import RemotePath
 from maxtrain import failpoints
@@ -22,8 +24,10 @@ STEPS = 9
 BUCKET = "s3://faulty"
 
 
-def undisturbed(folder: Path, tiny_run) -> Path:
+@pytest.fixture(scope="module", name="folder")
+def undisturbed(tmp_path_factory, tiny_run, s3) -> Path:
     """A folder with a config beside its data, and a run on a disk that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("url")
     tiny_run(
         folder,
         steps=STEPS,

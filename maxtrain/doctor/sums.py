@@ -5,7 +5,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxtrain.parallel.hardware import beyond_bytes, link_bytes
+from maxtrain.parallel.hardware import known_links
 
 
 def rates_of_groups(
@@ -38,10 +38,11 @@ def possible(found: Mapping[str, Any], kind: str) -> float | None:
     That is what its links can do, and at most what leaves a host (a slice of TPUs): sums go in
     rings, as many of which leave it as the group has devices there.
     """
-    near = link_bytes(kind)
-    if near is None or found["near"] == found["size"]:
-        return near
-    beyond = beyond_bytes(kind)
-    if beyond is None:
+    links = known_links(kind)
+    if links is None:
         return None
-    return min(near, found["near"] * beyond)
+    if found["near"] == found["size"]:
+        return links.near
+    if links.beyond is None:
+        return None
+    return min(links.near, found["near"] * links.beyond)

@@ -15,7 +15,13 @@ from maxtrain.config.sections.mesh import num_slices
 from maxtrain.launch import kubernetes, names, slurm
 from maxtrain.launch.local import run_local, submit
 from maxtrain.launch.options import parse
-from maxtrain.launch.plan import Devices, Plan, enough_nodes, make_plan
+from maxtrain.launch.plan import (
+    Devices,
+    Plan,
+    enough_nodes,
+    make_plan,
+    nodes_of_slices_are_known,
+)
 from maxtrain.launch.tpu import TPUS, Slice, make_slice
 from maxtrain.models.known import MODELS
 
@@ -115,8 +121,8 @@ def _tell_if_all_are_needed(
         return
     nodes = given.processes // per_node
     why = f"rows and mesh can't be divided by fewer than {nodes} nodes"
-    slices = num_slices(plan.config.mesh)
-    if slices not in (1, nodes, given.processes):
+    if not nodes_of_slices_are_known(plan, given, per_node):
+        slices = num_slices(plan.config.mesh)
         why = f"which of {nodes} nodes make one of {slices} slices is not known"
     print(
         f"maxtrain launch: mesh.min_processes={least}: {why}, so it trains on all of them, "

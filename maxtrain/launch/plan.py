@@ -95,6 +95,12 @@ class Plan(NamedTuple):
         return self._replace(arguments=arguments)
 
 
+def nodes_of_slices_are_known(plan: Plan, given: Devices, per_node: int) -> bool:
+    """Whether each slice of the mesh is a node, or a process: which nodes make a larger one is not
+    known before its devices are."""
+    return num_slices(plan.config.mesh) in (1, given.processes // per_node, given.processes)
+
+
 def enough_nodes(plan: Plan, given: Devices, per_node: int) -> list[int]:
     """Numbers of nodes, fewer than those of a job, that its run can do with; the most first.
 
@@ -108,11 +114,9 @@ def enough_nodes(plan: Plan, given: Devices, per_node: int) -> list[int]:
     count = given.count(config)
     if plan.verb != "train" or least is None or count is None:
         return []
-    slices = num_slices(config.mesh)
-    nodes = given.processes // per_node
-    # Which nodes make a slice is not known here, if a slice is more than a node.
-    if slices not in (1, nodes, given.processes):
+    if not nodes_of_slices_are_known(plan, given, per_node):
         return []
+    nodes = given.processes // per_node
     had = max(given.processes, config.mesh.planned_processes or 0)
     found = []
     for fewer in range(nodes - 1, 0, -1):

@@ -56,6 +56,11 @@ class Links(NamedTuple):
         """Whether devices are wired to their neighbours alone, as TPUs are."""
         return self.ports > 1
 
+    @property
+    def near(self) -> float:
+        """Bytes a second in one direction over all links of a device."""
+        return self.link * self.ports
+
 
 # TPUs: https://cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x. "Bidirectional bandwidth per
 # chip" is divided by both directions and by the links: 4 of a chip of v5e and v6e (400 and 800
@@ -159,27 +164,14 @@ def peak_from_table(kind: str) -> float | None:
     return tflops * 1e12
 
 
-def link_bytes(kind: str) -> float | None:
-    """Bytes per second that one device of this kind can send to others, over all of its links;
-    None: it is not known."""
-    found = _first(LINKS, kind)
-    if found is None:
-        return None
-    return found.link * found.ports
-
-
-def beyond_bytes(kind: str) -> float | None:
-    """Bytes per second that one device of this kind can send to other hosts of GPUs, or to other
-    slices of TPUs; None: it is not known."""
-    found = _first(LINKS, kind)
-    if found is None:
-        return None
-    return found.beyond
+def known_links(kind: str) -> Links | None:
+    """Memory and network of one device of this kind; None: the table doesn't know it."""
+    return _first(LINKS, kind)
 
 
 def memory_bandwidth(kind: str) -> float | None:
     """Bytes per second of the memory of one device of this kind; None: it is not known."""
-    found = _first(LINKS, kind)
+    found = known_links(kind)
     if found is None:
         return None
     return found.memory
@@ -196,7 +188,7 @@ def links(device: Any) -> Links:
     Raises:
         ConfigError: the table doesn't know it.
     """
-    found = _first(LINKS, device.device_kind)
+    found = known_links(device.device_kind)
     if found is None:
         known = "v5e, v5p, v6e, tpu7x, h100, h200 or b200"
         raise ConfigError(

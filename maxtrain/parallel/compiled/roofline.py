@@ -74,10 +74,13 @@ def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> l
     """
     devices = list(mesh.devices.flat)
     shape = dict(mesh.shape)
+    of_slice = []
+    if links.is_torus:
+        of_slice = _positions_of_a_slice(devices)
     sums: dict[tuple[str, tuple[str, ...], bool], Line] = {}
     for one, count in work.collectives.items():
         if is_compiled:
-            one = _placed(one, devices, links)
+            one = _placed(one, devices, of_slice)
         axes = one.axes(shape)
         if not axes:
             continue
@@ -91,20 +94,29 @@ def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> l
     return sorted(sums.values(), key=lambda line: (-line.seconds, line.kind, line.axes))
 
 
-def _placed(one: Collective, devices: list[Any], links: Links) -> Collective:
-    """With positions in the mesh."""
-    if one.is_between_slices:
-        return one.placed([device.id for device in devices])
-    if not links.is_torus:
-        return one
-    first = []
+def _positions_of_a_slice(devices: list[Any]) -> list[int]:
+    """Where the devices of the first of several slices are in the mesh; empty: there is but one."""
+    found = []
     for position, device in enumerate(devices):
         if slice_of(device) == slice_of(devices[0]):
-            first.append(position)
-    if len(first) == len(devices):
-        return one
-    # What one slice does, all do.
-    return one.within(first)
+            found.append(position)
+    if len(found) == len(devices):
+        return []
+    return found
+
+
+def _placed(one: Collective, devices: list[Any], of_slice: list[int]) -> Collective:
+    """With positions in the mesh.
+
+    Args:
+        devices: of the mesh.
+        of_slice: as of `_positions_of_a_slice`: what one slice does, all do.
+    """
+    if one.is_between_slices:
+        return one.placed([device.id for device in devices])
+    if of_slice:
+        return one.within(of_slice)
+    return one
 
 
 def roofline(
