@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.hub import download_hint
 from data_pipeline.teacher_files import TeacherFiles
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
@@ -251,6 +252,7 @@ def _find_model(role: str, place: str, name: str) -> FrozenModel:
         raise ConfigError(
             f"{name} is neither a run of maxtrain, nor one of its checkpoints, "
             "nor a Hugging Face directory. Name a directory with config.yaml or config.json."
+            f"{download_hint(place)}"
         )
     step = step_of(run, asked)
     if step not in complete(run / "checkpoints"):

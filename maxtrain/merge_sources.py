@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data_pipeline.errors import DataError
+from data_pipeline.hub import download_hint
 from data_pipeline.remote import is_url
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import load_tokenizer
@@ -87,7 +88,7 @@ def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
         return _open_run(place, run, step)
     raise DataError(
         f"{place}: is neither a directory with config.json and model.safetensors, nor a run. Name "
-        "a directory, RUN, or RUN@STEP."
+        f"a directory, RUN, or RUN@STEP.{download_hint(place)}"
     )
 
 

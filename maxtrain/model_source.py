@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.hub import download_hint
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
@@ -108,7 +109,7 @@ def _is_of_hugging_face(place: str) -> bool:
         what = _what_is_there(directory, RUN_CONFIG, HF_CONFIG)
         raise UsageError(
             f"{place}: {what}. Name the directory of a run, such as {_runs_beside(directory)}, or "
-            f"a Hugging Face directory with {HF_CONFIG}."
+            f"a Hugging Face directory with {HF_CONFIG}.{download_hint(place)}"
         )
     return False
 
@@ -121,6 +122,7 @@ def _require_weights(place: str) -> None:
         raise UsageError(
             f"--hf {place}: {what}. Name a directory with {HF_CONFIG}, weights and tokenizer.json, "
             "as downloaded from Hugging Face or written by `maxtrain export`."
+            f"{download_hint(place)}"
         )
 
 
@@ -250,6 +252,7 @@ def _own_config(directory: str | Path) -> str:
             what = "is a Hugging Face directory"
         raise UsageError(
             f"RUN={run}: {what}. Name the directory of a run, such as {_runs_beside(run)}."
+            f"{download_hint(directory)}"
         )
     require_own_config(run)
     return f"config={run / RUN_CONFIG}"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from maxtrain.cli import VERBS, main
 
 RUN = """
 import sys
+from pathlib import Path
 from maxtrain.cli import main
 try:
     code = main()
@@ -92,3 +94,41 @@ def test_output_that_nobody_reads_ends_without_a_word(argv, monkeypatch, capfd):
             code = stop.code
     assert code == 141
     assert capfd.readouterr().err == ""
+
+
+def test_the_package_is_the_command(tmp_path):
+    command = [sys.executable, "-m", "maxtrain"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    version = subprocess.run([*command, "--version"], check=True, **options)
+    assert version.stdout.strip() == maxtrain.__version__
+    unknown = subprocess.run([*command, "trian"], check=False, **options)
+    assert unknown.returncode == 64 and "Did you mean train?" in unknown.stderr
+
+
+HUB = "Nobody/No-Model-0.5B"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", HUB, "--prompt", "a"],
+        ["generate", "--hf", HUB, "--prompt", "a"],
+        ["score", HUB, "--text", "a"],
+        ["evaluate", HUB],
+        ["serve", HUB],
+        ["export", HUB, "out"],
+        ["import", HUB, "runs/a"],
+        ["teach", HUB, "data"],
+        ["plan", "config=quickstart", f"model={HUB}"],
+    ],
+    ids=lambda argv: "-".join(argv[:2]),
+)
+def test_a_name_of_the_hub_in_place_of_a_directory(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code not in (0, 70) and f"hf download {HUB} --local-dir " in said

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, UserError, blame_storage
+from data_pipeline.hub import download_hint
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
 from data_pipeline.strict_json import loads
@@ -61,6 +62,7 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             blame_storage(str(path), error)
+        mend += download_hint(spec)
         raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
     except UserError:
         raise

@@ -143,7 +143,8 @@ def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded
     other keys have their defaults.
     """
     problems: list[ValueProblem] = []
-    given = parse(argv, problems)
+    about_words: list[str] = []
+    given = parse(argv, about_words)
     reference = given.pop("config", "")
     if not reference and (models is None or "model" not in given):
         raise UsageError(
@@ -165,7 +166,7 @@ def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded
     config, about_warmup = with_fitting_warmup(_from_tree(tree, problems), given)
     config, about_idle = with_defaults(config, made_idle(config, file_tree, given))
     _require_no_problems(config, problems)
-    return Loaded(config, [*about_warmup, *about_idle, *about_model])
+    return Loaded(config, [*about_words, *about_warmup, *about_idle, *about_model])
 
 
 def _name_model(

@@ -20,8 +20,17 @@ from maxtrain.config.words import show
 _NULLS = ("null", "none", "None")
 
 
-def parse(argv: Sequence[str], problems: list[ValueProblem]) -> dict[str, str]:
-    """The words of a command line by their keys; UsageError: one is no `key=value`."""
+def parse(argv: Sequence[str], notes: list[str]) -> dict[str, str]:
+    """The words of a command line by their keys. Of a key that is given several times the last
+    value counts, so that a command can be changed by what is added to its end.
+
+    Args:
+        argv: the words.
+        notes: gets a line about each key that is given again with another value.
+
+    Raises:
+        UsageError: a word is not `key=value`.
+    """
     given: dict[str, str] = {}
     for word in argv:
         name, equals, value = word.partition("=")
@@ -36,11 +45,11 @@ def parse(argv: Sequence[str], problems: list[ValueProblem]) -> dict[str, str]:
                 f"{word!r} can't be understood; arguments are key=value. "
                 f"Write {example}, without dashes or spaces; `--help` lists the keys."
             )
-        if name in given:
-            message = (
-                f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."
+        if name in given and given[name] != value:
+            notes.append(
+                f"{name} is given more than once: {name}={show(value)} counts, which comes after "
+                f"{name}={show(given[name])}."
             )
-            problems.append(ValueProblem(name, message))
         given[name] = value
     return given
 

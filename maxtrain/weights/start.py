@@ -17,6 +17,7 @@ import yaml
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.hub import download_hint
 from data_pipeline.shards import TOKENIZER
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.at_url import url_of
@@ -241,6 +242,11 @@ def starting_variables(
                 f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, "
                 f"and checkpoint.init_from={config.init_from} is none. Set "
                 "checkpoint.init_partial=[]."
+            )
+        if not directory.exists():
+            raise ConfigError(
+                f"checkpoint.init_from={config.init_from}: is not there. Name a run, one of its "
+                f"checkpoints, or a Hugging Face directory.{download_hint(config.init_from)}"
             )
         loaded = load_weights(variables, directory, model, tell, without_head=without_head)
         return join(loaded, new_score)

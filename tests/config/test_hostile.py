@@ -345,10 +345,6 @@ def test_a_file_that_can_not_be_read(tmp_path, monkeypatch):
         (["config=a\0.yaml"], "is neither a known name nor a .py or .yaml file"),
         (["config=" + "a" * 5000 + ".yaml"], "is neither a known name nor a .py or .yaml file"),
         (["config=/dev/null"], "is neither a known name nor a .py or .yaml file"),
-        (
-            ["data.sources.a.path=x", "data.sources.a.path=y"],
-            "data.sources.a.path is given twice, x and y. Keep one of them.",
-        ),
     ],
     ids=lambda x: x[0][:30] if isinstance(x, list) else "",
 )

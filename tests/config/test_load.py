@@ -21,6 +21,7 @@ from maxtrain.config import (
     shipped,
     to_yaml,
 )
+from maxtrain.config.load import load_with_notes
 from tests.shared import half_a_second, timed
 
 ROOT = Path(__file__).parents[2]
@@ -140,9 +141,8 @@ def test_problems_of_all_kinds_come_together():
         "config=quickstart", "model.embd_dim=3", "Learning_rate=1e-3", "data.batch_size=2.5", "mesh.data=0", "seed=1", "seed=2",
         "per_device_batch_size=4", "schedule.warmup_steps=1e4", "eval_steps=-7", "steps=300",
     )  # fmt: skip
-    assert len(found) == 8
+    assert len(found) == 7
     expected = [
-        "seed is given twice, 1 and 2. Keep one of them.",
         "model.embed_dim",
         "optimizer.learning_rate",
         "eval_steps=-7",
@@ -522,3 +522,32 @@ def resolve_with(sources, sets):
 )
 def test_nulls_that_leave_nothing_out_are_told(overrides, message):
     assert message in "\n".join(problems("config=quickstart", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "num_notes"),
+    [
+        (["steps=3000", "steps=4000"], 4000, 1),
+        (["steps=3000", "steps=4000", "steps=5000"], 5000, 2),
+        (["steps=3000", "seed=1", "steps=3000"], 3000, 0),
+        (["steps=auto", "data.batch_size=2", "steps=4000"], 4000, 1),
+    ],
+)
+def test_of_a_key_given_again_the_last_value_counts(words, steps, num_notes):
+    config, notes = load_with_notes(["config=quickstart", *words])
+    assert config.steps == steps
+    assert (
+        len([note for note in notes if "steps" in note and "more than once" in note]) == num_notes
+    )
+
+
+def test_a_config_given_again_counts_too():
+    words = ["config=nothing.yaml", "config=quickstart"]
+    config, notes = load_with_notes(words)
+    assert config == load_with_notes(["config=quickstart"]).config
+    assert any("config=quickstart" in note for note in notes)
+
+
+def test_a_value_that_is_replaced_later_is_not_judged():
+    config, _ = load_with_notes(["config=quickstart", "steps=many", "steps=4000"])
+    assert config.steps == 4000

@@ -285,3 +285,9 @@ def test_what_an_older_config_does_not_say_is_no_difference(saved):
     assert changed_meaning(MODEL, saved) == {}
     require_same_meaning(MODEL, RunState(step=4, config=saved))
     require_same_meaning(MODEL, None)
+
+
+def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"hf download Nobody/No-Model --local-dir"):
+        start("Nobody/No-Model")

@@ -16,6 +16,7 @@ import yaml
 
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.hub import download_hint
 from data_pipeline.remote import RemotePath, is_url
 from maxtrain.config.load import NamedModel
 from maxtrain.config.schema import ModelConfig
@@ -133,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(
             f"{path}: can't be read ({error.strerror}). Name a directory with config.json and "
-            "model.safetensors, as downloaded from Hugging Face."
+            f"model.safetensors, as downloaded from Hugging Face.{download_hint(path.parent)}"
         ) from error
     except ValueError as error:
         raise DataError(f"{path}: is not a JSON object ({error}). {AGAIN}.") from error
@@ -190,7 +191,7 @@ def model_named(place: str) -> NamedModel:
     near = difflib.get_close_matches(place, PRESETS, n=4, cutoff=0.5) or list(PRESETS)
     raise UsageError(
         "is neither a directory with config.json, nor a run, nor the name of a model that has been "
-        f"released. Name a directory, or one such as {choices(near)}."
+        f"released. Name a directory, or one such as {choices(near)}.{download_hint(place)}"
     )
 
 
