@@ -53,6 +53,9 @@ CHATML = """
 {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# Names of templates; of several, transformers takes these by itself.
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
@@ -66,8 +69,8 @@ def load_template(
     """The template that --chat-template names, and the files it is made of.
 
     Args:
-        spec: a file, "chatml", or empty: chat_template.jinja or tokenizer_config.json beside the
-            tokenizer.
+        spec: a file, "chatml", the name of one of several templates of the tokenizer, or empty:
+            chat_template.jinja or tokenizer_config.json beside the tokenizer.
         tokenizer: as for `load_tokenizer`; the tokenizer_config.json beside it tells bos_token,
             eos_token and the like.
         special: its special tokens.
@@ -82,7 +85,7 @@ def load_template(
         if tokenizer != "bytes":
             beside = tokenizer_path(tokenizer)
             settings = read_settings(beside)
-        source, files = _find_source(spec, beside, settings, option)
+        by_name, files = _find_sources(spec, beside, settings, option)
         # add_bos_token and the like say whether, not which.
         keys = [k for k in settings if k.endswith("_token") and not k.startswith("add_")]
         named = {key: named_token(settings, key) for key in keys}
@@ -98,22 +101,30 @@ def load_template(
         files.append(beside.with_name(SETTINGS))
     if spec == "chatml":
         _require_chatml_tokens(name, special)
-    used = _examine(source, name)
-    for variable in used.variables:
-        if variable.endswith("_token") and variable not in named:
-            raise DataError(
-                f"{name}: writes {variable}, which no {SETTINGS} beside the tokenizer names. "
-                f'Add "{variable}" there, with null if there is no such token.'
-            )
-    if "strftime_now" in used.names and not date:
-        mend = "Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes"
-        raise DataError(f"{name}: writes the date. {mend}.")
+    for source in by_name.values():
+        used = _examine(source, name)
+        for variable in used.variables:
+            if variable.endswith("_token") and variable not in named:
+                raise DataError(
+                    f"{name}: writes {variable}, which no {SETTINGS} beside the tokenizer names. "
+                    f'Add "{variable}" there, with null if there is no such token.'
+                )
+        if "strftime_now" in used.names and not date:
+            mend = "Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes"
+            raise DataError(f"{name}: writes the date. {mend}.")
     try:
         datetime.date.fromisoformat(date or "2000-01-01")
     except ValueError as error:
         raise DataError(f"--chat-date {date}: is not a date. Give YYYY-MM-DD.") from error
     tokens = tuple((key, token) for key, token in sorted(named.items()) if token is not None)
-    return Template(source, tokens, tuple(sorted(special)), date), files
+    template = Template(
+        source=by_name.get(_DEFAULT, ""),
+        tokens=tokens,
+        special=tuple(sorted(special)),
+        date=date,
+        tool_use=by_name.get(_TOOL_USE, ""),
+    )
+    return template, files
 
 
 def _require_chatml_tokens(name: str, special: Iterable[str]) -> None:
@@ -126,34 +137,57 @@ def _require_chatml_tokens(name: str, special: Iterable[str]) -> None:
         )
 
 
-def _find_source(
+def _find_sources(
     spec: str, tokenizer: Path | None, settings: dict[str, Any], option: str
-) -> tuple[str, list[Path]]:
-    """Text of the template, and the file that has it, unless `settings` have. DataError: there is
-    none, or it can't be read."""
+) -> tuple[dict[str, str], list[Path]]:
+    """Return the templates to use by name, "default" and perhaps "tool_use" for conversations with
+    tools, and the file that holds them, unless `settings` do.
+
+    `spec` may also be the name of one of the tokenizer's own templates.
+
+    Raises:
+        DataError: there is no template, or a file can't be read.
+    """
     if spec == "chatml":
-        return CHATML, []
+        return {_DEFAULT: CHATML}, []
+    own, files = _own_sources(tokenizer, settings)
+    if spec in own:
+        return {_DEFAULT: own[spec]}, files
     if spec:
-        return _read_source(Path(spec)), [Path(spec)]
-    if tokenizer:
-        file = tokenizer.with_name(CHAT_TEMPLATE)
-        if file.exists():
-            return _read_source(file), [file]
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        # Several, by name.
-        by_name = {}
-        for entry in source:
-            if isinstance(entry, dict):
-                by_name[entry.get("name")] = entry.get("template")
-        source = by_name.get("default")
-    if not isinstance(source, str):
+        return {_DEFAULT: _read_source(Path(spec))}, [Path(spec)]
+    used = {name: own[name] for name in (_DEFAULT, _TOOL_USE) if name in own}
+    if not used and own:
+        raise DataError(
+            f"{option}: the tokenizer has chat templates by the names {', '.join(sorted(own))}, "
+            f"and none is {_DEFAULT}. Choose one with --chat-template NAME."
+        )
+    if not used:
         raise DataError(
             f"{option}: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} "
             f"nor chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template "
             "chatml if the tokenizer has its tokens."
         )
-    return source, []
+    return used, files
+
+
+def _own_sources(
+    tokenizer: Path | None, settings: dict[str, Any]
+) -> tuple[dict[str, str], list[Path]]:
+    """Return all templates beside a tokenizer by their names, and the files that hold them, unless
+    `settings` do. An unnamed template is "default"."""
+    if tokenizer:
+        file = tokenizer.with_name(CHAT_TEMPLATE)
+        if file.exists():
+            return {_DEFAULT: _read_source(file)}, [file]
+    found = settings.get("chat_template")
+    if isinstance(found, str):
+        return {_DEFAULT: found}, []
+    named = {}
+    if isinstance(found, list):
+        for entry in found:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                named[str(entry.get("name"))] = entry["template"]
+    return named, []
 
 
 def _read_source(file: Path) -> str:

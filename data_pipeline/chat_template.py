@@ -50,15 +50,41 @@ class ChatError(ValueError):
 class Template(NamedTuple):
     """A chat template and what it needs besides messages.
 
-    `tokens` are the variables such as bos_token. `special` are the texts of the tokenizer's special
-    tokens. `date`, in ISO form, is the date that strftime_now formats (empty: the template does not
-    call it).
+    Attributes:
+        source: the template of conversations; empty: there is only one for conversations with
+            tools.
+        tokens: the variables such as bos_token.
+        special: the texts of the tokenizer's special tokens.
+        date: in ISO form, the date that strftime_now formats; empty: the template does not call it.
+        tool_use: the template of conversations with tools; empty: `source` is.
     """
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
     special: tuple[str, ...] = ()
     date: str = ""
+    tool_use: str = ""
+
+    def source_for(self, tools: list[Any] | None) -> str:
+        """Return the source of the template for a conversation with these tools, as transformers
+        chooses it.
+
+        Raises:
+            ChatError: there are no tools, and the only template is for conversations with tools.
+        """
+        if tools and self.tool_use:
+            return self.tool_use
+        if not self.source:
+            raise ChatError(
+                "the tokenizer has a chat template tool_use for conversations with tools, none by "
+                "the name default for others, and this conversation has no tools"
+            )
+        return self.source
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of all templates."""
+        return tuple(filter(None, (self.source, self.tool_use)))
 
     @property
     def sha256(self) -> str:
@@ -66,9 +92,18 @@ class Template(NamedTuple):
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()
 
     @property
-    def marked(self) -> bool:
-        """Whether it marks what the assistant said, by {% generation %}."""
-        return _GENERATION.search(self.source) is not None
+    def targets(self) -> str:
+        """How the assistant's text is found: "marked" by {% generation %}, or "compared" with the
+        text of fewer messages; "mixed" where one of two templates has marks."""
+        found = {is_marked(source) for source in self.sources}
+        if len(found) > 1:
+            return "mixed"
+        return "marked" if True in found else "compared"
+
+
+def is_marked(source: str) -> bool:
+    """Whether a template marks the assistant's text by {% generation %}."""
+    return _GENERATION.search(source) is not None
 
 
 class Contents(NamedTuple):
@@ -191,7 +226,8 @@ def _render(
     messages = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
-    compiled = _compiled(template.source, template.date)
+    source = template.source_for(tools)
+    compiled = _compiled(source, template.date)
     try:
         text = compiled.render(
             messages=messages,
@@ -208,7 +244,7 @@ def _render(
     if len(text) > MAX_CHARACTERS:
         raise ChatError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
     if " at 0x" in text:
-        given = template.source + json.dumps([messages, tools], ensure_ascii=False)
+        given = source + json.dumps([messages, tools], ensure_ascii=False)
         if any(address not in given for address in _ADDRESS.findall(text)):
             raise ChatError(
                 "the chat template writes an object's address in memory, which is another one each "
@@ -235,7 +271,7 @@ def render_spans(
 ) -> list[Span]:
     """See `chat.render_spans`; nothing in the first `untaught` messages is a target."""
     text = _render(template, messages, tools)
-    if template.marked:
+    if is_marked(template.source_for(tools)):
         blocks = 0
         if untaught:
             # Blocks, not text: a template may write a turn differently when more messages follow.
@@ -328,7 +364,7 @@ def _around(
     try:
         unprompted = _render(template, earlier, tools)
         before = unprompted
-        if _PROMPT in template.source:
+        if _PROMPT in template.source_for(tools):
             before = _render(template, earlier, tools, prompt=True)
     except ChatError as error:
         raise ChatError(f"{error}, given only the messages before an answer, {_UNTOLD}") from error

@@ -414,10 +414,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         settings["system"] = options.system
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
-        settings["chat_targets"] = "marked" if template.marked else "compared"
-        if isinstance(tokenizer, JsonTokenizer):
-            source = template.source.encode()
-            tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source}
+        settings["chat_targets"] = template.targets
+        # Several templates are the tokenizer's own, whose files are copied as they are.
+        if isinstance(tokenizer, JsonTokenizer) and len(template.sources) == 1:
+            (source,) = template.sources
+            tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source.encode()}
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
     origin = {"sources": sources, "settings": settings, "command": command}
     if forms:

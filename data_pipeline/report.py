@@ -28,6 +28,7 @@ _EXAMPLE_TOKENS = 16
 _TARGETS_BY = {
     "marked": "what {% generation %} holds in the chat template",
     "compared": "what the template adds for an answer; it has no {% generation %}",
+    "mixed": "what {% generation %} holds, or without it, what the template adds for an answer",
 }
 
 

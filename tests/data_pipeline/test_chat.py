@@ -338,6 +338,45 @@ def test_where_a_template_comes_from(tmp_path):
     assert given.source == "given" and given.sha256 != template.sha256 == template._replace().sha256
 
 
+def test_conversations_with_tools_have_the_template_tool_use(tmp_path):
+    """As transformers' get_chat_template chooses among templates with names."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def load(names, spec=""):
+        listed = [
+            {"name": name, "template": f"{name} {{{{ (tools or []) | length }}}}"} for name in names
+        ]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+        return load_template(spec, tmp_path, [])[0]
+
+    user = [{"role": "user", "content": "a"}]
+    both = load(["default", "tool_use", "rag"])
+    assert render(both, user, [{}, {}]) == "tool_use 2"
+    assert render(both, user) == render(both, user, []) == "default 0"
+    assert both.sources == tuple(
+        f"{name} {{{{ (tools or []) | length }}}}" for name in ("default", "tool_use")
+    )
+    assert render(load(["default", "rag"]), user, [{}]) == "default 1"
+    assert render(load(["default", "rag"], "rag"), user, [{}]) == "rag 1"
+    only = load(["tool_use"])
+    assert render(only, user, [{}]) == "tool_use 1"
+    with pytest.raises(ChatError, match="this conversation has no tools"):
+        render(only, user)
+    with pytest.raises(DataError, match=r"by the names rag, x.*Choose one with --chat-template NA"):
+        load(["x", "rag"])
+
+
+def test_targets_are_found_by_the_template_that_is_used():
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    compared = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template = Template(compared, tool_use=marked)
+    assert template.targets == "mixed"
+    assert render_spans(template, messages, [{}]) == [("ab", True)]
+    assert render_spans(template, messages) == [("<user>a<assistant>", False), ("b", True)]
+    assert Template(marked, tool_use=marked).targets == "marked"
+
+
 @pytest.mark.parametrize(
     ("spec", "source", "message"),
     [
