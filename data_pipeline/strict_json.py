@@ -8,10 +8,13 @@ in code that walks through the value later.
 
 import json
 import math
+from pathlib import Path
 from typing import Any, NoReturn
 
 # Most lists and objects inside each other, since code that walks through a value may recurse.
 MAX_DEPTH = 200
+# Bytes of a file that is read whole. An index of 100,000 tensors has about 10 MB.
+MAX_FILE_BYTES = 1 << 26
 _BOM = b"\xef\xbb\xbf"
 _CONTAINERS = frozenset((dict, list))
 
@@ -56,6 +59,20 @@ def loads(text: str | bytes) -> Any:
     if _is_deep(value):
         raise StrictJsonError(_TOO_DEEP)
     return value
+
+
+def read(path: Path, most: int = MAX_FILE_BYTES) -> Any:
+    """The value of a JSON file of at most so many bytes.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is longer, or as `loads`.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise StrictJsonError(f"longer than {most:,} bytes")
+    return loads(content)
 
 
 _TOO_DEEP = f"lists or objects are more than {MAX_DEPTH} deep"

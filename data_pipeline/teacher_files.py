@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
+from data_pipeline import strict_json
 from data_pipeline.config import Verify
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.remote import RemotePath
@@ -96,7 +97,7 @@ class TeacherRecord:
         path = folder / RECORD
         mend = f"Remove {folder} and make it again with `maxtrain teach`"
         try:
-            values = json.loads(path.read_bytes())
+            values = strict_json.read(path)
             expected = values.pop("digest")
             files = tuple(KeptFile(**file) for file in values.pop("files"))
             record = cls(**values, files=files)

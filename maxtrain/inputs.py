@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from data_pipeline import strict_yaml
 from data_pipeline.bins import document_targets
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
@@ -133,12 +133,12 @@ def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
     Both values, by their keys.
     """
     try:
-        before = yaml.safe_load(saved)
-    except yaml.YAMLError:
+        before = strict_yaml.loads(saved)
+    except ValueError:
         before = None
     if not isinstance(before, dict) or not isinstance(before.get("data"), dict):
         return []
-    now = yaml.safe_load(to_yaml(config))
+    now = strict_yaml.loads(to_yaml(config))
     changes = []
     seed_before = before["data"].get("seed")
     if seed_before is None:
@@ -151,7 +151,7 @@ def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
     in_fractions = any(stage.get("unit") == "fraction" for stage in stages)
     if in_fractions and before.get("steps") != now["steps"]:
         changes.append(f"steps was {before.get('steps')} and is {now['steps']}")
-    default = yaml.safe_load(to_yaml(RunConfig()))
+    default = strict_yaml.loads(to_yaml(RunConfig()))
     values_before = _by_path(default["data"] | before["data"], "data")
     values_now = _by_path(default["data"] | now["data"], "data")
     for key, value in values_now.items():

@@ -212,7 +212,7 @@ def _read_identity(run: Path) -> dict[str, Any]:
     file = run / FILE_NAME
     if not file.exists():
         return {}
-    content = strict_json.loads(file.read_bytes())
+    content = strict_json.read(file)
     if not isinstance(content, dict) or not isinstance(content.get("run"), str):
         raise ValueError("it has no id of a run")
     # These raise if they are no numbers.

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import yaml
-
+from data_pipeline import strict_yaml
 from data_pipeline.guard import GuardState
 from data_pipeline.plan import DataRead
 from maxtrain.checkpoint.rollback import Rollback, check_rollback, same_left_out
@@ -128,8 +127,8 @@ class RunState:
         """The kernel of attention that the run was trained with, by its config; None: it does not
         say."""
         try:
-            kernel = yaml.safe_load(self.config)["model"]["attention"]
-        except (yaml.YAMLError, KeyError, TypeError):
+            kernel = strict_yaml.loads(self.config)["model"]["attention"]
+        except (ValueError, KeyError, TypeError):
             return None
         if not isinstance(kernel, str) or kernel not in ATTENTION:
             return None

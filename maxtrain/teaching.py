@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from data_pipeline import strict_json
 from data_pipeline.bins import document_targets
 from data_pipeline.errors import ConfigError, DataError, DivergedError, StorageError
 from data_pipeline.shards import TokenShards, write_atomic
@@ -147,7 +148,7 @@ def _done(folder: Path, record: TeacherRecord) -> dict[str, int]:
         return {"shard": 0, "documents": 0}
     mend = f"Name another one with --name, or remove {folder}"
     try:
-        state = json.loads(path.read_bytes())
+        state = strict_json.read(path)
         found = {name: int(state[name]) for name in ("shard", "documents")}
         before = state["record"]
     except (ValueError, LookupError, TypeError) as error:

@@ -526,6 +526,45 @@ def unasserted_tests(project: Project) -> list[str]:
     return problems
 
 
+# Parsers of text from outside, and the modules that may use them.
+PARSERS = {
+    "yaml": ({"load", "safe_load", "full_load", "unsafe_load", "load_all", "safe_load_all"}, ()),
+    # Messages between processes of one job are no files.
+    "json": (
+        {"load", "loads", "JSONDecoder"},
+        (
+            "maxtrain.checkpoint.local",
+            "maxtrain.checkpoint.local_writing",
+            "maxtrain.checkpoint.manager",
+            "maxtrain.checkpoint.writing",
+            "maxtrain.observe.watchdog",
+            "maxtrain.parallel.agreement",
+            "maxtrain.parallel.lobby",
+            "maxtrain.parallel.rendezvous",
+            "maxtrain.rl.rewards",
+        ),
+    ),
+}
+
+
+def parsers_without_limits(project: Project) -> list[str]:
+    """Only data_pipeline/strict_json.py and strict_yaml.py parse text that may be a stranger's."""
+    problems = []
+    for module in project.modules.values():
+        if module.name.startswith("benchmarks"):
+            continue
+        aliases = aliases_of(module)
+        for node in ast.walk(module.tree):
+            package, _, name = dotted(node, aliases).rpartition(".")
+            names, allowed = PARSERS.get(package, ((), ()))
+            strict = f"data_pipeline.strict_{package}"
+            if name in names and not module.name.startswith((strict, *allowed)):
+                problems.append(
+                    f"{module.path}:{node.lineno} calls {package}.{name}, which has no limits. Use {strict}."
+                )
+    return problems
+
+
 def long_lines(project: Project) -> list[str]:
     """Regular expressions and chat templates that others wrote stay as they are."""
     problems = []
@@ -571,6 +610,7 @@ RULES = [
     root_config_below_the_jobs,
     products_that_are_no_dot,
     unasserted_tests,
+    parsers_without_limits,
     long_lines,
     forbidden_text,
 ]
@@ -732,6 +772,16 @@ BROKEN = [
         unasserted_tests,
         {"tests/ops/test_a.py": "def test_it():\n    print(1)"},
         "test_it asserts nothing",
+    ),
+    (
+        parsers_without_limits,
+        {"maxtrain/merge.py": "from yaml import safe_load\nf = lambda text: safe_load(text)"},
+        "Use data_pipeline.strict_yaml",
+    ),
+    (
+        parsers_without_limits,
+        {"data_pipeline/a.py": "import json\nf = lambda text: json.loads(text)"},
+        "Use data_pipeline.strict_json",
     ),
     (long_lines, {"maxtrain/ops/a.py": f"A = '{'a' * 100}'"}, "has 106 characters"),
     (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),

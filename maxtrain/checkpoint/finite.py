@@ -3,13 +3,14 @@
 Needs no device.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from data_pipeline import strict_json
 
 # By numpy's name of a type in zarr's metadata: the unsigned type of its size, and the bits of its
 # exponent. All of these are set in NaN and infinity alone.
@@ -58,8 +59,10 @@ def _plain_numbers(
     header = f"arrays/{name}/.zarray"
     if header not in commit["files"]:
         return
-    zarr = json.loads((path / header).read_bytes())
-    if zarr.get("compressor") or zarr.get("filters") or zarr["dtype"] not in _EXPONENTS:
+    zarr = strict_json.read(path / header)
+    if not isinstance(zarr, dict):
+        return
+    if zarr.get("compressor") or zarr.get("filters") or str(zarr.get("dtype")) not in _EXPONENTS:
         return
     bits, exponent = _EXPONENTS[zarr["dtype"]]
     pattern = re.compile(re.escape(f"arrays/{name}/") + r"\d[\d.]*")

@@ -9,7 +9,6 @@ that (steps of several processes, older ones) is read by Orbax.
 
 import concurrent.futures
 import itertools
-import json
 import math
 import os
 import re
@@ -23,6 +22,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from zlib_ng.zlib_ng import crc32
 
+from data_pipeline import strict_json
+from data_pipeline.errors import DamagedError
 from maxtrain.checkpoint.integrity import (
     BLOCK_BYTES,
     CHUNK_BYTES,
@@ -33,6 +34,8 @@ from maxtrain.checkpoint.integrity import (
 
 # In bytes: an array that begins at a multiple of it, a CPU device takes as it is.
 _ALIGNMENT = 64
+# Files that one array may be divided into. Each device saves one.
+_MAX_PIECES = 1 << 20
 # Is told the name of an array, and the array.
 Arrived = Callable[[str, jax.Array], object]
 # Is told the names of files that are about to be read.
@@ -67,6 +70,7 @@ def read_plain(
         files, empty if nothing is. What was read of damaged files is of no use.
 
     Raises:
+        DamagedError: the metadata of an array is damaged.
         OSError: a file can't be read.
     """
     keys = any(jnp.issubdtype(target.dtype, jax.dtypes.prng_key) for target in targets.values())
@@ -80,7 +84,7 @@ def read_plain(
         return None, damage
     pieces = {}
     for name in targets:
-        pieces_of_array = _pieces(path, files, name)
+        pieces_of_array = _pieces(path, files, name, targets[name])
         if pieces_of_array is None:
             return None, ""
         pieces[name] = pieces_of_array
@@ -102,9 +106,9 @@ def needed_parts(path: Path, files: Files, targets: Mapping[str, jax.ShapeDtypeS
     needed = set()
     for name, target in targets.items():
         try:
-            pieces = _pieces(path, files, name)
-        # Damage is found when it is read.
-        except (OSError, ValueError, KeyError, TypeError):
+            pieces = _pieces(path, files, name, target)
+        # Damage is reported when the array is read.
+        except (OSError, DamagedError):
             pieces = None
         if pieces is None:
             return set(files)
@@ -166,20 +170,26 @@ def _read_pieces(
     return arrays, min(damage, default="")
 
 
-def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
-    """The files of an array; None if it is compressed, or its files are not all there."""
+def _pieces(
+    path: Path, files: Files, name: str, target: jax.ShapeDtypeStruct
+) -> list[Piece] | None:
+    """The files of an array; None if it is compressed, or its files are not all there.
+
+    Raises:
+        DamagedError: its metadata is damaged, or claims another shape than the target's.
+    """
     folder = f"arrays/{name}"
-    zarr = json.loads((path / folder / ".zarray").read_bytes())
+    zarr = _read_zarr(path / folder / ".zarray", target)
     shape = zarr["shape"]
     chunks = zarr["chunks"]
-    separator = zarr.get("dimension_separator", ".")
+    separator = str(zarr.get("dimension_separator", "."))
     plain = (
-        zarr["order"] == "C"
+        zarr.get("order") == "C"
         and not zarr.get("compressor")
         and not zarr.get("filters")
-        and zarr["dtype"][0] != ">"
+        and str(zarr.get("dtype"))[:1] != ">"
     )
-    if not plain or any(n % c for n, c in zip(shape, chunks, strict=True)):
+    if not plain or any(n % c for n, c in zip(shape, chunks)):
         return None
     pieces = []
     for place in itertools.product(*(range(n // c) for n, c in zip(shape, chunks))):
@@ -189,7 +199,42 @@ def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
         pieces.append(Piece(f"{folder}/{name}", part))
     if any(piece.file not in files for piece in pieces):
         return None
+    num_bytes = math.prod(chunks) * target.dtype.itemsize
+    for piece in pieces:
+        if files[piece.file].get("bytes") != num_bytes:
+            raise DamagedError(path, f"{piece.file} must have {num_bytes:,} bytes")
     return pieces
+
+
+def _read_zarr(file: Path, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """The metadata of an array in zarr 2, whose shape and chunks are bounded by the shape that the
+    caller wants. A file may claim any numbers, and memory is taken for what it claims.
+
+    Raises:
+        DamagedError: the file is not such metadata, or is of an array with another shape.
+    """
+    folder = file.parent
+    try:
+        zarr = strict_json.read(file)
+        shape = zarr["shape"]
+        chunks = zarr["chunks"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedError(
+            folder, f"its .zarray is not the metadata of an array ({error})"
+        ) from error
+    if not isinstance(shape, list) or tuple(shape) != target.shape:
+        what = f"its .zarray has the shape {str(shape)[:200]}, not {list(target.shape)}"
+        raise DamagedError(folder, what)
+    fits = (
+        isinstance(chunks, list)
+        and len(chunks) == len(shape)
+        and all(type(c) is int and 1 <= c <= max(n, 1) for n, c in zip(shape, chunks))
+        and math.prod(math.ceil(n / c) for n, c in zip(shape, chunks)) <= _MAX_PIECES
+    )
+    if not fits:
+        what = f"its .zarray divides the shape {shape} into chunks of {str(chunks)[:200]}"
+        raise DamagedError(folder, what)
+    return zarr
 
 
 class _Plan:

@@ -51,7 +51,7 @@ def _read(run: Path) -> tuple[str, list[Rollback]] | None:
     """The id of the run, and its rollbacks; None if there is no such file."""
     path = run / FILE_NAME
     try:
-        content = strict_json.loads(path.read_bytes())
+        content = strict_json.read(path)
         # An older version wrote the list alone.
         if isinstance(content, list):
             content = {"run": "", "rollbacks": content}

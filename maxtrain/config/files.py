@@ -1,9 +1,4 @@
-"""Config files as plain values. Whatever a file has in it, only a ConfigError comes out of here.
-
-YAML is read without what no config needs and what would take the reader down: tags of other types,
-dates, numbers in other bases, keys that are no text, nesting without end, and aliases that grow
-into more than the file says.
-"""
+"""Config files as plain values. Whatever a file has in it, only a ConfigError comes out of here."""
 
 import contextlib
 import re
@@ -16,113 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from ml_collections import ConfigDict
-from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
 
+from data_pipeline import strict_yaml
 from data_pipeline.errors import ConfigError, end_by_signal
+from data_pipeline.strict_yaml import MAX_DEPTH, MAX_VALUES
 from maxtrain.config.keys import unknown
 
 SUFFIXES = (".py", ".yaml", ".yml")
-_MAX_DEPTH = 24
-_MAX_VALUES = 20_000
-_MAX_BYTES = 1 << 20
-_STR = "tag:yaml.org,2002:str"
-_MERGE = "tag:yaml.org,2002:merge"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose keys are texts, each given once, and whose size is what is read, aliases counted
-    in full."""
-
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self._depth = 0
-        # Values in each node, by its id; the nodes live as long as the document.
-        self._sizes: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        event = self.peek_event()
-        mark = event.start_mark
-        if self._depth >= _MAX_DEPTH:
-            raise ComposerError(None, None, f"nested more than {_MAX_DEPTH} deep", mark)
-        self._depth += 1
-        node: Any = super().compose_node(parent, index)
-        self._depth -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
-        elif id(node) not in self._sizes:
-            raise ComposerError(None, None, "an alias of what it is part of", mark)
-        if self._sizes[id(node)] > _MAX_VALUES:
-            rule = f"more than {_MAX_VALUES:,} values, aliases included"
-            raise ComposerError(None, None, rule, mark)
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: Any = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ComposerError(None, None, "a key must be text", key.start_mark)
-            if key.value in seen:
-                raise ComposerError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value)
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        # What << brings in comes first, so that the mapping's own values count.
-        self.flatten_mapping(node)
-        return {key.value: self.construct_object(value, deep) for key, value in node.value}
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except yaml.YAMLError:
-            raise
-        except Exception as error:
-            # PyYAML lets through whatever int(), datetime() and their like raise.
-            kind = node.tag.rpartition(":")[2]
-            rule = f"not a value of type {kind}"
-            raise ConstructorError(None, None, rule, node.start_mark) from error
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value):
-            rule = f"{node.value} must be a whole number in decimal digits, without leading zeros"
-            raise ConstructorError(None, None, rule, node.start_mark)
-        return int(node.value)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        # 1:30.5 is 90.5 in YAML 1.1.
-        if ":" in node.value:
-            rule = f"{node.value} must be a number or text in quotes"
-            raise ConstructorError(None, None, rule, node.start_mark)
-        return super().construct_yaml_float(node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
-# No key takes a date: 2024-01-01 is text, as it is on the command line.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def parse_yaml(text: str) -> Any:
-    """The plain values of a YAML text; raises yaml.YAMLError."""
-    if len(text) > _MAX_BYTES:
-        raise yaml.YAMLError(f"longer than {_MAX_BYTES:,} characters")
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    except yaml.YAMLError:
-        raise
-    except Exception as error:
-        # A tag on what it is not for, such as !!map on a number.
-        raise yaml.YAMLError(f"a value is not of the type that its tag says ({error})") from error
-    finally:
-        loader.dispose()
 
 
 def read_config(path: Path) -> dict:
@@ -137,15 +33,13 @@ def read_config(path: Path) -> dict:
 
 def _read_yaml(path: Path) -> dict:
     try:
-        with path.open(encoding="utf-8") as file:
-            raw = parse_yaml(file.read(_MAX_BYTES + 1))
+        raw = strict_yaml.read(path)
     except OSError as error:
         raise ConfigError(
             f"config={path} can't be read: {error.strerror}. Mend access, or name another file."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())[:500]
-        raise ConfigError(f"config={path} is not valid YAML: {said}. Correct it there.") from None
+    except ValueError as error:
+        raise ConfigError(f"config={path} is not valid YAML: {error}. Correct it there.") from None
     if not isinstance(raw, dict):
         raise ConfigError(
             f"config={path} must be a mapping of keys to values. `--print-config` shows one."
@@ -244,25 +138,16 @@ def _require_small(path: Path, tree: dict) -> None:
     while left:
         value, depth = left.pop()
         count += 1
-        if count > _MAX_VALUES:
+        if count > MAX_VALUES:
             raise ConfigError(
-                f"config={path} has more than {_MAX_VALUES:,} values. "
+                f"config={path} has more than {MAX_VALUES:,} values. "
                 "Leave out what is not a key's value."
             )
-        if depth > _MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise ConfigError(
-                f"config={path} has values nested more than {_MAX_DEPTH} deep. Correct it there."
+                f"config={path} has values nested more than {MAX_DEPTH} deep. Correct it there."
             )
         if isinstance(value, dict):
             left += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
             left += [(inner, depth + 1) for inner in value]
-
-
-def _children(node: Any) -> list[yaml.Node]:
-    """The nodes directly inside a node."""
-    if isinstance(node, yaml.MappingNode):
-        return [child for pair in node.value for child in pair]
-    if isinstance(node, yaml.SequenceNode):
-        return list(node.value)
-    return []

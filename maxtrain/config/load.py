@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
+from data_pipeline import strict_yaml
 from data_pipeline.errors import (
     ConfigError,
     StorageError,
@@ -107,7 +108,7 @@ def leaves(config: RunConfig) -> dict[str, str]:
 
 def plain_leaves(config: RunConfig) -> dict[str, Any]:
     """Every key of a config by its dotted path, as a plain value: what `to_yaml` writes of it."""
-    return _leaves_below("", yaml.safe_load(to_yaml(config)))
+    return _leaves_below("", strict_yaml.loads(to_yaml(config)))
 
 
 def _leaves_below(path: str, value: Any) -> dict[str, Any]:

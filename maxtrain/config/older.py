@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
+from data_pipeline import strict_yaml
 from maxtrain.config.schema import LossScaleConfig, RunConfig, ScheduleConfig
 from maxtrain.config.sections.schedule import TO_THE_LOWEST
 
@@ -29,8 +28,8 @@ def kept_settings(kept: Mapping[str, Any] | None, config: str) -> dict[str, Any]
     if kept is not None:
         return dict(kept)
     try:
-        return _settings_of(yaml.safe_load(config))
-    except (yaml.YAMLError, KeyError, TypeError):
+        return _settings_of(strict_yaml.loads(config))
+    except (ValueError, KeyError, TypeError):
         # Of a version that had no such keys.
         return {}
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from data_pipeline import strict_yaml
 from data_pipeline.errors import UsageError
-from maxtrain.config.files import SUFFIXES, parse_yaml
+from maxtrain.config.files import SUFFIXES
 from maxtrain.config.keys import find, unknown
 from maxtrain.config.shipped import available, shipped_configs
 from maxtrain.config.values import ValueProblem
@@ -139,6 +138,6 @@ def _from_text(kind: Any, text: str) -> Any:
     if origin is tuple and not text.startswith("["):
         listed = f"[{text.strip('()')}]"
     try:
-        return parse_yaml(listed)
-    except yaml.YAMLError:
+        return strict_yaml.loads(listed)
+    except ValueError:
         return text

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from data_pipeline import strict_yaml
 from data_pipeline.errors import UsageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain.config.sections.mesh import num_slices
@@ -201,10 +200,9 @@ def _pod(file: str | None) -> dict[str, Any]:
     if not file:
         return {}
     try:
-        found = yaml.safe_load(Path(file).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())
-        raise UsageError(f"--pod {file} is no YAML: {what}. Mend it.") from error
+        found = strict_yaml.read(Path(file))
+    except ValueError as error:
+        raise UsageError(f"--pod {file} is not valid YAML: {error}. Correct it there.") from error
     if not isinstance(found, dict):
         example = "tolerations: [{operator: Exists}]"
         raise UsageError(f"--pod {file} must have keys of a pod's spec, such as {example}.")

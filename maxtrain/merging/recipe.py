@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from data_pipeline import strict_yaml
 from data_pipeline.errors import ConfigError, DataError
 from maxtrain.config.words import choices
 from maxtrain.merging.methods import Rescale
@@ -211,9 +210,9 @@ def read_recipe(path: str | Path) -> Recipe:
         ConfigError: with every problem of it.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = strict_yaml.read_text(Path(path).expanduser())
+        values = strict_yaml.loads(text)
+    except (OSError, ValueError) as error:
         reason: object = error
         if isinstance(error, OSError):
             reason = error.strerror

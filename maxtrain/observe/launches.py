@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import maxtrain
+from data_pipeline import strict_yaml
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.across.attention_choice import Choice
@@ -74,7 +73,7 @@ def launch_record(
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         kind = _cpu()
-    settings = yaml.safe_load(config)
+    settings = strict_yaml.loads(config)
     kernels = {"attention": attention.kernel}
     if settings["model"]["family"] in WITH_EXPERTS:
         kernels["experts"] = settings["model"]["routing"]["kernel"]
@@ -192,19 +191,24 @@ def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
     flat = _flat(launch | {"config": _settings(launch)})
     if isinstance(flat.get("config"), str):
         return flat
-    return _flat({"config": yaml.safe_load(to_yaml(RunConfig()))}) | flat
+    return _flat({"config": strict_yaml.loads(to_yaml(RunConfig()))}) | flat
 
 
 def _settings(launch: Mapping[str, Any]) -> Any:
     """The config of a launch as plain values, with the kernel of attention that it had, whether
     auto chose that or not; or its text if that is not valid YAML."""
+    if not isinstance(launch.get("config"), str):
+        return str(launch.get("config"))
     try:
-        settings = yaml.safe_load(launch["config"])
-    except (yaml.YAMLError, ValueError, RecursionError):
+        settings = strict_yaml.loads(launch["config"])
+    except ValueError:
         return launch["config"]
     kernel = attention_of(launch)
     if kernel is not None and isinstance(settings, dict):
-        settings["model"] = settings.get("model", {}) | {"attention": kernel}
+        model = settings.get("model")
+        if not isinstance(model, dict):
+            model = {}
+        settings["model"] = model | {"attention": kernel}
     return settings
 
 

@@ -287,7 +287,7 @@ def _read(path: Path, run: str) -> tuple[dict[str, str], str]:
     if not path.exists():
         return {}, ""
     try:
-        content = strict_json.loads(path.read_bytes())
+        content = strict_json.read(path)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         if content.get(RUN) != run:

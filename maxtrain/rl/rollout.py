@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from data_pipeline import strict_json
 from data_pipeline.shards import write_atomic
 
 _ABOUT = "about"
@@ -180,7 +181,7 @@ def from_bytes(content: bytes) -> Rollout:
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             found = dict(file)
-        said = json.loads(found.pop(_ABOUT).tobytes())
+        said = strict_json.loads(found.pop(_ABOUT).tobytes())
         rollout = Rollout(**found, about=said[_ABOUT])
         expected = said[_DIGEST]
         digest = rollout.digest()

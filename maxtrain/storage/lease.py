@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_pipeline import strict_json
 from data_pipeline.errors import LockedError, StorageError
 from data_pipeline.remote import RemotePath
 
@@ -173,7 +174,7 @@ class Lease:
     def _read(self, number: int) -> dict[str, Any]:
         """What a lock says; nothing if it is just being written, or gone."""
         try:
-            content = json.loads(self._place(number).read_bytes())
+            content = strict_json.loads(self._place(number).read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
         if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
 from data_pipeline.remote import Found, RemotePath
 from data_pipeline.shards import write_atomic
@@ -194,7 +195,7 @@ def _state_of(path: Path) -> list[int]:
 def _read_index(folder: Path) -> Index:
     """What was uploaded; nothing if that is not known: then everything is carried again."""
     try:
-        index = json.loads((folder / _INDEX).read_bytes())
+        index = strict_json.read(folder / _INDEX)
     except (FileNotFoundError, ValueError):
         return {}
     if not isinstance(index, dict):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 from flax import nnx
 
+from data_pipeline import strict_yaml
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.hub import download_hint
 from data_pipeline.shards import TOKENIZER
@@ -96,8 +96,8 @@ def changed_meaning(model: ModelConfig, saved: str) -> dict[str, tuple[Any, Any]
         show is left to whoever reads the arrays, and what a run may choose is no difference.
     """
     try:
-        config = yaml.safe_load(saved)
-    except yaml.YAMLError:
+        config = strict_yaml.loads(saved)
+    except ValueError:
         return {}
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         return {}
@@ -308,8 +308,7 @@ def _has_score(path: Path | None, directory: Path) -> bool:
     if path is None:
         return read_config(directory).score
     _, record = read_step(path)
-    config = yaml.safe_load(config_of(record)) or {}
-    return bool(config.get("model", {}).get("score", False))
+    return bool(_saved_model(path, record).get("score", False))
 
 
 def _require_fitting_adapters(
@@ -372,9 +371,8 @@ def _adapters_of(path: Path | None) -> LoraConfig | None:
     if path is None:
         return None
     _, record = read_step(path)
-    config = yaml.safe_load(config_of(record)) or {}
-    there = config.get("model", {}).get("lora", {})
-    if there.get("rank") is None:
+    there = _saved_model(path, record).get("lora")
+    if not isinstance(there, dict) or there.get("rank") is None:
         return None
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     found = {key: value for key, value in there.items() if key in known}
@@ -485,15 +483,27 @@ def _find_step(directory: Path) -> Path | None:
     return None
 
 
+def _saved_model(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The section `model` of the config that the record of a step holds; empty if it has none.
+
+    Raises:
+        DamagedError: the config is not valid YAML.
+    """
+    try:
+        config = strict_yaml.loads(config_of(record))
+    except ValueError as error:
+        raise DamagedError(path, f"its record's config is not valid YAML ({error})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        return {}
+    return config["model"]
+
+
 def _require_same_model(
     path: Path, record: dict[str, Any], config: CheckpointConfig, model: ModelConfig
 ) -> None:
     """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough
     of those that make them."""
-    there = {}
-    saved = config_of(record)
-    if saved:
-        there = yaml.safe_load(saved).get("model", {})
+    there = _saved_model(path, record)
     problems = [
         f"model.{key}={ours} must be {theirs}, as in {path}. Set model.{key}={theirs}."
         for key, (ours, theirs) in differing_keys(model, there).items()

@@ -7,7 +7,6 @@ cache. Nothing is mapped into memory: pages of the file would count as the proce
 
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from data_pipeline import strict_json
 from data_pipeline.errors import DataError, blame_storage
 from maxtrain.models.families.directory import AGAIN
 from maxtrain.weights.codec import Part, Shape
@@ -73,8 +73,8 @@ def open_tensors(path: Path, held: contextlib.ExitStack) -> dict[str, StoredTens
             pass
         file = held.enter_context(path.open("rb", buffering=0))
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    except (OSError, SafetensorError) as error:
+        header = strict_json.loads(file.read(length))
+    except (OSError, ValueError, SafetensorError) as error:
         what = f"can't be read ({error})"
         if isinstance(error, FileNotFoundError):
             what = "is missing"

@@ -29,6 +29,12 @@ def spread_over(shape, axes):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+def hash_all(path):
+    """What a commit record says of the files of a step."""
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    return integrity.hash_files(path, names)
+
+
 SHARDINGS = st.builds(
     spread_over,
     st.sampled_from([(8, 1), (4, 2), (2, 4), (2, 2), (1, 1)]),
@@ -154,3 +160,45 @@ def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed
     ):
         checkpoints.restore(state)
     checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"shape": [4], "chunks": [0]}',
+        b'{"shape": [4], "chunks": [-1]}',
+        b'{"shape": [4], "chunks": [5]}',
+        b'{"shape": [4], "chunks": [1, 1]}',
+        b'{"shape": [4], "chunks": [true]}',
+        b'{"shape": [4], "chunks": ["4"]}',
+        b'{"shape": [4], "chunks": 4}',
+        b'{"shape": [1000000000000], "chunks": [1]}',
+        b'{"shape": [1000000000000], "chunks": [1000000000000]}',
+        b'{"shape": 4, "chunks": [4]}',
+        b'{"chunks": [4]}',
+        b"[]",
+        b"null",
+        b'{"shape": [4], "shape": [4], "chunks": [4]}',
+        b"[" * 100_000,
+        b'{"shape": [4], "chunks": [4], "order": "C", "dtype": "<f8"}',
+    ],
+    ids=lambda header: header[:50].decode(),
+)
+def test_metadata_that_claims_what_the_array_is_not_is_damage(header, tmp_path):
+    (tmp_path / "arrays" / "w").mkdir(parents=True)
+    (tmp_path / "arrays" / "w" / ".zarray").write_bytes(header)
+    (tmp_path / "arrays" / "w" / "0").write_bytes(bytes(32))
+    files = hash_all(tmp_path)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=device)
+    with pytest.raises(DamagedError):
+        plain.read_plain(tmp_path, files, {"w": target})
+
+
+def test_metadata_with_more_chunks_than_any_array_has_is_damage(tmp_path):
+    (tmp_path / "arrays" / "w").mkdir(parents=True)
+    (tmp_path / "arrays" / "w" / ".zarray").write_text('{"shape": [1000000000], "chunks": [1]}')
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct((10**9,), jnp.float32, sharding=device)
+    with pytest.raises(DamagedError, match="divides the shape"):
+        plain.read_plain(tmp_path, hash_all(tmp_path), {"w": target})

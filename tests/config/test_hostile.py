@@ -243,7 +243,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("steps: \x07", "is not valid YAML"),
         ("steps:\t3\n\tx: 3", "is not valid YAML"),
         ("%YAML 9.9\n---\nsteps: 3", "is not valid YAML"),
-        ("x" * 3_000_000, "longer than 1,048,576 characters"),
+        ("x" * 3_000_000, "longer than 1,048,576 bytes"),
         ("k" * 1000 + ": 3", "is not a key"),
         (
             "eval: {sets: {" + "k" * 1000 + ": {path: x}}}",

@@ -99,7 +99,11 @@ def test_all_problems_are_told_at_once():
 def test_a_file_that_is_no_recipe_is_an_error(tmp_path):
     with pytest.raises(DataError, match="can't be read as a recipe"):
         read_recipe(tmp_path / "missing.yml")
-    for content in ("[1, 2]", "a: b: c", "\x00"):
+    aliases = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
+    )
+    bombs = (aliases + "merge_method: *a19", "[" * 100_000, "seed: 1\nseed: 2")
+    for content in ("[1, 2]", "a: b: c", "\x00", *bombs):
         (tmp_path / "bad.yml").write_text(content)
         with pytest.raises(DataError):
             read_recipe(tmp_path / "bad.yml")

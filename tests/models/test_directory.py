@@ -132,6 +132,15 @@ def test_a_directory_is_named_with_its_weights(tmp_path):
     assert model_named(str(tmp_path)).keys == {"num_layers": 7}
 
 
+def test_aliases_that_grow_without_end_make_no_model(tmp_path):
+    aliases = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
+    )
+    (tmp_path / "config.yaml").write_text(f"{aliases}model: {{num_layers: *a19}}")
+    with pytest.raises(UsageError):
+        model_named(str(tmp_path))
+
+
 def test_learned_positions_are_of_the_weights():
     assert "max_length" in free_keys("llama") and "max_length" not in free_keys("gpt2")
     assert free_keys(None) == FREE

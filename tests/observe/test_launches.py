@@ -187,6 +187,15 @@ def test_a_launch_after_a_torn_line_is_a_line_of_its_own(record, tmp_path):
     assert [launch["step"] for launch in read_launches(tmp_path)] == [0, 8]
 
 
+@pytest.mark.parametrize("config", ["bomb", "model: 3", "[]", "", 5, None])
+def test_launches_are_compared_whatever_their_config_is(record, config):
+    if config == "bomb":
+        config = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
+        )
+    assert launch_changes([record, record | {"config": config}])
+
+
 def test_a_run_without_git_has_no_revision(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_revision(tmp_path) is None

@@ -12,9 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from data_pipeline import strict_json
+from data_pipeline import strict_json, strict_yaml
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.hub import download_hint
 from data_pipeline.remote import RemotePath, is_url
@@ -127,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: the file can't be read, or is not a JSON object.
     """
     try:
-        values = strict_json.loads(path.read_bytes())
+        values = strict_json.read(path)
         if not isinstance(values, dict):
             raise ValueError("no object")
         return values
@@ -228,8 +226,8 @@ def _model_of_run(directory: Path) -> dict[str, Any]:
     if not found:
         return {}
     try:
-        config = yaml.safe_load(found[0].read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        config = strict_yaml.read(found[0])
+    except (OSError, ValueError):
         return {}
     if not isinstance(config, dict):
         return {}
