@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,33 @@ def test_a_window_that_is_used_is_refused_if_its_size_is_left_out_too(case, tmp_
     assert without.window is None
     none = changed(tmp_path, case, use_sliding_window=True, sliding_window=None)
     assert none.window is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 2.0),
+        ("num_hidden_layers", "2"),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", [2]),
+        ("hidden_size", 10**12),
+        ("intermediate_size", 10**12),
+        ("vocab_size", 10**15),
+        ("num_attention_heads", 10**9),
+        ("max_position_embeddings", 2**31),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 1e300),
+        ("tie_word_embeddings", "false"),
+        ("layer_types", ["full_attention"] * 100_000),
+        ("architectures", ["x" * 100_000]),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [True, 10**30]}),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_model_has_are_refused_at_once(key, value, tmp_path):
+    began = time.process_time()
+    with pytest.raises(DataError) as caught:
+        changed(tmp_path, "qwen2", **{key: value})
+    assert len(str(caught.value)) < 3000 and time.process_time() - began < 2

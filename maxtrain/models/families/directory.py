@@ -68,7 +68,7 @@ def read_config(directory: str | Path) -> ModelConfig:
         if family.text_part_of:
             known.append(f"{family.text_part_of} (its part for text)")
     raise DataError(
-        f"{path}: architectures={given} is not known here. Choose a model of one of: "
+        f"{path}: architectures={show(given)} is not known here. Choose a model of one of: "
         f"{', '.join(known)}."
     )
 

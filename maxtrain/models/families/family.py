@@ -22,6 +22,37 @@ IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+# The largest numbers that are read from a config.json, by key. They are far above those of any
+# model, and low enough for every loop and product over them.
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "n_layer": 10_000,
+    "first_k_dense_replace": 10_000,
+    "hidden_size": 1 << 20,
+    "n_embd": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "shared_expert_intermediate_size": 1 << 24,
+    "n_inner": 1 << 24,
+    "vocab_size": 1 << 28,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "n_head": 1 << 16,
+    "head_dim": 1 << 20,
+    "v_head_dim": 1 << 20,
+    "qk_nope_head_dim": 1 << 20,
+    "qk_rope_head_dim": 1 << 20,
+    "kv_lora_rank": 1 << 20,
+    "q_lora_rank": 1 << 20,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "n_shared_experts": 1 << 16,
+}
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_NUMBER = 1e30
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """A config.json, read key by key. All methods raise DataError for a value that the decoder
@@ -31,7 +62,8 @@ class Settings:
     path: Path
 
     def number(self, name: str, default: Any = None, kind: type = int) -> Any:
-        """A number above 0; the default if the key is missing or null."""
+        """A number above 0 and not above the largest that is read; the default if the key is
+        missing or null."""
         value = self.values.get(name)
         if value is None:
             value = default
@@ -44,8 +76,16 @@ class Settings:
         is_number = isinstance(value, allowed) and not isinstance(value, bool)
         if not is_number or not value > 0:
             raise DataError(
-                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from "
-                "where the model is."
+                f"{self.path}: {name}={show(value)} must be {what} above 0. Get the file again "
+                "from where the model is."
+            )
+        most = _LARGEST_NUMBER
+        if kind is int:
+            most = _LARGEST.get(name, _LARGEST_INTEGER)
+        if value > most:
+            raise DataError(
+                f"{self.path}: {name}={show(value)} must be at most {most:,}. Get the file again "
+                "from where the model is."
             )
         return kind(value)
 
@@ -66,10 +106,16 @@ class Settings:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise DataError(
-                f"{self.path}: {name}={value!r} must be true or false. Get the file again from "
+                f"{self.path}: {name}={show(value)} must be true or false. Get the file again from "
                 "where the model is."
             )
         return value
+
+    def tied(self, default: bool) -> bool:
+        """Whether the head is the embedding; the default if the key is missing or null."""
+        if self.values.get("tie_word_embeddings") is None:
+            return default
+        return self.flag("tie_word_embeddings", default)
 
     def experts(self, moe: MoeConfig) -> MoeConfig:
         """The same experts; refuses numbers that do not fit together."""
@@ -90,9 +136,9 @@ class Settings:
         """Refuses a key that is there, not null, and none of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
-            need = " or ".join(map(repr, allowed)) or "null"
+            need = " or ".join(show(repr(each)) for each in allowed) or "null"
             raise DataError(
-                f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with "
+                f"{self.path}: {name}={show(value)} is not supported, only {need}. Choose a model with "
                 f"{name}={need}."
             )
 
@@ -161,7 +207,7 @@ class Settings:
         if kind not in _ROPE_TYPES or not is_one_set:
             known = choices(map(repr, _ROPE_TYPES))
             raise DataError(
-                f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only "
+                f"{self.path}: rope_parameters (or rope_scaling) {show(given)} are not supported, only "
                 f"one set for all layers, of type {known}. Choose a model with one of these."
             )
         return kind

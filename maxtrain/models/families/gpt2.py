@@ -51,7 +51,6 @@ def read_config(settings: Settings) -> ModelConfig:
     settings.require("add_cross_attention", False)
     settings.require("quantization_config")
     settings.require_heads(heads, heads, embed // heads)
-    tied = settings.values.get("tie_word_embeddings")
     return ModelConfig(
         vocab_size=number("vocab_size", 50_257),
         num_layers=number("n_layer", 12),
@@ -60,7 +59,7 @@ def read_config(settings: Settings) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=embed // heads,
-        tie_embeddings=tied is None or bool(tied),
+        tie_embeddings=settings.tied(True),
         max_length=number("n_positions", 1024),
         norm_eps=number("layer_norm_epsilon", 1e-5, float),
     )

@@ -156,7 +156,7 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
-        tie_embeddings=bool(settings.values.get("tie_word_embeddings")),
+        tie_embeddings=settings.tied(False),
         max_length=length,
         norm_eps=number("rms_norm_eps", 1e-6, float),
         **settings.rope(length),

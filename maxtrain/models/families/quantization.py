@@ -61,7 +61,12 @@ def _block(size: Any) -> tuple[int, int] | None:
     if not isinstance(size, list) or len(size) != 2:
         return None
     rows, columns = size
-    if not isinstance(rows, int) or not isinstance(columns, int) or min(size) < 1:
+    # Python counts True as an int.
+    if (
+        type(rows) is not int
+        or type(columns) is not int
+        or not 1 <= min(size) <= max(size) <= 1 << 20
+    ):
         return None
     return rows, columns
 
