@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError, StorageError, UsageError, UserError
 from data_pipeline.extras import install_command, load_package
+from data_pipeline.inner_names import why_outside
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -287,20 +288,31 @@ class RemotePath:
         return [_found(_at(self, name), info) for name, info in sorted(listing.items())]
 
     def tree(self) -> dict[str, Found]:
-        """All files of this folder and of those below it, by their names from here."""
+        """All files of this folder and of those below it, by their names from here.
 
-        def find(fs: Any, path: str) -> dict[str, Found]:
-            start = len(path.rstrip("/")) + 1
-            listing = self._files_below(fs, path, None)
-            return {
-                name[start:]: _found(_at(self, name), info)
-                for name, info in sorted(listing.items())
-            }
+        StorageError: a name would lead out of a folder that it is copied to.
+        """
+
+        def look(fs: Any, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
+            return f"{path.rstrip('/')}/", self._files_below(fs, path, None)
 
         try:
-            return _persist(self, "listing", find)
+            start, listing = _persist(self, "listing", look)
         except FileNotFoundError:
             return {}
+        found = {}
+        for name, info in sorted(listing.items()):
+            inner = name.removeprefix(start)
+            why = why_outside(inner)
+            if inner == name:
+                why = "is not below it"
+            if why:
+                raise StorageError(
+                    f"{self}: the listing has the name {inner!r:.120}, which {why}, so it can't "
+                    "be a file of this folder. Remove that object, or name another place."
+                )
+            found[inner] = _found(_at(self, name), info)
+        return found
 
     def _files_below(self, fs: Any, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
         """What the file system says of the files of a folder, and of those below it, by name.

@@ -26,6 +26,7 @@ from zlib_ng.zlib_ng import crc32
 from data_pipeline import strict_json
 from data_pipeline.config import Verify
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.inner_names import is_file_name
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards import BLOCK_BYTES, TokenShards, write_atomic
 from data_pipeline.shards.files import map_read_only, num_blocks
@@ -101,6 +102,9 @@ class TeacherRecord:
             expected = values.pop("digest")
             files = tuple(KeptFile(**file) for file in values.pop("files"))
             record = cls(**values, files=files)
+            for file in files:
+                if not is_file_name(file.name):
+                    raise ValueError(f"{file.name!r:.120} is no name of a file beside it")
         except FileNotFoundError as error:
             raise DataError(
                 f"{folder} was never finished, or is not there: it has no {RECORD}. Make it with "

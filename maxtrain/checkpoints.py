@@ -22,7 +22,7 @@ from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from data_pipeline.remote import is_url
-from maxtrain.checkpoint.at_url import drop_arrays, fetch, url_of
+from maxtrain.checkpoint.at_url import drop_arrays, fetch, home_of, url_of
 from maxtrain.checkpoint.at_url import remove as remove_at_url
 from maxtrain.checkpoint.copying import copy_step, half_removed, remove_step
 from maxtrain.checkpoint.finite import find_non_finite
@@ -363,12 +363,17 @@ def prune(
 @contextlib.contextmanager
 def _locked(run: Path, console: Console) -> Iterator[None]:
     """Keeps trainings away from a run, or from the one behind a URL that this is a copy of."""
-    url = copied_from(run)
-    if url is None:
+    home = home_of(run / "checkpoints")
+    if home is None:
+        told = copied_from(run)
+        if told is not None:
+            raise UsageError(
+                f"DIR={run}: is a copy of {told}. Name that URL if it is your own run."
+            )
         with RunLock(run):
             yield
         return
-    lease = Lease(url, console.print)
+    lease = Lease(home.parent, console.print)
     try:
         yield
     finally:

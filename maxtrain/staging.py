@@ -6,6 +6,7 @@ that looks finished.
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,14 +78,16 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}.{verb}-"
     for left in out.parent.iterdir():
-        if left.name.startswith(prefix):
+        if left.name.startswith(prefix) and left.is_symlink():
+            left.unlink()
+        elif left.name.startswith(prefix):
             with _locked(left) as ours:
                 if ours and left.is_dir():
                     shutil.rmtree(left)
                 elif ours:
                     # What takes the place of a directory while it is removed.
                     left.unlink()
-    directory = out.parent / f"{prefix}{os.getpid()}"
+    directory = out.parent / f"{prefix}{secrets.token_hex(8)}"
     directory.mkdir()
     with unfinished(directory):
         try:
@@ -98,7 +101,7 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
 def _locked(directory: Path) -> Iterator[bool]:
     """Whether this process has the lock of a directory, or there are none on its file system; the
     system frees it when the process ends, however it ends."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

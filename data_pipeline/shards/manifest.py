@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.errors import DataError, UserError
+from data_pipeline.inner_names import is_file_name
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards.files import num_blocks, write_atomic
 from data_pipeline.strict_json import loads
@@ -355,7 +356,7 @@ _PROBLEM: dict[str, _Rule] = {
 }
 _SHARD: dict[str, _Rule] = {
     "path": (
-        lambda value: isinstance(value, str) and _FILE.fullmatch(value) is not None,
+        lambda value: is_file_name(value) and _FILE.fullmatch(value) is not None,
         "the name of a .bin file beside the manifest",
     ),
     "tokens": _integer(1),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.inner_names import why_outside
 from data_pipeline.remote import is_url, place
 from data_pipeline.sources.columns import arrow, check_column, damaged, native, values
 from data_pipeline.sources.document import (
@@ -89,7 +90,15 @@ def _split_names(content: Any) -> list[str]:
     Raises:
         TypeError, LookupError: the file does not have the expected fields.
     """
-    return [os.fspath(name) for name in content["splits"]]
+    return [_inner(name) for name in content["splits"]]
+
+
+def _inner(name: Any) -> str:
+    """A name of a file or folder inside the data set. TypeError: it is none."""
+    why = why_outside(name)
+    if why:
+        raise TypeError(f"the name {name!r:.120} {why}")
+    return name
 
 
 def _indices_files(content: Any) -> Any:
@@ -103,11 +112,7 @@ def _data_files(content: Any) -> list[str]:
     Raises:
         TypeError, LookupError: the file does not have the expected fields.
     """
-    names = [entry["filename"] for entry in content["_data_files"]]
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"filename {name!r} is not a string")
-    return names
+    return [_inner(entry["filename"]) for entry in content["_data_files"]]
 
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:

@@ -8,6 +8,10 @@ much of it as is needed.
 
 So whatever looks at steps looks at DIRECTORY. `pull` makes it like the URL, and `fetch` brings
 files before they are read. Needs no device.
+
+A file `url` counts only in a directory that this process itself has made a copy of a URL, and only
+with the URL that the step has there. Otherwise a run folder of a stranger could name any URL, from
+which files would be read, and at which steps would be removed, with the credentials of the user.
 """
 
 import concurrent.futures
@@ -21,7 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_pipeline.errors import DamagedError, StorageError
+from data_pipeline.inner_names import require_no_way_out
 from data_pipeline.remote import Found, RemotePath
+from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.integrity import (
     FORMAT,
     SMALL_FILES,
@@ -56,17 +62,46 @@ class Pulled(NamedTuple):
     lacking: dict[str, str]
 
 
+# The URL of each directory that this process has made a copy, by its path without symbolic links.
+_homes: dict[Path, RemotePath] = {}
+
+
+def note_copy(directory: Path, home: RemotePath) -> None:
+    """Make the files `url` in the steps of a directory count, for the steps at this URL."""
+    _homes[Path(os.path.realpath(directory))] = home
+
+
+def home_of(directory: Path) -> RemotePath | None:
+    """The URL that this process has made a directory of steps a copy of; None: it has not."""
+    return _homes.get(Path(os.path.realpath(directory)))
+
+
 def url_of(step: Path) -> RemotePath | None:
-    """Where a step directory of this host has come from; None: nowhere, it is the step itself."""
+    """Where a step directory of this host has come from; None: nowhere, it is the step itself, or
+    it is a copy that another process has made."""
+    written = _written_url(step)
+    real = Path(os.path.realpath(step))
+    # A step, or `frozen/HASH/00000000`.
+    for directory in (real.parent, *real.parents[2:3]):
+        home = _homes.get(directory)
+        if home is not None and written == (home / real.relative_to(directory).as_posix()).url:
+            return RemotePath(written)
+    return None
+
+
+def _written_url(step: Path) -> str | None:
+    """What the file `url` of a step says, whoever wrote it; None: there is none."""
     try:
-        return RemotePath((step / URL_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return (step / URL_FILE).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError):
+        return ""
 
 
 def write_url(step: Path, home: RemotePath) -> None:
     """From now on, what is not in the step directory is at this URL."""
-    (step / URL_FILE).write_text(home.url, encoding="utf-8")
+    write_atomic(step / URL_FILE, home.url.encode())
 
 
 def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None = None) -> Pulled:
@@ -81,6 +116,7 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
         StorageError: the URL can't be read, other bytes are read than it holds, or the directory
             can't be written.
     """
+    note_copy(directory, home)
     if listing is None:
         listing = home.tree()
     sizes: dict[str, dict[str, int]] = {}
@@ -181,13 +217,12 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
     Raises:
         DamagedError: what is at the URL is not what was saved.
         StorageError: it can't be read, other bytes are read than it holds, or there is no room
-            here.
+            here; or a symbolic link leads out of the step, or the step is a copy that another
+            process has made.
     """
+    missing = _missing(step, files, names)
     home = url_of(step)
-    if home is None:
-        return
-    missing = [name for name in names if not _is_here(step / name, files[name]["bytes"])]
-    if not missing:
+    if home is None or not missing:
         return
 
     def bring(name: str) -> None:
@@ -221,6 +256,27 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
         for name in missing:
             (step / name).unlink()
     raise DamagedError(step, f"at {home}: {damage}")
+
+
+def _missing(step: Path, files: Files, names: Iterable[str]) -> list[str]:
+    """Those files of a step that are not here.
+
+    StorageError: a symbolic link leads out of the step, or they would have to come from a URL that
+    this process has not made a copy of.
+    """
+    missing = []
+    for name in names:
+        path = require_no_way_out(step, name)
+        if not _is_here(path, files[name]["bytes"]):
+            missing.append(name)
+    written = _written_url(step)
+    if missing and written is not None and url_of(step) is None:
+        raise StorageError(
+            f"{step} is a copy without its arrays, which says that they are at {written!r:.200}. "
+            "Such a copy is read only by the process that made it. If that is your own run, name "
+            "its URL instead of this folder."
+        )
+    return missing
 
 
 def _is_here(path: Path, size: int) -> bool:

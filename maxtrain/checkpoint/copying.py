@@ -37,7 +37,7 @@ def copy_step(
     partial = folder / f".{source.name}.partial"
     folder.mkdir(parents=True, exist_ok=True)
     # What is left of a copy that was killed.
-    shutil.rmtree(partial, ignore_errors=True)
+    discard(partial)
     try:
         try:
             text = (source / "commit.json").read_bytes()
@@ -45,6 +45,7 @@ def copy_step(
         except ValueError as error:
             raise DamagedError(source, f"commit.json: {error}") from error
         at_url.fetch(source, commit["files"], commit["files"])
+        partial.mkdir()
         for name, entry in commit["files"].items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             damage = _copy_file(source / name, partial / name, entry)
@@ -61,7 +62,7 @@ def copy_step(
         sync(folder)
     except BaseException:
         # Ctrl-C, too: the copy is made anew.
-        shutil.rmtree(partial, ignore_errors=True)
+        discard(partial)
         raise
     return final
 
@@ -100,6 +101,18 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
     return ""
 
 
+def discard(path: Path) -> None:
+    """Remove what is left at a place, as far as possible; of a symbolic link the link alone.
+
+    A folder is then made there by `mkdir`, which refuses what is there: nobody can have files
+    written elsewhere through a link.
+    """
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 # Ends the name of a step that is being removed.
 _REMOVED = ".removed.partial"
 
@@ -107,7 +120,7 @@ _REMOVED = ".removed.partial"
 def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
     """Removes a step. It is renamed first, so that half of it is never taken for a step."""
     partial = path.with_name(f".{path.name}{_REMOVED}")
-    shutil.rmtree(partial, ignore_errors=True)
+    discard(partial)
     os.rename(path, partial)
     before_files()
     shutil.rmtree(partial)

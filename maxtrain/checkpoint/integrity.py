@@ -21,6 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
+from data_pipeline.inner_names import is_file_name, leads_out, why_outside
 from maxtrain.run_state import wrong_type
 
 # Format 1 had only the sizes of files.
@@ -34,6 +35,8 @@ _MAPPED_BYTES = 4 << 20
 # Stays in a core's cache between reading and hashing.
 CHUNK_BYTES = 1 << 20
 SMALL_FILES = ("record.json",)
+# The other files of a step are below this folder of it.
+ARRAYS = "arrays/"
 # In a step directory, says that its files are at this URL where they are not here; see at_url.py.
 URL_FILE = "url"
 # In a step directory, says that files which are not here are on the disks of other hosts; see
@@ -72,9 +75,27 @@ def read_commit(path: Path) -> dict[str, Any]:
         intact = number == 1 or number > FORMAT
     if not intact:
         raise ValueError("it is not what was written: its crc32 is another")
+    _check_names(commit.get("files"))
+    # The folder of the frozen arrays; see frozen.py.
+    frozen = commit.get("frozen")
+    if frozen is not None and not is_file_name(frozen):
+        raise ValueError("frozen must be the name of a folder")
     if number <= FORMAT:
         _check_types(commit)
     return commit
+
+
+def _check_names(files: Any) -> None:
+    """Check the names of a step's files, also of a newer format: they are read, copied and fetched
+    by these names. ValueError: one is not a file that a step has."""
+    if not isinstance(files, dict):
+        return
+    for name in files:
+        why = why_outside(name)
+        if not why and name not in SMALL_FILES and not name.startswith(ARRAYS):
+            why = f"is neither record.json nor below {ARRAYS}"
+        if why:
+            raise ValueError(f"files: {name!r:.80} {why}")
 
 
 def _check_types(commit: dict[str, Any]) -> None:
@@ -87,9 +108,11 @@ def _check_types(commit: dict[str, Any]) -> None:
     for name, entry in commit["files"].items():
         if type(entry.get("bytes")) is not int or not _is_list(entry.get("crc32", []), str):
             raise ValueError(f"files: {name!r:.80} must have bytes and crc32")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"files: {name!r:.80} is not below the step")
     for name, entry in commit["arrays"].items():
+        # Arrays lie in folders of these names.
+        for folder in (name, entry.get("stored", name)):
+            if why_outside(folder):
+                raise ValueError(f"arrays: {folder!r:.80} {why_outside(folder)}")
         if not _is_list(entry.get("shape"), int) or not isinstance(entry.get("dtype"), str):
             raise ValueError(f"arrays: {name!r:.80} must have shape and dtype")
 
@@ -143,6 +166,8 @@ def defect(path: Path) -> str:
         return f"it is a copy of step {step}"
     is_elsewhere = (path / URL_FILE).exists() or (path / LOCAL_FILE).exists()
     for name, entry in files.items():
+        if leads_out(path, name):
+            return f"{name} leads out of the step through a symbolic link"
         size = _size(path / name)
         if size is None and is_elsewhere and name not in SMALL_FILES:
             continue

@@ -128,6 +128,8 @@ class StepWriter:
     ):
         self.directory = directory
         self._home = home
+        if home is not None:
+            at_url.note_copy(directory, home)
         self._before_commit = before_commit
         # Whether all processes write to the same directory.
         self._is_shared = home is None

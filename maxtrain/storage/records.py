@@ -17,6 +17,7 @@ from typing import Any
 
 from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
+from data_pipeline.inner_names import require_inside, require_no_way_out, why_outside
 from data_pipeline.remote import Found, RemotePath
 from data_pipeline.shards import write_atomic
 
@@ -72,13 +73,16 @@ def pull_records(folder: Path, url: RemotePath, listing: Mapping[str, Found]) ->
         listing: what is at the URL, by name.
 
     Raises:
-        StorageError: the URL can't be read.
+        DataError: a name in the listing leads out of the folder.
+        StorageError: the URL can't be read, or a symbolic link leads out of the folder.
     """
     index = _read_index(folder)
     here = _records_in(folder)
     there = {name: found for name, found in listing.items() if is_record(name)}
+    for name in there:
+        require_inside(name, str(url), "Remove that object, or name another run")
     for name, found in there.items():
-        path = folder / name
+        path = require_no_way_out(folder, name)
         entry = index.get(name)
         if name in here and entry == [found.stamp, *here[name]]:
             continue
@@ -200,7 +204,8 @@ def _read_index(folder: Path) -> Index:
         return {}
     if not isinstance(index, dict):
         return {}
-    return index
+    # What is at the URL by one of these names may be removed.
+    return {name: entry for name, entry in index.items() if not why_outside(name)}
 
 
 def _write_index(folder: Path, index: Index) -> None:

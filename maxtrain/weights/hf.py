@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.inner_names import is_file_name
 from maxtrain.checkpoint.listing import aligned
 from maxtrain.checkpoint.plain import aligned_empty
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
@@ -319,7 +320,7 @@ def tensor_files(directory: Path) -> list[Path]:
 
 
 def _is_name_of_file(name: Any) -> bool:
-    return isinstance(name, str) and "/" not in name and name.endswith(".safetensors")
+    return is_file_name(name) and name.endswith(".safetensors")
 
 
 def open_directory(directory: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:

@@ -10,8 +10,14 @@ import pytest
 from benchmarks.faulty_s3 import Fault, flipped
 from data_pipeline.errors import DamagedError, StorageError
 from data_pipeline.remote import RemotePath
-from maxtrain.checkpoint import at_url, damage, manager
-from maxtrain.checkpoint.integrity import FORMAT, encode_commit, hash_files, read_commit
+from maxtrain.checkpoint import at_url, copying, damage, manager
+from maxtrain.checkpoint.integrity import (
+    FORMAT,
+    defect,
+    encode_commit,
+    hash_files,
+    read_commit,
+)
 from maxtrain.config.schema import CheckpointConfig
 
 pytestmark = pytest.mark.usefixtures("s3")
@@ -146,3 +152,82 @@ def test_a_save_that_waited_for_an_upload_says_how_slow_it_was(
         assert "`maxtrain doctor`" in of_first
     else:
         assert of_first == ""
+
+
+def test_the_url_that_a_stranger_wrote_into_a_step_is_not_followed(s3, step, tmp_path):
+    here = tmp_path / "here"
+    at_url.pull(step.parent, here)
+    stranger = tmp_path / "stranger"
+    shutil.copytree(here, stranger)
+    theirs = stranger / "00000003"
+    files = read_commit(theirs)["files"]
+    s3.seen.clear()
+    assert at_url.url_of(theirs) is None
+    with pytest.raises(StorageError, match="name its URL instead of this folder"):
+        at_url.fetch(theirs, files, files)
+    copying.remove_here_and_at_url(theirs)
+    assert not s3.seen and not theirs.exists()
+    # Nor is that of a copy of this process, if it names another place.
+    for other in (f"{step.parent}/00000004", f"file://{tmp_path}/made", "reference://x"):
+        (here / "00000003" / "url").write_text(other)
+        assert at_url.url_of(here / "00000003") is None
+    # A directory that is reached through a link is the same one.
+    (here / "00000003" / "url").write_text(str(step))
+    (tmp_path / "linked").symlink_to(here)
+    assert at_url.url_of(tmp_path / "linked" / "00000003") == step
+
+
+def test_a_step_is_neither_fetched_nor_copied_through_a_link(step, tmp_path):
+    here = tmp_path / "here"
+    outside = tmp_path / "outside"
+    at_url.pull(step.parent, here)
+    outside.mkdir()
+    theirs = here / "00000003"
+    (theirs / "arrays").symlink_to(outside)
+    files = read_commit(theirs)["files"]
+    with pytest.raises(StorageError, match="through a symbolic link"):
+        at_url.fetch(theirs, files, files)
+    with pytest.raises(StorageError, match="through a symbolic link"):
+        copying.copy_step(theirs, tmp_path / "copies")
+    assert "through a symbolic link" in defect(theirs)
+    assert not any(outside.iterdir())
+
+
+def test_a_copy_is_not_written_into_a_folder_that_a_link_has_put_there(step, tmp_path):
+    here = tmp_path / "here"
+    outside = tmp_path / "outside"
+    target = tmp_path / "copies"
+    at_url.pull(step.parent, here)
+    for made in (outside, target):
+        made.mkdir()
+    (target / ".00000003.partial").symlink_to(outside)
+    copy = copying.copy_step(here / "00000003", target)
+    assert (copy / ARRAY).read_bytes() == b"0123456789"
+    assert not any(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["url", "commit.json", "local.json", "../canary", "/canary", "arrays/../../canary"]
+)
+@pytest.mark.parametrize("number", [FORMAT, FORMAT + 1])
+def test_a_commit_record_has_no_other_files(tmp_path, name, number):
+    theirs = tmp_path / "run" / "00000003"
+    theirs.mkdir(parents=True)
+    (theirs / "record.json").write_text(json.dumps(RECORD))
+    (theirs / "url").write_text("file:///etc")
+    files = hash_files(theirs, ["record.json"]) | {name: {"bytes": 4, "crc32": ["00000000"]}}
+    commit = {"format": number, "step": 3, "arrays": {}, "files": files}
+    (theirs / "commit.json").write_bytes(encode_commit(commit))
+    assert "files: " in defect(theirs)
+    with pytest.raises(DamagedError):
+        copying.copy_step(theirs, tmp_path / "copies")
+    assert not (tmp_path / "copies" / "00000003").exists()
+
+
+@pytest.mark.parametrize("change", [{"frozen": "../x"}, {"arrays": {"../x": {}}}])
+def test_a_commit_record_names_no_other_folders(tmp_path, change):
+    (tmp_path / "00000003").mkdir()
+    arrays = {name: {"shape": [1], "dtype": "float32"} for name in change.get("arrays", ())}
+    commit = {"format": FORMAT, "step": 3, "files": {}, **change, "arrays": arrays}
+    (tmp_path / "00000003" / "commit.json").write_bytes(encode_commit(commit))
+    assert "commit.json is not readable" in defect(tmp_path / "00000003")

@@ -149,6 +149,17 @@ def test_what_is_not_as_it_was_written_is_an_error(shards, damage, rule):
     assert rule in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["../canary", "/etc/passwd", "a/b.top", "a\0b", "", None])
+def test_files_elsewhere_are_refused(shards, name):
+    (source, _) = shards
+    folder = keep(source)
+    record = TeacherRecord.load(folder)
+    files = (dataclasses.replace(record.files[0], name=name), *record.files[1:])
+    dataclasses.replace(record, files=files).save(folder)
+    with pytest.raises(DataError, match="no name of a file beside it"):
+        StoredTeacher.open(folder, source, "off")
+
+
 def test_a_damaged_block_is_found_when_it_is_read(shards):
     (source, _) = shards
     folder = keep(source)

@@ -5,9 +5,10 @@ import os
 import pytest
 
 from benchmarks.faulty_s3 import Fault, names_below
-from data_pipeline.errors import LockedError, StorageError, UsageError
+from data_pipeline.errors import DataError, LockedError, StorageError, UsageError
+from data_pipeline.remote import Found, RemotePath
 from maxtrain.storage import reading, records
-from maxtrain.storage.records import Records, pull_records, require_copy_of
+from maxtrain.storage.records import Records, is_record, pull_records, require_copy_of
 
 
 def write(folder, **files):
@@ -135,3 +136,76 @@ def test_records_that_changed_on_their_way_do_not_become_those_of_the_run(
     store.begin([Fault("GET .*/metrics.jsonl", flip=True, times=1)])
     pull_records(other, url, listing)
     assert (other / "metrics.jsonl").read_text() == "1\n"
+
+
+# Keys below the folder of a run that a stranger may give objects of a bucket.
+HOSTILE = [
+    "{outside}/canary",
+    "/canary",
+    "../canary",
+    "a/../../canary",
+    "a\\..\\canary",
+    "a\nb",
+    "C:/canary",
+    "checkpoints/00000003/../../../canary",
+    "x" * 256,
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_listing_writes_nothing_outside_the_folder(url, tmp_path, monkeypatch, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "canary").write_text("mine")
+    key = name.format(outside=outside)
+    listing = {"run.json": Found(url / "run.json", 2, "1"), key: Found(url / "evil", 4, "2")}
+
+    def download(self, file):
+        file.write_bytes(b"evil")
+
+    monkeypatch.setattr(RemotePath, "download_exactly", download)
+    monkeypatch.setattr(RemotePath, "download", download)
+    folder = tmp_path / "a" / "here"
+    folder.mkdir(parents=True)
+    if is_record(key):
+        with pytest.raises(DataError, match="must stay inside its folder"):
+            pull_records(folder, url, listing)
+    # The listing of a store itself is refused at once, for all commands.
+    monkeypatch.setattr(
+        RemotePath,
+        "_files_below",
+        lambda self, fs, path, depth: {f"{path}/{key}": {"name": key, "size": 4, "ETag": "x"}},
+    )
+    for read in (url.tree, lambda: reading.readable(str(url))):
+        with pytest.raises(StorageError, match="Remove that object"):
+            read()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [outside / "canary"] and (outside / "canary").read_text() == "mine"
+
+
+def test_names_of_another_place_in_a_listing_are_refused(url, monkeypatch):
+    monkeypatch.setattr(
+        RemotePath, "_files_below", lambda self, fs, path, depth: {"elsewhere/x": {"size": 4}}
+    )
+    with pytest.raises(StorageError, match="is not below it"):
+        url.tree()
+
+
+def test_records_are_not_written_through_a_link(url, tmp_path):
+    (url / "logs" / "canary").write_bytes(b"evil")
+    outside = tmp_path / "outside"
+    folder = tmp_path / "here"
+    for made in (outside, folder):
+        made.mkdir()
+    (folder / "logs").symlink_to(outside)
+    with pytest.raises(StorageError, match="through a symbolic link"):
+        pull_records(folder, url, url.tree())
+    assert not any(outside.iterdir())
+
+
+def test_honest_names_are_copied(url, tmp_path):
+    names = ["a..b", "with space/é.txt", "curves (1).png", "a/b..c"]
+    for name in names:
+        (url / name).write_bytes(b"x")
+    pull_records(tmp_path, url, {name: url.tree()[name] for name in names})
+    assert all((tmp_path / name).read_bytes() == b"x" for name in names)

@@ -1,6 +1,7 @@
 """Weights of Hugging Face directories against what transformers computes with them, and what is
 refused."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from maxtrain.models.specs import RopeSpec
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights, tensor_files
+from maxtrain.weights.tensor_file import open_tensors
 from tests.shared import PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
@@ -183,6 +185,12 @@ def test_a_whole_file_counts_and_not_an_index_beside_it(copy):
         {"x": ["a.safetensors"]},
         {"x": "a.bin"},
         {"x": "../a.safetensors"},
+        {"x": "../../etc/passwd"},
+        {"x": "/etc/a.safetensors"},
+        {"x": "a\\b.safetensors"},
+        {"x": "a\0.safetensors"},
+        {"x": "C:a.safetensors"},
+        {"x": "a" * 250 + ".safetensors"},
         {"x": ""},
     ],
 )
@@ -194,6 +202,20 @@ def test_a_damaged_index_is_refused(named, tmp_path):
     index.write_text("{}")
     with pytest.raises(DataError, match="weight_map must give each tensor"):
         tensor_files(tmp_path)
+
+
+def test_a_snapshot_of_links_as_in_the_cache_of_hugging_face_is_read(tmp_path):
+    snapshot = tmp_path / "snapshots" / "1"
+    for folder in (snapshot, tmp_path / "blobs"):
+        folder.mkdir(parents=True)
+    name = "model-00001-of-00001.safetensors"
+    save_file({"x": np.ones(2, np.float32)}, tmp_path / "blobs" / "a")
+    (tmp_path / "blobs" / "b").write_text(json.dumps({"weight_map": {"x": name}}))
+    (snapshot / name).symlink_to("../../blobs/a")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/b")
+    (path,) = tensor_files(snapshot)
+    with contextlib.ExitStack() as held:
+        assert list(open_tensors(path, held)) == ["x"]
 
 
 @pytest.mark.every_dose

@@ -134,10 +134,15 @@ def test_saved_datasets_that_can_not_be_used(tmp_path, prepared):
         '{"_data_files": 3}',
         '{"_data_files": [3]}',
         '{"_data_files": [{"filename": 3}]}',
+        '{"_data_files": [{"filename": "../rows/data-00000-of-00002.arrow"}]}',
+        json.dumps({"_data_files": [{"filename": str(tmp_path / "rows" / "x.arrow")}]}),
+        '{"_data_files": [{"filename": "a\\u0000b"}]}',
     ):
         (tmp_path / "odd" / "state.json").write_text(content)
         error = prepared.error(65, "--arrow", tmp_path / "odd")
         assert "is not what save_to_disk writes" in error and "Restore it from a copy" in error
+    (tmp_path / "odd" / "dataset_dict.json").write_text('{"splits": ["../../etc"]}')
+    assert "has the part '..'" in prepared.error(65, "--arrow", tmp_path / "odd")
     (tmp_path / "folder").mkdir()
     assert "folder: is a directory. Name its files" in prepared.error(
         65, "--arrow", tmp_path / "folder"
