@@ -6,5 +6,5 @@ __version__ = "0.1.0"
 ATTEMPT = "MAXTRAIN_ATTEMPT"
 SLOT = "MAXTRAIN_SLOT"
 # In the environment of a process of a job: a folder in which it leaves its exit code, in a file of
-# its own.
+# its own, and in which process 0 writes the last completed training step.
 ENDS = "MAXTRAIN_ENDS"

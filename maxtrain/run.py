@@ -40,6 +40,7 @@ from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather, raise_together
+from maxtrain.parallel.distributed import report_step
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
@@ -496,6 +497,8 @@ class Run:
             self.recorder.add(origin, value, shape)
         if write:
             self.recorder.record(origins[-1], values[-1], compared.hosts)
+            if jax.process_index() == 0:
+                report_step(origins[-1].step + 1)
         return None
 
     def check_integrity(self) -> None:
@@ -722,6 +725,8 @@ class Run:
             if self.checkpoints.save(self.step, changing, record, constant, uploaded):
                 where = "" if uploaded else ", on the disks of the hosts"
                 self.progress.message(f"checkpoint: step {self.step:,}{where}", style="dim")
+                if jax.process_index() == 0:
+                    report_step(self.step)
             if self.checkpoints.slow_upload:
                 self.progress.message(self.checkpoints.slow_upload, style="yellow")
         return True

@@ -98,6 +98,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
         processes_per_node=per_node,
         spare_nodes=options.spare_nodes,
         max_restarts=options.max_restarts,
+        crash_loop=options.crash_loop,
         cpus_per_task=options.cpus_per_task,
         time=options.time,
         partition=options.partition,

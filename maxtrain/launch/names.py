@@ -6,6 +6,8 @@ from data_pipeline.errors import UsageError
 
 # What a scheduler takes as a name without any quotes: letters, digits and a few signs.
 _PLAIN = re.compile(r"[\w.@%/:=,+~-]+", re.ASCII)
+# Slurm would expand a % in the name of the log file, and a / is a folder there.
+_NOT_IN_JOB_NAME = re.compile(r"[/\\%\"']")
 # A label of DNS (RFC 1123), which names of Kubernetes are.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -20,6 +22,21 @@ def plain(option: str, value: str) -> str:
         rule = "may have letters, digits and any of . @ % / : = , + ~ - _"
         raise UsageError(f"{option} {value!r} {rule}. Use another one.")
     return value
+
+
+def job_name(value: str) -> str:
+    """A job name of Slurm as it is written after `#SBATCH --job-name=`.
+
+    Raises:
+        UsageError: it cannot be part of the name of the log file, which is NAME-JOB.log.
+    """
+    if not value.strip() or not value.isprintable() or _NOT_IN_JOB_NAME.search(value):
+        rule = "must be printable characters without any of / \\ % \" '"
+        fix = f"Use --name {default_label(value, 63)}"
+        raise UsageError(f"--name {value!r} {rule}. {fix}.")
+    if _PLAIN.fullmatch(value):
+        return value
+    return f'"{value}"'
 
 
 def one_line(option: str, value: str) -> str:

@@ -95,6 +95,13 @@ TARGETS = {
             _texts("--setup", "LINE", "a line of bash before the start, as in `module load cuda`"),
             _texts("--srun", "OPTION", "an option of srun, as in --container-mounts=/data"),
             _RESTARTS,
+            _number(
+                "--crash-loop",
+                5,
+                1,
+                "starts in a row that complete no new training step, before it gives up, also "
+                "across requeues (5)",
+            ),
         ),
     ),
     "k8s": ("write a JobSet of Kubernetes, of GPUs", (_NODES, _GPUS, *_CONTAINERS)),

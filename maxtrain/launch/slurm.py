@@ -1,9 +1,10 @@
 """`maxtrain launch slurm`: a batch script of Slurm.
 
-The script starts the processes by srun, and looks at how they ended. What may go better is started
-again on the nodes that it has, without those that went down, as long as spare nodes are left, or
-the run can do with fewer (mesh.min_processes); else the job goes back to the queue. Shortly before
-its time is over, the processes are asked to save, and the job goes back to the queue.
+The script starts the processes with srun and reads their exit codes. If another attempt can help,
+it starts them again on the nodes of the job that still work, as long as spare nodes are left or the
+run can train on fewer nodes (mesh.min_processes). Otherwise the job is requeued. Shortly before the
+time limit, the processes save and the job is requeued. Several starts in a row that complete no
+training step end the job.
 
 Source: https://slurm.schedmd.com/sbatch.html, srun.html, scancel.html, scontrol.html, sinfo.html.
 """
@@ -17,14 +18,21 @@ from typing import NamedTuple
 from data_pipeline.errors import FINAL, WORTH_RESTARTING, UsageError
 from data_pipeline.remote import is_url
 from maxtrain import ENDS
-from maxtrain.launch.names import one_line, plain, seconds
+from maxtrain.launch.names import job_name, one_line, plain, seconds
 from maxtrain.launch.plan import Plan
 
 # Seconds that other processes have after the first one has ended. It may have lost one of them,
 # which they notice by themselves (mesh.heartbeat_seconds), or they may still be saving.
 _WAIT = 300
-# Seconds from the request to save to the end of the time, beside checkpoint.grace_seconds.
+# Seconds from the signal to save until the time limit, beside checkpoint.grace_seconds.
 _MARGIN = 60
+# Seconds beside checkpoint.grace_seconds after which processes that do not end are killed, so that
+# the job can still be requeued.
+_PATIENCE = 20
+# The exit code of srun if srun itself fails. Nothing else in this project uses it.
+_SRUN_FAILED = 113
+# The name of the steps that the script starts.
+_STEP = "maxtrain"
 # If checkpoint.grace_seconds=0, which is no limit.
 _LONG_GRACE = 600
 # The longest that Slurm takes in --signal.
@@ -43,6 +51,8 @@ class SlurmJob(NamedTuple):
     processes_per_node: int
     spare_nodes: int
     max_restarts: int
+    # Starts in a row without a new training step after which the job gives up.
+    crash_loop: int
     cpus_per_task: int | None
     time: str | None
     partition: str | None
@@ -72,11 +82,15 @@ def render(plan: Plan, job: SlurmJob) -> str:
     notice = _notice(plan, job)
     values = {
         "head": "\n".join(_directives(job, notice)),
-        "name": job.name,
+        "title": f"{one_line('--name', job.name)}",
         "all_nodes": job.nodes + job.spare_nodes,
         "choices": " ".join(map(str, [job.nodes, *job.fewer_nodes])),
         "spare_nodes": job.spare_nodes,
         "max_restarts": job.max_restarts,
+        "crash_loop": job.crash_loop,
+        "srun_failed": _SRUN_FAILED,
+        "step": _STEP,
+        "patience": int(_grace(plan)) + _PATIENCE,
         "folder": shlex.quote(job.folder),
         "shared": shlex.quote(_shared_folder(plan, job)),
         "setup": "\n".join(_setup(job)),
@@ -91,9 +105,14 @@ def render(plan: Plan, job: SlurmJob) -> str:
     return re.sub(r"@([a-z_]+)@", lambda found: str(values[found[1]]), _SCRIPT)
 
 
+def _grace(plan: Plan) -> float:
+    """Seconds that the processes may take to save."""
+    return plan.config.checkpoint.grace_seconds or _LONG_GRACE
+
+
 def _notice(plan: Plan, job: SlurmJob) -> int:
-    """Seconds before the end of the time at which the processes are asked to save."""
-    grace = plan.config.checkpoint.grace_seconds or _LONG_GRACE
+    """Seconds before the time limit at which the processes are told to save."""
+    grace = _grace(plan)
     notice = int(grace) + _MARGIN
     if notice > _LONGEST_SIGNAL:
         rule = f"is longer than Slurm can tell a job before its end ({_LONGEST_SIGNAL:,} s)"
@@ -111,7 +130,7 @@ def _directives(job: SlurmJob, notice: int) -> list[str]:
     if job.fewer_nodes:
         nodes = f"{min(job.fewer_nodes)}-{nodes}"
     options = [
-        f"--job-name={plain('--name', job.name)}",
+        f"--job-name={job_name(job.name)}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={job.processes_per_node}",
     ]
@@ -140,6 +159,8 @@ def _srun(job: SlurmJob) -> list[str]:
     """The words of srun before the command; nodes to be left out come at the end."""
     words = [
         "srun",
+        f"--job-name={_STEP}",
+        "--overlap",
         '--nodes="$nodes"',
         f'--ntasks="$((nodes * {job.processes_per_node}))"',
         f"--ntasks-per-node={job.processes_per_node}",
@@ -158,69 +179,155 @@ def _srun(job: SlurmJob) -> list[str]:
 
 
 _SCRIPT = r"""#!/usr/bin/env bash
-# @name@, by `maxtrain launch slurm`.
+# @title@
+# Written by `maxtrain launch slurm`.
 @head@
-
-set -uo pipefail
-
-# How many nodes it trains on: all, or so many if there are fewer, the most first.
-choices=(@choices@)
-spare_nodes=@spare_nodes@
-max_restarts=@max_restarts@
-# Seconds before the next start, doubled each time.
-pause=10
-# Not empty when the time of this job is nearly over, when Slurm ends it, when a signal has come.
-nearly_over=
-told_to_end=
-woken=
 
 cd -- @folder@ || exit 1
 @setup@
 
-# Slurm says that the time is nearly over: the processes save and end.
-ask_to_save() {
-  nearly_over=yes
-  woken=yes
-  scancel --signal=TERM "$SLURM_JOB_ID"
-}
-trap ask_to_save USR1
+set -uo pipefail
 
-# Slurm ends the job, since somebody cancels it or it has to make room, and has told the processes
-# so. They save; if this script ended before them, they could not.
-wait_for_the_end() {
-  told_to_end=yes
-  woken=yes
-}
-trap wait_for_the_end TERM
+# The numbers of nodes on which the run can train, the largest first.
+choices=(@choices@)
+spare_nodes=@spare_nodes@
+max_restarts=@max_restarts@
+crash_loop=@crash_loop@
+# Seconds before the next start. They are doubled each time.
+pause=10
+# The exit code of srun if srun itself fails, and not the command that it runs.
+srun_failed=@srun_failed@
+# Each of these is set when its signal has arrived: the time limit is near, Slurm ends the job, and
+# any signal that interrupted a wait.
+near_time_limit=
+ending=
+interrupted=
+# The process of srun, while it runs.
+srun_pid=
 
-# The nodes of this job that are of no use any more, with commas between them.
-nodes_down() {
-  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N |
-    sort -u | paste -sd, -
+# The processes of this job write here: their exit codes, and the last completed training step.
+# The folder survives a requeue, so that starts without progress are counted across requeues.
+state=@shared@/.ends-$SLURM_JOB_ID
+export @ends@="$state"
+
+# Prints the ids of the steps that this script has started and that have not ended.
+our_steps() {
+  squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' |
+    awk '$2 == "@step@" { print $1 }'
 }
 
-# The job waits for nodes, and begins this script anew.
-back_to_the_queue() {
-  echo "launch: $1; goes back to the queue" >&2
-  scontrol requeue "$SLURM_JOB_ID"
+# Sends a signal to the processes of a step, if there is one.
+signal_steps() {
+  local steps
+  mapfile -t steps < <(our_steps)
+  if [ "${#steps[@]}" -gt 0 ]; then
+    scancel --signal="$1" "${steps[@]}"
+  fi
+}
+
+# The time limit is near: the processes save and end. What hangs is killed while there is still
+# time to requeue the job.
+on_time_limit() {
+  near_time_limit=yes
+  interrupted=yes
+  local waited=0
+  # A step that is being created cannot receive a signal yet.
+  while [ -n "$srun_pid" ] && [ -z "$(our_steps)" ] && [ "$waited" -lt 30 ]; do
+    kill -0 "$srun_pid" 2>/dev/null || return 0
+    sleep 1
+    waited=$((waited + 1))
+  done
+  signal_steps TERM
+  { sleep @patience@; signal_steps KILL; } &
+}
+trap on_time_limit USR1
+
+# Slurm ends the job, because somebody cancels it, a node failed, or the job must make room. Slurm
+# has signalled the processes, too. They could not save if this script ended before them.
+on_end() {
+  ending=yes
+  interrupted=yes
+}
+trap on_end TERM
+
+# Waits for a process; a signal does not end the wait. Returns the exit code of the process.
+wait_for() {
+  local result
+  while true; do
+    interrupted=
+    wait "$1"
+    result=$?
+    [ -n "$interrupted" ] || return "$result"
+  done
+}
+
+# Prints the nodes of this job that cannot be used any more, with commas between them.
+unusable_nodes() {
+  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format=%N \
+    --states=down,drain,fail,no_respond | sort -u | paste -sd, -
+}
+
+# Removes the state of this job, unless the job is started again after a failed node.
+remove_state() {
+  if [ -n "$ending" ] && squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T |
+    grep -q NODE_FAIL; then
+    return
+  fi
+  rm -rf -- "$state"
+}
+trap remove_state EXIT
+
+# Ends the job and lets Slurm queue it again. The script then starts from the beginning.
+requeue() {
+  echo "launch: $1; the job is requeued" >&2
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    trap - EXIT
+  else
+    echo "launch: Slurm refused to requeue the job. Submit the script again to continue." >&2
+  fi
   exit 75
 }
 
-# Each process that fails leaves its exit code here.
-ends=@shared@/.ends-$SLURM_JOB_ID
-export @ends@="$ends"
-trap 'rm -rf -- "$ends"' EXIT
+# Starts in a row without a new training step, the last completed step, and the last exit code. A
+# stay in the queue does not change them.
+starts=0
+furthest=0
+code=75
+if [ -f "$state/starts" ]; then
+  read -r starts furthest code <"$state/starts"
+fi
+write_starts() {
+  echo "$starts $furthest $code" >"$state/starts"
+}
+count_progress() {
+  local step=
+  if [ -f "$state/step" ]; then
+    read -r step <"$state/step"
+  fi
+  if [ "${step:-0}" -gt "$furthest" ]; then
+    furthest=$step
+    starts=0
+  fi
+}
+count_progress
 
 restarts=0
-code=75
 while true; do
-  if [ -n "$told_to_end" ]; then
+  if [ -n "$ending" ]; then
     exit "$code"
   fi
-  if [ -n "$nearly_over" ]; then
-    back_to_the_queue "the time is over"
+  if [ "$starts" -ge "$crash_loop" ]; then
+    echo "launch: $starts starts in a row completed no new training step, the last one with exit" \
+      "code $code (--crash-loop $crash_loop); gives up. Look for the cause in the log above." >&2
+    case $code in
+      74) exit 74 ;;
+      *) exit 70 ;;
+    esac
   fi
-  down=$(nodes_down)
+  if [ -n "$near_time_limit" ]; then
+    requeue "the time limit is near"
+  fi
+  down=$(unusable_nodes)
   count=0
   if [ -n "$down" ]; then
     IFS=, read -ra names <<<"$down"
@@ -235,57 +342,61 @@ while true; do
     fi
   done
   if [ "$nodes" -eq 0 ]; then
-    back_to_the_queue "$down can't be used, and there are $spare_nodes spare nodes"
+    requeue "$down cannot be used, and the job has $spare_nodes spare nodes"
   fi
   if [ "$nodes" -lt "${choices[0]}" ]; then
-    echo "launch: goes on with $nodes of ${choices[0]} nodes, without ${down:-any more}" >&2
+    echo "launch: continues with $nodes of ${choices[0]} nodes, without ${down:-any more}" >&2
   fi
 
-  # What an earlier attempt has left is not about this one.
-  rm -rf -- "$ends"
-  mkdir -p -- "$ends" || exit 74
+  # The exit codes of the last start must not count for this one.
+  rm -rf -- "$state"
+  mkdir -p -- "$state" || exit 74
+  starts=$((starts + 1))
+  write_starts || exit 74
 
-  @srun@ \
+  # A step that lost a node keeps the CPUs and GPUs of its other nodes, hence --overlap.
+  SLURM_EXIT_ERROR=$srun_failed @srun@ \
     @command@ &
-  job=$!
-  while true; do
-    woken=
-    wait "$job"
-    code=$?
-    # A signal ends a wait early.
-    [ -n "$woken" ] || break
-  done
+  srun_pid=$!
+  wait_for "$srun_pid"
+  code=$?
+  srun_pid=
 
-  # One process may say why the others failed, though its code is not the highest.
-  for file in "$ends"/*; do
+  # One process may know why the others failed, although its exit code is not the highest.
+  for file in "$state"/*-*; do
     [ -f "$file" ] || continue
     case $(cat -- "$file") in
       @final_failures@) code=$(cat -- "$file") ;;
     esac
   done
+  count_progress
+  write_starts
 
   case $code in
-    # Done; or the same would happen again.
+    # Done, or the same would happen again.
     @final@) exit "$code" ;;
-    # It stopped after saving, or storage failed.
-    @again@) ;;
+    # It stopped after saving, storage failed, or srun could not start the processes.
+    @again@ | "$srun_failed") ;;
     *)
-      # A signal ended it; or srun failed, as it does if a node goes down.
-      if [ "$code" -le 128 ] && [ "$(nodes_down)" = "$down" ]; then
+      # Only a signal (128 and its number), or a node that went down, is worth another start.
+      if { [ "$code" -le 128 ] || [ "$code" -gt 192 ]; } && [ "$(unusable_nodes)" = "$down" ]; then
         exit "$code"
       fi
       ;;
   esac
-  if [ -n "$nearly_over$told_to_end" ]; then
+  # Processes on nodes that still answer must not keep their GPUs.
+  signal_steps KILL
+  if [ -n "$near_time_limit$ending" ]; then
     continue
   fi
   if [ "$restarts" -ge "$max_restarts" ]; then
-    echo "launch: ended with $code after $restarts restarts; gives up" >&2
+    echo "launch: ended with exit code $code after $restarts restarts (--max-restarts); gives up" >&2
     exit "$code"
   fi
   restarts=$((restarts + 1))
-  echo "launch: ended with $code; starts again in $pause s" >&2
-  sleep "$pause"
+  echo "launch: ended with exit code $code; starts again in $pause s" >&2
+  sleep "$pause" &
+  wait "$!"
   pause=$((pause < 150 ? pause * 2 : 300))
 done
 """

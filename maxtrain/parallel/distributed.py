@@ -286,6 +286,19 @@ def tell_end(code: int) -> None:
             Path(folder, f"{platform.node()}-{os.getpid()}").write_text(f"{code}\n")
 
 
+def report_step(step: int) -> None:
+    """Write the last completed training step of the run where the script that started the job
+    reads it.
+
+    Process 0 calls it. A script stops starting a job that completes no step. Nothing is written if
+    MAXTRAIN_ENDS is not set, or if its folder cannot be written.
+    """
+    folder = os.environ.get(ENDS)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, "step").write_text(f"{step}\n")
+
+
 def leave(code: int, lost: bool = False, seconds: float = 15.0) -> None:
     """Takes leave of the other processes of a job after an error.
 

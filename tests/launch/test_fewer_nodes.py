@@ -115,7 +115,8 @@ def test_a_job_that_loses_the_node_of_process_0_trains_on_with_the_same_batches(
     programs.mkdir()
     (tmp_path / "srun.py").write_text(SRUN)
     srun = f'#!/bin/sh\nexec {sys.executable} {tmp_path}/srun.py "$@"\n'
-    for name, text in {"srun": srun, "sinfo": SINFO, "sleep": "#!/bin/sh\n"}.items():
+    nothing = dict.fromkeys(("sleep", "squeue", "scancel"), "#!/bin/sh\n")
+    for name, text in ({"srun": srun, "sinfo": SINFO} | nothing).items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     slurm = {
@@ -134,7 +135,7 @@ def test_a_job_that_loses_the_node_of_process_0_trains_on_with_the_same_batches(
     )
     logs = {log.name: log.read_text() for log in tmp_path.glob("log-*")}
     assert job.returncode == 0, (job.stderr, logs)
-    assert "launch: goes on with 3 of 4 nodes, without n1\n" in job.stderr
+    assert "launch: continues with 3 of 4 nodes, without n1\n" in job.stderr
     assert "Goes on from step 4" in logs["log-3-n2"]
     launches = read_launches(config.parent / "runs" / "fewer")
     assert [(one["step"], one["processes"]) for one in launches] == [(0, 4), (4, 3)]

@@ -31,6 +31,9 @@ with open(here / "srun", "a") as file:
 number = len((here / "srun").read_text().splitlines())
 words = (here / "attempts").read_text().split()
 code, *ends = words[min(number, len(words)) - 1].split("+")
+if "@" in code:
+    code, _, step = code.partition("@")
+    pathlib.Path(os.environ["MAXTRAIN_ENDS"], "step").write_text(step)
 for index, end in enumerate(ends):
     pathlib.Path(os.environ["MAXTRAIN_ENDS"], f"host-{index}").write_text(end)
 if code == "wait":
@@ -49,6 +52,11 @@ kill -TERM $(cat "$PRETEND/pid")
 """
 SCONTROL = """#!/bin/sh
 echo "$@" >>"$PRETEND/scontrol"
+"""
+# A step is there from when srun waits.
+SQUEUE = """#!/bin/sh
+echo 77.batch batch
+[ ! -f "$PRETEND/waiting" ] || ! kill -0 $(cat "$PRETEND/pid") 2>/dev/null || echo 77.3 maxtrain
 """
 SINFO = """#!/bin/sh
 [ ! -f "$PRETEND/down" ] || tr , '\\n' <"$PRETEND/down"
@@ -85,6 +93,7 @@ class Slurm:
         srun = f'#!/bin/sh\necho $$ >{folder}/pid\nexec {sys.executable} {folder}/srun.py "$@"\n'
         sleep = f'#!/bin/sh\necho "$@" >>{folder}/sleep\n'
         scripts = {"srun": srun, "scancel": SCANCEL, "scontrol": SCONTROL, "sinfo": SINFO}
+        scripts["squeue"] = SQUEUE
         for name, script in (scripts | {"sleep": sleep}).items():
             (programs / name).write_text(script)
             (programs / name).chmod(0o755)
@@ -156,7 +165,9 @@ def test_a_run_that_is_done_ends_the_job(slurm):
     words = ast.literal_eval(called)
     # Nothing of the user's words is read by a shell.
     assert words[-5:] == ["train", *slurm.words]
-    assert words[:3] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    assert words[2:5] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    # Without it, a step that lost a node would block the next one.
+    assert "--overlap" in words[:2]
     # Nothing is left beside the run.
     assert list((slurm.folder / "a b" / "r").iterdir()) == []
 
@@ -167,12 +178,12 @@ def test_the_codes_of_a_run_say_whether_it_is_started_again(slurm):
     assert not any(may_go_better(code) for code in FINAL)
     code, said = slurm.run("75 137 0")
     assert code == 0 and len(slurm.said_to("srun")) == 3
-    assert "ended with 75; starts again in 10 s" in said
-    assert "ended with 137; starts again in 20 s" in said
+    assert "ended with exit code 75; starts again in 10 s" in said
+    assert "ended with exit code 137; starts again in 20 s" in said
     assert slurm.said_to("sleep") == ["10", "20"]
 
 
-@pytest.mark.parametrize("final", [*FINAL, 1, 127])
+@pytest.mark.parametrize("final", [*FINAL, 1, 127, 255])
 def test_what_would_happen_again_ends_the_job_at_once(slurm, final):
     code, _ = slurm.run(f"{final} 0")
     assert code == final and len(slurm.said_to("srun")) == 1
@@ -191,7 +202,7 @@ def test_codes_of_a_run_in_a_bucket_are_left_where_it_was_submitted(tmp_path, ca
     monkeypatch.chdir(submitted)
     url = "output_dir=s3://bucket/runs"
     slurm = Slurm(tmp_path, capsys, "--nodes", "2", "--gpus-per-node", "4", url)
-    assert f"ends={shlex.quote(str(submitted))}/.ends-$SLURM_JOB_ID\n" in slurm.text
+    assert f"state={shlex.quote(str(submitted))}/.ends-$SLURM_JOB_ID\n" in slurm.text
     checked = subprocess.run([*shellcheck(), "-"], input=slurm.text, text=True)
     assert checked.returncode == 0
     code, _ = slurm.run("75+75+65 0")
@@ -200,10 +211,50 @@ def test_codes_of_a_run_in_a_bucket_are_left_where_it_was_submitted(tmp_path, ca
     assert url in ast.literal_eval(called) and not (tmp_path / "a b").exists()
 
 
+@pytest.mark.parametrize(
+    ("attempts", "starts", "expected"),
+    [
+        ("75", 2, 70),
+        ("74", 2, 74),
+        # srun itself fails each time.
+        ("113", 2, 70),
+        # Steps that were completed before are no progress.
+        ("75@5 75@5 75@4 0", 3, 70),
+        ("75@5 75 75@6 75 75@7 0", 6, 0),
+    ],
+)
+def test_starts_without_a_new_training_step_have_a_limit(
+    tmp_path, capsys, attempts, starts, expected
+):
+    slurm = Slurm(tmp_path, capsys, "--nodes", "2", "--crash-loop", "2")
+    code, said = slurm.run(attempts)
+    assert (len(slurm.said_to("srun")), code) == (starts, expected)
+    assert ("2 starts in a row completed no new training step" in said) == (expected != 0)
+    assert list((slurm.folder / "a b" / "r").iterdir()) == []
+
+
+def test_a_requeue_does_not_reset_the_count_of_starts_without_progress(tmp_path, capsys):
+    """Whether the script requeues the job, or its node dies and Slurm does."""
+    slurm = Slurm(tmp_path, capsys, "--nodes", "2", "--gpus-per-node", "4", "--crash-loop", "3")
+    for starts in (1, 2):
+        code, _ = slurm.run("downn1")
+        assert code == 75 and len(slurm.said_to("srun")) == starts
+        (slurm.folder / "down").unlink()
+    code, _ = slurm.run("75")
+    assert code == 70 and len(slurm.said_to("srun")) == 3
+
+
+@pytest.mark.parametrize("name", ["a/b", "%x", "it's", 'a"b', "a\nb", " ", "a\\b"])
+def test_a_job_name_that_cannot_be_written_is_refused(name, capsys):
+    words = ["slurm", "--nodes", "2", "config=quickstart", "data.batch_size=16", "--name", name]
+    assert command.main(words, "maxtrain launch") == 64
+    assert "--name" in capsys.readouterr().err
+
+
 def test_there_is_an_end_to_restarts(slurm):
     code, said = slurm.run("74")
     assert code == 74 and len(slurm.said_to("srun")) == 3
-    assert "ended with 74 after 2 restarts; gives up" in said
+    assert "ended with exit code 74 after 2 restarts (--max-restarts); gives up" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -224,9 +275,9 @@ def test_the_job_waits_until_its_processes_have_saved(slurm, number):
     if number == signal.SIGTERM:
         assert slurm.said_to("scancel") == slurm.said_to("scontrol") == [] and said == ""
         return
-    assert slurm.said_to("scancel") == ["--signal=TERM 77"]
+    assert slurm.said_to("scancel")[0] == "--signal=TERM 77.3"
     assert slurm.said_to("scontrol") == ["requeue 77"]
-    assert "the time is over; goes back to the queue" in said
+    assert "the time limit is near; the job is requeued" in said
 
 
 def test_spare_nodes_stand_in_for_those_that_go_down(tmp_path, capsys):
@@ -240,7 +291,7 @@ def test_spare_nodes_stand_in_for_those_that_go_down(tmp_path, capsys):
 def test_without_a_spare_node_the_job_waits_for_another_one(slurm):
     code, said = slurm.run("downn1 0")
     assert code == 75 and slurm.said_to("scontrol") == ["requeue 77"]
-    assert "n1 can't be used, and there are 0 spare nodes; goes back to the queue" in said
+    assert "n1 cannot be used, and the job has 0 spare nodes; the job is requeued" in said
     assert len(slurm.said_to("srun")) == 1
 
 
@@ -259,7 +310,7 @@ def test_a_run_that_can_do_with_fewer_nodes_goes_on_with_those_that_are_left(ela
     code, said = elastic.run("downn1 downn1,n3 75 0")
     assert code == 0 and elastic.said_to("scontrol") == []
     calls = [ast.literal_eval(called) for called in elastic.said_to("srun")]
-    assert [words[:2] for words in calls] == [
+    assert [words[2:4] for words in calls] == [
         ["--nodes=4", "--ntasks=4"],
         ["--nodes=3", "--ntasks=3"],
         ["--nodes=2", "--ntasks=2"],
@@ -267,21 +318,21 @@ def test_a_run_that_can_do_with_fewer_nodes_goes_on_with_those_that_are_left(ela
     ]
     assert "--exclude=n1" in calls[1] and "--exclude=n1,n3" in calls[2]
     assert all("mesh.planned_processes=4" in words for words in calls)
-    assert "launch: goes on with 3 of 4 nodes, without n1\n" in said
+    assert "launch: continues with 3 of 4 nodes, without n1\n" in said
 
 
 def test_with_fewer_nodes_than_it_can_do_with_the_job_waits(elastic):
     code, said = elastic.run("downn1,n2,n3 0")
     assert code == 75 and elastic.said_to("scontrol") == ["requeue 77"]
-    assert "n1,n2,n3 can't be used" in said and len(elastic.said_to("srun")) == 1
+    assert "n1,n2,n3 cannot be used" in said and len(elastic.said_to("srun")) == 1
 
 
 def test_the_job_begins_with_as_few_nodes_as_slurm_has_for_it(elastic, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     code, said = elastic.run("0")
     (called,) = elastic.said_to("srun")
-    assert code == 0 and ast.literal_eval(called)[0] == "--nodes=3"
-    assert "goes on with 3 of 4 nodes, without any more" in said
+    assert code == 0 and "--nodes=3" in ast.literal_eval(called)
+    assert "continues with 3 of 4 nodes, without any more" in said
 
 
 def test_rows_that_fewer_nodes_can_not_share_are_told_of(tmp_path, capsys):
