@@ -8,6 +8,7 @@ ends at SIGTERM or Ctrl-C, when what is on its way is done.
 import argparse
 import contextlib
 import functools
+import ipaddress
 import os
 import signal
 import socket
@@ -42,7 +43,8 @@ from maxtrain.weights.peft import read_set
 from maxtrain.weights.peft_settings import base_of
 
 KEY = "MAXTRAIN_API_KEY"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Names of this machine that browsers may use in Host headers.
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 # Tokens between two looks at who comes and goes.
 _CHUNK = 8
 _BODY_BYTES = 10 * 2**20
@@ -53,7 +55,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         prog,
         allow_abbrev=False,
         description=__doc__,
-        epilog=f"With the environment variable {KEY}, clients must give that key.",
+        epilog=f"Clients must give the key in the environment variable {KEY}, or one of those in "
+        "--key-file. Without any key, the server listens on this machine alone.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -65,6 +68,33 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         default=8000,
         metavar="N",
         help="0: any that is free (default: %(default)s)",
+    )
+    add(
+        "--key-file",
+        metavar="FILE",
+        type=Path,
+        help="keys, one a line, of which clients must give one",
+    )
+    add(
+        "--no-key",
+        action="store_true",
+        help="let anybody who reaches --host use the model, for example behind a proxy that asks "
+        "for keys",
+    )
+    add(
+        "--connections",
+        type=int,
+        default=256,
+        metavar="N",
+        help="open at one time; others get status 503 (default: %(default)s)",
+    )
+    add(
+        "--client-timeout",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="that a client may take to send the headers of a request, to send its body, and to "
+        "read what is sent (default: %(default)s)",
     )
     add("--name", help="of the model in requests (default: that of its directory)")
     add(
@@ -117,6 +147,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     if asked.cache_tokens is not None and asked.cache_tokens < PAGE:
         raise UsageError(f"--cache-tokens {asked.cache_tokens}: must be at least {PAGE}, one page.")
     least = {"port": 0, "slots": 1, "waiting": 0, "max_body": 1, "grace": 0}
+    least |= {"connections": 1, "client_timeout": 1}
     for key, value in least.items():
         if getattr(asked, key) < value:
             raise UsageError(
@@ -136,20 +167,19 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m maxtrain.s
         asked = _parse(argv, program)
         for package in ("starlette", "uvicorn", "prometheus_client"):
             load_package(package, "serve", "maxtrain serve")
-        app_module = load_package("maxtrain.serve.app", "serve", "maxtrain serve")
+        keys = _keys(asked.key_file)
         # Before the model is loaded: a port that is taken is known at once.
         with _listen(asked.host, asked.port) as listening:
+            hosts = _require_key(asked, listening, keys)
             start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
             model, tokenizer = load_model(asked)
             served = _served(asked, model, tokenizer)
             model = _with_adapters(for_generation(model), asked.adapter)
             make_engine = functools.partial(_warm_engine, model, asked.slots, asked.cache_tokens)
             worker = Worker(make_engine, tokenizer)
-            hosts: tuple[str, ...] = ()
-            if asked.host in _LOOPBACK:
-                hosts = (*_LOOPBACK, "[::1]")
             texts = asked.slots + asked.waiting
-            limits = app_module.Limits(texts, asked.max_body, os.environ.get(KEY) or None, hosts)
+            app_module = load_package("maxtrain.serve.app", "serve", "maxtrain serve")
+            limits = app_module.Limits(texts, asked.max_body, keys, hosts)
             worker.start()
             try:
                 _serve(app_module.make_app(served, worker, limits), listening, asked, served)
@@ -157,6 +187,55 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m maxtrain.s
                 worker.end()
 
     return run_command(job, resumes=False)
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    """Return the keys of the environment and of a file, of which clients must give one.
+
+    Raises:
+        UsageError: the file cannot be read, or has no key.
+    """
+    keys = []
+    if os.environ.get(KEY):
+        keys.append(os.environ[KEY])
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"--key-file {file}: cannot be read ({reason}). Name a file of text with one key "
+                "in each line."
+            ) from error
+        stripped = [line.strip() for line in lines]
+        found = [line for line in stripped if line]
+        if not found:
+            raise UsageError(f"--key-file {file}: has no key. Write one key into each line.")
+        keys += found
+    return tuple(keys)
+
+
+def _require_key(
+    asked: argparse.Namespace, listening: socket.socket, keys: Sequence[str]
+) -> tuple[str, ...]:
+    """Refuse to listen beyond this machine without a key.
+
+    Returns:
+        The names that clients must call the server by; empty: any.
+
+    Raises:
+        UsageError: there is no key.
+    """
+    address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
+    if address.is_loopback:
+        return (*_LOOPBACK_HOSTS, asked.host)
+    if not keys and not asked.no_key:
+        raise UsageError(
+            f"--host {asked.host}: without a key, anybody who reaches this address could use the "
+            f"model. Set the environment variable {KEY}, or give --key-file FILE; or --no-key if "
+            "something else, such as a proxy, keeps others out."
+        )
+    return ()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -211,7 +290,13 @@ def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> 
         max_length=max_length,
         vocab_size=model.config.vocab_size or 0,
         created=int(time.time()),
+        longest_token=_longest_token(tokenizer),
     )
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Return how many characters the longest token stands for, and the space that it may lose."""
+    return 1 + max(len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size))
 
 
 def _adapter_names(asked: argparse.Namespace) -> tuple[str, ...]:
@@ -291,18 +376,21 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
                 for number, handler in kept.items():
                     signal.signal(number, handler)
 
+    connections = load_package("maxtrain.serve.connections", "serve", "maxtrain serve")
+    limits = connections.ConnectionLimits(asked.connections, asked.client_timeout)
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        http=connections.limited_protocol(limits),
+        ws="none",
+        log_level="error",
         access_log=False,
         lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=connections.HEAD_BYTES,
+        timeout_keep_alive=connections.KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=asked.grace,
     )
-    if asked.host not in _LOOPBACK and not os.environ.get(KEY):
-        print(
-            f"Anybody who reaches {shown} can use the model. Set {KEY} to ask for a key.",
-            file=sys.stderr,
-        )
     Server(config).run(sockets=[listening])
     if signal.SIGINT in signals:
         raise KeyboardInterrupt

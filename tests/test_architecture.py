@@ -313,7 +313,7 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
 
 
 # Modules that need an extra as a whole: they are loaded by `load_package` alone.
-OF_AN_EXTRA = {"maxtrain.serve.app": "serve"}
+OF_AN_EXTRA = {"maxtrain.serve.app": "serve", "maxtrain.serve.connections": "serve"}
 
 
 @functools.cache

@@ -1,42 +1,60 @@
 """The HTTP server's application: OpenAI's API over a worker, health and metrics.
 
-It answers from memory alone, in one thread; the worker's thread does the work. A client that leaves
-takes its texts along: they are cancelled. Web pages in a browser on the same machine can't use the
-server: they may not send JSON to another origin without being let in, and nobody is.
+One thread answers; the worker's thread generates, and others parse and encode. Places for texts are
+taken before their prompts are encoded. When a client leaves, its texts are cancelled. No response
+has a CORS header, so that no web page can read one.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
+import re
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maxtrain.serve.generation import Reason
 from maxtrain.serve.protocol import (
     Answers,
-    Asked,
-    RequestError,
+    ChatRequest,
+    CompletionRequest,
+    EncodedRequest,
     Served,
+    encode,
     read_body,
     read_chat,
     read_completion,
 )
+from maxtrain.serve.request_error import RequestError, escape_controls, log_exception
 from maxtrain.serve.text import Token
 from maxtrain.serve.worker import Job, Part, Worker
 
+# Checks the values of a request.
+_Reader = Callable[[Mapping[str, Any], Served], CompletionRequest | ChatRequest]
+_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/health",
+    "/metrics",
+)
+# All bodies that are being received may have so many times the bytes of the largest.
+_BODIES_AT_ONCE = 8
+# Of a body that is too long, so many times the longest are read before the answer.
+_DROPPED_BODIES = 4
 # One failed step may have been a prompt's, or memory's that was short for a moment.
 _FAILURES_OF_ILL_HEALTH = 3
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -48,13 +66,13 @@ class Limits(NamedTuple):
     Args:
         texts: that are made or wait at one time; more are refused.
         body_bytes: of a request.
-        key: that clients must give; None: none.
-        hosts: names that the server is asked for by; empty: any.
+        keys: clients must give one of them; empty: none is needed.
+        hosts: names that clients may call the server by; empty: any.
     """
 
     texts: int
     body_bytes: int
-    key: str | None
+    keys: tuple[str, ...]
     hosts: tuple[str, ...]
 
 
@@ -87,13 +105,14 @@ class _Metrics:
 class _Texts:
     """The texts of one request on their way, seen from the server's thread."""
 
-    def __init__(self, server: "_Server", asked: Asked):
+    def __init__(self, server: "_Server", request: EncodedRequest):
         self._server = server
-        self.asked = asked
+        self.request = request
+        options = request.options
         self.parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue()
         self._begin = time.monotonic()
         self._begun = set[int]()
-        self._open = set(range(len(asked.prompts)))
+        self._open = set(range(len(request.prompts)))
         loop = asyncio.get_running_loop()
 
         def teller(index: int) -> Callable[[Part], object]:
@@ -105,17 +124,17 @@ class _Texts:
             return tell
 
         self.jobs = []
-        for index, prompt in enumerate(asked.prompts):
+        for index, prompt in enumerate(request.prompts):
             job = Job(
                 prompt,
-                asked.max_tokens,
-                asked.sampling,
-                asked.seed,
+                request.max_tokens,
+                options.sampling,
+                options.seed,
                 index,
                 server.served.stop_ids,
-                asked.stop,
+                options.stop,
                 teller(index),
-                server.served.names.index(asked.model),
+                server.served.names.index(options.model),
             )
             self.jobs.append(job)
 
@@ -170,26 +189,28 @@ class _Server:
         self.worker = worker
         self.limits = limits
         self.metrics = _Metrics(worker)
+        # Texts that are made or wait, and those whose prompts are being encoded.
         self._num_open = 0
+        # Bytes of bodies that are being received.
+        self._num_received = 0
 
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
-        asked = await self._read(request, read_completion)
-        return await self._answer(request, asked, is_chat=False)
+        return await self._answer(request, read_completion, is_chat=False)
 
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
-        asked = await self._read(request, read_chat)
-        return await self._answer(request, asked, is_chat=True)
+        return await self._answer(request, read_chat, is_chat=True)
 
-    async def _read(
-        self, request: Request, read: Callable[[dict[str, Any], Served], Asked]
-    ) -> Asked:
-        """What a request asks for."""
-        content = await self._body(request)
-        # A long prompt takes seconds to encode, and templates take their time, too: the others'
-        # tokens don't wait for that.
-        return await asyncio.to_thread(lambda: read(read_body(content), self.served))
+    async def embeddings(self, request: Request) -> Response:
+        """/v1/embeddings."""
+        del request
+        raise RequestError(
+            f"{self.served.name} is a language model, which is not trained to give embeddings of "
+            "texts. Use a model that is.",
+            status=404,
+            code="unsupported_endpoint",
+        )
 
     async def models(self, request: Request) -> Response:
         """/v1/models."""
@@ -217,14 +238,20 @@ class _Server:
         return values
 
     async def health(self, request: Request) -> Response:
-        """/health: 200 if texts can be made."""
+        """/health: 200 if texts can be made.
+
+        Anybody may ask, so that the answer never has the text of an exception; the log does.
+        """
         del request
         worker = self.worker
-        is_ill = worker.failures_in_a_row >= _FAILURES_OF_ILL_HEALTH
-        if is_ill or not worker.is_alive:
-            problem = worker.problem or "the engine has ended"
-            return JSONResponse({"status": "failing", "problem": problem}, 503)
-        return JSONResponse({"status": "ok"})
+        problem = None
+        if not worker.is_alive:
+            problem = "the engine has ended"
+        elif worker.failures_in_a_row >= _FAILURES_OF_ILL_HEALTH:
+            problem = "the engine failed several times in a row"
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failing", "problem": problem}, 503)
 
     async def show_metrics(self, request: Request) -> Response:
         """/metrics."""
@@ -233,53 +260,102 @@ class _Server:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request; RequestError: it is too long, or of another type."""
+        """Return the body of a request.
+
+        Raises:
+            RequestError: the body is too long or of another type, or other clients send so much
+                that there is no memory for it.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError("the content type must be application/json.", 415)
         most = self.limits.body_bytes
+        is_too_long = RequestError(f"the body has more than {most:,} bytes. Send less.", 413)
         content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > most:
-                raise RequestError(f"the body has more than {most:,} bytes. Send less.", 413)
+        dropped = 0
+        try:
+            async for part in request.stream():
+                if len(content) + len(part) > most or dropped:
+                    # Many clients read the answer only when they have sent all of the body.
+                    dropped += len(part)
+                    if dropped > _DROPPED_BODIES * most:
+                        raise is_too_long
+                    continue
+                content += part
+                self._num_received += len(part)
+                if self._num_received > _BODIES_AT_ONCE * most:
+                    raise RequestError(
+                        "other requests that are being received fill the memory for bodies. "
+                        "Try again later.",
+                        status=503,
+                        code="overloaded",
+                    )
+        finally:
+            self._num_received -= len(content)
+        if dropped:
+            raise is_too_long
         return bytes(content)
 
-    async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
-        count = len(asked.prompts)
-        if count > self.limits.texts:
+    def _reserve(self, count: int) -> None:
+        """Take places for so many texts, before any work is done for them.
+
+        Raises:
+            RequestError: there are no places, or the engine has ended.
+        """
+        most = self.limits.texts
+        if count > most:
             raise RequestError(
                 f"{count} texts are asked for at once, and this server makes or keeps waiting at "
-                f"most {self.limits.texts}. Ask several times.",
+                f"most {most}. Ask several times.",
                 param="n",
             )
         if not self.worker.is_alive:
             raise RequestError(
                 "the engine has ended; the server's log says why. Start the server again.", 503
             )
-        if self._num_open + count > self.limits.texts:
+        if self._num_open + count > most:
             raise RequestError(
-                f"{self._num_open} texts are being made or wait, and at most {self.limits.texts} "
-                "may. Try again later.",
+                f"{self._num_open} texts are being made or wait, and at most {most} may. Try again "
+                "later.",
                 429,
                 code="overloaded",
             )
         self._num_open += count
-        self.metrics.prompt_tokens.inc(asked.prompt_tokens)
-        texts = _Texts(self, asked)
-        answers = Answers(asked, self.served, is_chat)
+
+    async def _answer(self, request: Request, read: _Reader, is_chat: bool) -> Response:
+        """Answer a request for texts.
+
+        Args:
+            request: the request.
+            read: checks its values.
+            is_chat: whether it is a chat.
+        """
+        content = await self._body(request)
+        # Parsing and encoding take their time, which the tokens of other clients don't wait for.
+        checked = await asyncio.to_thread(lambda: read(read_body(content), self.served))
+        count = checked.num_texts
+        self._reserve(count)
+        texts: _Texts | None = None
 
         def end() -> None:
-            texts.leave()
+            if texts is not None:
+                texts.leave()
             self._num_open -= count
 
-        self.worker.submit(texts.jobs)
-        if asked.stream:
-            return _Stream(self._parts(texts, answers), end)
+        is_streaming = False
         try:
+            encoded = await asyncio.to_thread(lambda: encode(checked, self.served))
+            self.metrics.prompt_tokens.inc(encoded.prompt_tokens)
+            texts = _Texts(self, encoded)
+            answers = Answers(encoded, self.served, is_chat)
+            self.worker.submit(texts.jobs)
+            if encoded.options.stream:
+                is_streaming = True
+                return _Stream(self._parts(texts, answers), end)
             return await _while_there(request, self._whole(texts, answers))
         finally:
-            end()
+            if not is_streaming:
+                end()
 
     async def _whole(self, texts: _Texts, answers: Answers) -> Response:
         """All texts at once."""
@@ -308,7 +384,7 @@ class _Server:
                 is_first = index not in begun
                 begun.add(index)
                 yield _event(answers.part(index, part.text, part.tokens, part.reason, is_first))
-            if texts.asked.counts_stream:
+            if texts.request.options.counts_stream:
                 yield _event(answers.last_part(counted))
             yield "data: [DONE]\n\n"
         except RequestError as error:
@@ -361,22 +437,96 @@ def make_app(served: Served, worker: Worker, limits: Limits) -> Starlette:
 
         return Route(path, guarded, methods=[method])
 
-    middleware = []
-    if limits.hosts:
-        # A name that another site gave to this machine is none of them.
-        hosts = list(limits.hosts)
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
     return Starlette(
         routes=[
             route("/v1/completions", server.completions, "POST", False),
             route("/v1/chat/completions", server.chat, "POST", False),
+            route("/v1/embeddings", server.embeddings, "POST", False),
             route("/v1/models", server.models, "GET", False),
             route("/v1/models/{name:path}", server.model, "GET", False),
             route("/health", server.health, "GET", True),
             route("/metrics", server.show_metrics, "GET", False),
         ],
-        middleware=middleware,
+        middleware=[Middleware(_BrowserGuard, limits=limits)],
+        exception_handlers={HTTPException: _http_error},
     )
+
+
+class _BrowserGuard:
+    """Refuses what web pages in a browser may send to a server that asks for no key.
+
+    A page may send requests to any address that its browser reaches. Two headers, which no page
+    can set or leave out, give it away: `Host` has the name in the page's address, which is none of
+    this machine's own if an attacker's domain leads here (DNS rebinding); and `Origin` comes with
+    every POST of a page.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = None
+        if scope["type"] == "http":
+            error = self._problem(Headers(scope=scope))
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await _error_response(error)(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> RequestError | None:
+        hosts = self._limits.hosts
+        if hosts and _host_name(headers.get("host", "")) not in hosts:
+            known = ", ".join(hosts)
+            return RequestError(
+                f"the Host header must be one of {known}, since the server listens on this "
+                "machine alone. Use such an address.",
+                status=403,
+                code="host_not_allowed",
+            )
+        if not self._limits.keys and "origin" in headers:
+            return RequestError(
+                "requests of web pages (with an Origin header) are refused, since this server "
+                "asks for no key. Start it with a key, and send that.",
+                status=403,
+                code="origin_not_allowed",
+            )
+        return None
+
+
+def _host_name(value: str) -> str:
+    """Return the name in a Host header, without its port."""
+    return re.sub(r":[0-9]*$", "", value.strip().lower())
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that there is not, in the API's form."""
+    assert isinstance(error, HTTPException)
+    path = escape_controls(request.url.path)[:200]
+    what = f"{request.method[:20]} {path}: {error.detail}."
+    if error.status_code == 404:
+        what = f"there is no {path} here. Known are {', '.join(_PATHS)}."
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        what = f"{request.method[:20]} is not possible for {path}. Use {allowed}."
+    answer = _error_response(RequestError(what, error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _error_response(error: RequestError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+def _has_key(request: Request, keys: Sequence[str]) -> bool:
+    """Return whether a request has one of the keys, in time that says nothing about them."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers are bytes, which are read as Latin-1. Digests have the same length for any key.
+    digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
+    found = False
+    for key in keys:
+        found |= hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
+    return found and scheme.lower() == "bearer"
 
 
 async def _guarded(
@@ -385,24 +535,23 @@ async def _guarded(
     limits: Limits,
     is_open: bool,
 ) -> Response:
-    """An answer, or why there is none."""
+    """Return the answer to a request, or an error in the API's form."""
     try:
-        if limits.key is not None and not is_open:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            # Headers are bytes, which are read as Latin-1.
-            if not hmac.compare_digest(given.encode("latin-1"), limits.key.encode()):
-                raise RequestError("the API key is missing or wrong.", 401, code="invalid_api_key")
+        if limits.keys and not is_open and not _has_key(request, limits.keys):
+            raise RequestError(
+                "the API key is missing or wrong. Send the header Authorization: Bearer KEY.",
+                401,
+                code="invalid_api_key",
+            )
         return await answer(request)
     except RequestError as error:
-        headers = {}
-        if error.status in (429, 503):
-            headers["Retry-After"] = "1"
-        return JSONResponse(error.body(), error.status, headers)
+        return _error_response(error)
     except ClientDisconnect:
         # Nobody reads this.
         return Response(status_code=499)
     except Exception:
-        # A bug of ours, which the client can't mend.
-        traceback.print_exc()
-        error = RequestError("the server failed; its log says more. Try again.", 500)
-        return JSONResponse(error.body(), 500)
+        # A bug of ours, which the client can't fix.
+        log_exception()
+        return _error_response(
+            RequestError("the server failed; its log says more. Try again.", 500)
+        )

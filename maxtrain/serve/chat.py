@@ -8,6 +8,7 @@ from typing import Any
 from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.sources.chat import with_system
+from data_pipeline.sources.chat_map import ROLES
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     GENERATION,
@@ -138,9 +139,10 @@ def _check(messages: Sequence[Message]) -> None:
         raise UsageError("messages: is empty, but there must be something to answer. Add one.")
     for number, message in enumerate(messages):
         role = message.get("role")
-        if not isinstance(role, str) or not role:
+        if role not in ROLES:
             raise UsageError(
-                f"messages[{number}].role={role!r} must be a text such as user. Name who speaks."
+                f"messages[{number}].role={role!r} must be one of {', '.join(ROLES)}. "
+                "Name who speaks."
             )
         content = message.get("content")
         # A turn of tool calls may say nothing.
@@ -153,23 +155,34 @@ def _check(messages: Sequence[Message]) -> None:
 
 
 def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
-    """UsageError: a special token or a lone surrogate in any text of what a template is given, keys
-    included."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_texts(where, key, special)
-            _check_texts(f"{where}.{key}", inner, special)
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            _check_texts(f"{where}[{number}]", inner, special)
-    elif isinstance(value, str):
-        check_characters(where, value)
-        for token in special:
-            if token in value:
-                raise UsageError(
-                    f"{where} has the special token {token}, which only the chat template may "
-                    "write. Take it out."
-                )
+    """Check every text of what a template is given, keys included.
+
+    Raises:
+        UsageError: a text has a special token or a lone surrogate.
+    """
+    # Most texts have none of these characters, and are not searched for each token.
+    first_characters = {token[0] for token in special if token}
+    left = [(where, value)]
+    while left:
+        name, inner = left.pop()
+        if isinstance(inner, Mapping):
+            for key, item in inner.items():
+                left += [(f"{name}.{key}", item), (name, key)]
+        elif isinstance(inner, list | tuple):
+            left += [(f"{name}[{number}]", item) for number, item in enumerate(inner)]
+        elif isinstance(inner, str):
+            check_characters(name, inner)
+            if any(character in inner for character in first_characters):
+                _check_special(name, inner, special)
+
+
+def _check_special(where: str, text: str, special: Mapping[str, int]) -> None:
+    for token in special:
+        if token in text:
+            raise UsageError(
+                f"{where} has the special token {token}, which only the chat template may "
+                "write. Take it out."
+            )
 
 
 def check_characters(where: str, text: str) -> None:

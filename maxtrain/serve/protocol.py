@@ -6,6 +6,7 @@ known here is refused, so that nobody gets another answer than was asked for.
 Source: https://platform.openai.com/docs/api-reference, completions and chat.
 """
 
+import dataclasses
 import json
 import math
 import secrets
@@ -20,6 +21,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.words import choices
 from maxtrain.serve.chat import Chat, check_characters
 from maxtrain.serve.generation import Reason, check_ids
+from maxtrain.serve.request_error import RequestError
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.text import Token
 
@@ -27,6 +29,8 @@ from maxtrain.serve.text import Token
 _DEFAULT_TOKENS = 16
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
+# Each new part of a text is compared with all beginnings of a stop text.
+_LONGEST_STOP = 256
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_BOTH = ("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "logprobs")
 _OF_COMPLETIONS = ("prompt",)
@@ -50,67 +54,86 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 
 
-class RequestError(UsageError):
-    """A request that can't be answered.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a request asks for beside its prompts.
 
     Args:
-        message: what is wrong, and what to do.
-        status: of HTTP.
-        param: the key that it is about.
-        code: a short name that programs look at.
-    """
-
-    def __init__(
-        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
-    ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """As the API says it."""
-        kind = "invalid_request_error"
-        if self.status >= 500 or self.status == 429:
-            kind = "server_error"
-        param = self.param
-        if param is not None:
-            param = _encodable(param)
-        message = _encodable(str(self))
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
-
-
-def _encodable(text: str) -> str:
-    """A text with its lone surrogates, which a client's JSON may have, spelled out."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-class Asked(NamedTuple):
-    """A request.
-
-    Args:
-        prompts: ids, one for each text that is asked for, several times the same for `n`.
-        max_tokens: new tokens of each; after the longest prompt there is room for them.
-        sampling: how they are chosen.
+        model: one of `Served.names`.
+        count: texts after each prompt.
+        max_tokens: new tokens of each text; None: the API's default.
+        length_key: the request's name for `max_tokens`.
+        sampling: how tokens are chosen.
         seed: of the random choices.
-        stop: texts that each ends before.
+        stop: texts that each completion ends before.
         stream: parts are sent as they come.
         counts_stream: a stream ends with the number of tokens.
-        logprobs: the log-probability of each token is told.
-        prompt_tokens: of all different prompts.
-        model: what was asked for, one of `Served.names`.
+        logprobs: the log-probability of each token is wanted.
     """
 
-    prompts: list[list[int]]
-    max_tokens: int
+    model: str
+    count: int
+    max_tokens: int | None
+    length_key: str
     sampling: Sampling
     seed: int
     stop: tuple[str, ...]
     stream: bool
     counts_stream: bool
     logprobs: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """A checked request of /v1/completions, whose prompts are not encoded yet.
+
+    Args:
+        options: what it asks for.
+        prompts: texts, or ids.
+    """
+
+    options: Options
+    prompts: Sequence[Any]
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts are to be generated."""
+        return len(self.prompts) * self.options.count
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """A checked request of /v1/chat/completions, whose messages are not rendered yet.
+
+    Args:
+        options: what it asks for.
+        messages: with texts as contents.
+    """
+
+    options: Options
+    messages: Sequence[Mapping[str, Any]]
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts are to be generated."""
+        return self.options.count
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedRequest:
+    """A request that the engine can work on.
+
+    Args:
+        options: what it asks for.
+        prompts: ids, one list for each text that is to be generated.
+        max_tokens: new tokens of each text; after the longest prompt there is room for them.
+        prompt_tokens: tokens of all different prompts.
+    """
+
+    options: Options
+    prompts: list[list[int]]
+    max_tokens: int
     prompt_tokens: int
-    model: str
 
 
 class Served(NamedTuple):
@@ -125,6 +148,8 @@ class Served(NamedTuple):
         max_length: tokens of a text.
         vocab_size: of the model.
         created: when serving began, seconds since 1970.
+        longest_token: characters of the longest token, by which long texts are refused before they
+            are encoded.
     """
 
     name: str
@@ -135,6 +160,12 @@ class Served(NamedTuple):
     max_length: int
     vocab_size: int
     created: int
+    longest_token: int = 1 << 10
+
+    @property
+    def max_characters(self) -> int:
+        """The longest text that may fit into `max_length` tokens."""
+        return self.max_length * self.longest_token
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,7 +184,11 @@ class Served(NamedTuple):
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """A request's JSON; RequestError: it is no JSON object."""
+    """Return a request's JSON object.
+
+    Raises:
+        RequestError: the body is not a JSON object.
+    """
     try:
         values = loads(content)
     except ValueError as error:
@@ -163,11 +198,11 @@ def read_body(content: bytes) -> dict[str, Any]:
     return values
 
 
-def read_completion(values: Mapping[str, Any], served: Served) -> Asked:
-    """A request of /v1/completions.
+def read_completion(values: Mapping[str, Any], served: Served) -> CompletionRequest:
+    """Check a request of /v1/completions, without work that grows faster than its size.
 
     Raises:
-        RequestError: it can't be answered.
+        RequestError: it cannot be answered.
     """
     _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_COMPLETIONS), served)
     logprobs = values.get("logprobs")
@@ -177,15 +212,17 @@ def read_completion(values: Mapping[str, Any], served: Served) -> Asked:
             "those of others are not told.",
             param="logprobs",
         )
-    prompts = _prompts(values.get("prompt"))
-    # Before they are encoded, which may take long.
-    count = _count(values, len(prompts))
-    ids = [_prompt_ids(prompt, served) for prompt in prompts]
-    return _asked(values, served, ids, count, _DEFAULT_TOKENS, logprobs is not None, "max_tokens")
+    prompts = _prompts(values.get("prompt"), served)
+    options = _options(values, served, len(prompts), logprobs is not None, "max_tokens")
+    return CompletionRequest(options, prompts)
 
 
-def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
-    """A request of /v1/chat/completions; `RequestError` as of `read_completion`."""
+def read_chat(values: Mapping[str, Any], served: Served) -> ChatRequest:
+    """Check a request of /v1/chat/completions, without work that grows faster than its size.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
     _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_CHAT), served)
     if served.chat is None:
         raise RequestError(
@@ -193,14 +230,7 @@ def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
             "/v1/completions, or start the server with --chat-template.",
             param="messages",
         )
-    count = _count(values, 1)
-    messages = values.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise RequestError("messages must be a list of objects.", param="messages")
-    try:
-        ids = served.chat.ids([_plain(message) for message in messages])
-    except UserError as error:
-        raise RequestError(str(error), param="messages") from error
+    messages = _messages(values.get("messages"), served)
     logprobs = values.get("logprobs")
     if logprobs is not None and not isinstance(logprobs, bool):
         raise RequestError("logprobs must be true or false.", param="logprobs")
@@ -209,7 +239,64 @@ def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
         name = "max_completion_tokens"
         if values.get("max_tokens") is not None:
             raise RequestError("max_tokens and max_completion_tokens say the same. Leave one out.")
-    return _asked(values, served, [ids], count, None, bool(logprobs), name)
+    options = _options(values, served, 1, bool(logprobs), name)
+    return ChatRequest(options, messages)
+
+
+def encode(request: CompletionRequest | ChatRequest, served: Served) -> EncodedRequest:
+    """Encode the prompts of a request, which takes time that grows with their length.
+
+    Raises:
+        RequestError: a prompt cannot be encoded, or is too long.
+    """
+    options = request.options
+    if isinstance(request, ChatRequest):
+        assert served.chat is not None
+        try:
+            prompts = [served.chat.ids(request.messages)]
+        except UserError as error:
+            raise RequestError(str(error), param="messages") from error
+        default = None
+    else:
+        prompts = [_prompt_ids(prompt, served) for prompt in request.prompts]
+        default = _DEFAULT_TOKENS
+    return EncodedRequest(
+        options=options,
+        prompts=[prompt for prompt in prompts for _ in range(options.count)],
+        max_tokens=_max_tokens(options, prompts, default, served),
+        prompt_tokens=sum(map(len, prompts)),
+    )
+
+
+def _max_tokens(
+    options: Options, prompts: list[list[int]], default: int | None, served: Served
+) -> int:
+    """Return how many new tokens each text may have; `default`: None for as many as there is room
+    for.
+
+    Raises:
+        RequestError: there is no room for so many.
+    """
+    longest = max(map(len, prompts))
+    if longest > served.max_length:
+        raise RequestError(
+            f"the prompt has {longest:,} tokens, and {served.name} reads at most "
+            f"{served.max_length:,}. Shorten it.",
+            code="context_length_exceeded",
+        )
+    # The last token needs no place of its own.
+    most = served.max_length - longest + 1
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        return min(default or most, most)
+    if max_tokens > most:
+        raise RequestError(
+            f"{options.length_key}={max_tokens:,} is too much: after a prompt of {longest:,} "
+            f"tokens there is room for {most:,}. Ask for fewer.",
+            param=options.length_key,
+            code="context_length_exceeded",
+        )
+    return max_tokens
 
 
 def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served) -> None:
@@ -261,18 +348,88 @@ def _count(values: Mapping[str, Any], num_prompts: int) -> int:
     return count
 
 
-def _prompts(prompt: Any) -> list[Any]:
-    """Each prompt of a request: one text, several, ids of one, or ids of several."""
+def _prompts(prompt: Any, served: Served) -> list[Any]:
+    """Return each prompt of a request: one text, several, ids of one, or ids of several.
+
+    Raises:
+        RequestError: there is none, or one can never fit into the context.
+    """
+    prompts = None
     if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
+        prompts = [prompt]
+    elif isinstance(prompt, list) and prompt:
+        prompts = prompt
         if all(isinstance(entry, int) for entry in prompt):
-            return [prompt]
-        return prompt
-    raise RequestError(
-        "prompt must be a text, a list of ids, or a list of such. Write what is to be continued.",
-        param="prompt",
-    )
+            prompts = [prompt]
+    if prompts is None:
+        raise RequestError(
+            "prompt must be a text, a list of ids, or a list of such. Write what is to be "
+            "continued.",
+            param="prompt",
+        )
+    for one in prompts:
+        if isinstance(one, str):
+            _check_size(len(one), "prompt", served)
+        elif isinstance(one, list) and len(one) > served.max_length:
+            raise RequestError(
+                f"the prompt has {len(one):,} tokens, and {served.name} reads at most "
+                f"{served.max_length:,}. Shorten it.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+    return prompts
+
+
+def _check_size(characters: int, param: str, served: Served) -> None:
+    """Refuse a text that is too long for the context, whatever its tokens are.
+
+    Raises:
+        RequestError: it is too long.
+    """
+    if characters > served.max_characters:
+        raise RequestError(
+            f"{param} has {characters:,} characters, and {served.name} reads at most "
+            f"{served.max_length:,} tokens of at most {served.longest_token:,} characters. "
+            "Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
+    """Return the messages of a request, each with one text as its content.
+
+    Raises:
+        RequestError: there are none, or they can never fit into the context.
+    """
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise RequestError("messages must be a list of objects.", param="messages")
+    if len(messages) > served.max_length:
+        raise RequestError(
+            f"messages has {len(messages):,} messages, and {served.name} reads at most "
+            f"{served.max_length:,} tokens. Send fewer.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    plain = [_plain(message) for message in messages]
+    _check_size(num_characters(plain), "messages", served)
+    return plain
+
+
+def num_characters(value: Any) -> int:
+    """Return how many characters all texts within a JSON value have, keys included."""
+    count = 0
+    left = [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, str):
+            count += len(inner)
+        elif isinstance(inner, Mapping):
+            left += inner.keys()
+            left += inner.values()
+        elif isinstance(inner, list | tuple):
+            left += inner
+    return count
 
 
 def _prompt_ids(prompt: Any, served: Served) -> list[int]:
@@ -316,53 +473,34 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
-def _asked(
-    values: Mapping[str, Any],
-    served: Served,
-    prompts: list[list[int]],
-    count: int,
-    default_tokens: int | None,
-    logprobs: bool,
-    length_key: str,
-) -> Asked:
-    """What both kinds of requests have."""
-    longest = max(map(len, prompts))
-    if longest > served.max_length:
-        raise RequestError(
-            f"the prompt has {longest:,} tokens, and {served.name} reads at most "
-            f"{served.max_length:,}. Shorten it.",
-            code="context_length_exceeded",
-        )
-    # The last token needs no place of its own.
-    most = served.max_length - longest + 1
+def _options(
+    values: Mapping[str, Any], served: Served, num_prompts: int, logprobs: bool, length_key: str
+) -> Options:
+    """Return what both kinds of requests ask for.
+
+    Raises:
+        RequestError: a value that there cannot be.
+    """
     max_tokens = values.get(length_key)
-    if max_tokens is None:
-        max_tokens = min(default_tokens or most, most)
-    max_tokens = _integer(length_key, max_tokens, 1)
-    if max_tokens > most:
-        raise RequestError(
-            f"{length_key}={max_tokens:,} is too much: after a prompt of {longest:,} tokens there "
-            f"is room for {most:,}. Ask for fewer.",
-            param=length_key,
-            code="context_length_exceeded",
-        )
+    if max_tokens is not None:
+        max_tokens = _integer(length_key, max_tokens, 1)
     seed = values.get("seed")
     if seed is None:
         seed = secrets.randbits(32)
     # Any integer is a seed; the engine has 32 bits.
     seed = _integer("seed", seed, None) % (1 << 32)
     stream, counts = _stream(values)
-    return Asked(
-        prompts=[prompt for prompt in prompts for _ in range(count)],
+    return Options(
+        model=values.get("model", served.name),
+        count=_count(values, num_prompts),
         max_tokens=max_tokens,
+        length_key=length_key,
         sampling=_sampling(values),
         seed=seed,
         stop=_stop(values.get("stop")),
         stream=stream,
         counts_stream=counts,
         logprobs=logprobs,
-        prompt_tokens=sum(map(len, prompts)),
-        model=values.get("model", served.name),
     )
 
 
@@ -416,6 +554,12 @@ def _stop(stop: Any) -> tuple[str, ...]:
             param="stop",
         )
     for text in stop:
+        if len(text) > _LONGEST_STOP:
+            raise RequestError(
+                f"a text of stop has {len(text):,} characters, at most {_LONGEST_STOP} are "
+                "possible. Shorten it.",
+                param="stop",
+            )
         try:
             check_characters("stop", text)
         except UsageError as error:
@@ -465,13 +609,13 @@ class Answers:
     """How the texts of one request are told.
 
     Args:
-        asked: the request.
+        request: the request.
         served: what is served.
         is_chat: of /v1/chat/completions.
     """
 
-    def __init__(self, asked: Asked, served: Served, is_chat: bool):
-        self._asked = asked
+    def __init__(self, request: EncodedRequest, served: Served, is_chat: bool):
+        self._request = request
         self._served = served
         self._is_chat = is_chat
         prefix = "cmpl"
@@ -520,7 +664,7 @@ class Answers:
 
     def usage(self, num_tokens: int) -> dict[str, int]:
         """Numbers of tokens."""
-        before = self._asked.prompt_tokens
+        before = self._request.prompt_tokens
         return {
             "prompt_tokens": before,
             "completion_tokens": num_tokens,
@@ -535,7 +679,7 @@ class Answers:
             "id": self._id,
             "object": name,
             "created": self._created,
-            "model": self._asked.model,
+            "model": self._request.options.model,
             "choices": listed,
         }
 
@@ -543,7 +687,7 @@ class Answers:
         self, index: int, text: str, tokens: Sequence[Token], reason: Reason | None
     ) -> dict[str, Any]:
         told = None
-        if self._asked.logprobs:
+        if self._request.options.logprobs:
             told = self._logprobs(tokens)
         return {"index": index, "finish_reason": _finish(reason), "logprobs": told}
 

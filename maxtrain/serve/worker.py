@@ -6,13 +6,13 @@ queue, and what comes of it is handed to a function of theirs, which must not ta
 
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.generation import Generation, Reason
+from maxtrain.serve.request_error import log_exception
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.text import TextStream, Token
 
@@ -225,7 +225,7 @@ class Worker:
         try:
             self._work()
         except BaseException as error:
-            traceback.print_exc()
+            log_exception()
             self.problem = f"{type(error).__name__}: {error}"
         finally:
             self._give_up()
@@ -268,7 +268,7 @@ class Worker:
             running = _Running(job, self._engine, self._tokenizer)
         except Exception:
             # What was asked for had been checked before.
-            traceback.print_exc()
+            log_exception()
             _tell_failed(job)
             return
         self._running[running.generation] = running
@@ -295,7 +295,7 @@ class Worker:
         try:
             changed = self._engine.step()
         except Exception as error:
-            traceback.print_exc()
+            log_exception()
             changed = self._after_failure(error)
         else:
             self.failures_in_a_row = 0
@@ -307,7 +307,7 @@ class Worker:
             try:
                 running.tell()
             except Exception:
-                traceback.print_exc()
+                log_exception()
                 self._fail(running)
                 continue
             if generation.reason is not None:
@@ -331,4 +331,4 @@ def _tell_failed(job: Job) -> None:
     try:
         job.tell(_FAILED)
     except Exception:
-        traceback.print_exc()
+        log_exception()

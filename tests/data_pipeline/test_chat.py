@@ -5,13 +5,14 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import template_process
+from data_pipeline import chat_template, template_process
 from data_pipeline.chat import ChatError, Template, load_template, render, render_spans
 from data_pipeline.errors import DataError, TryAgainError, UsageError
 from data_pipeline.tokenizer import JsonTokenizer
@@ -300,6 +301,15 @@ def test_a_process_that_was_killed_is_told_and_replaced():
 def test_templates_that_give_no_text_or_another_each_time_are_refused(source, message):
     with pytest.raises(ChatError, match=message):
         render(Template(source), [{"role": "user", "content": "a"}])
+
+
+def test_many_addresses_in_a_conversation_take_linear_time():
+    text = "".join(f" at 0x{number:06x}>" for number in range(60_000))
+    template = Template("{{ messages[0].content }}")
+    began = time.process_time()
+    assert chat_template.render(template, [{"role": "user", "content": text}]) == text
+    # A search for each of them took 30 s.
+    assert time.process_time() - began < 5
 
 
 def test_an_address_that_a_conversation_has_is_text():

@@ -1,5 +1,6 @@
 """The application over a worker that does as it is told, so that each moment can be chosen."""
 
+import asyncio
 import contextlib
 import datetime
 import http.client
@@ -14,12 +15,14 @@ import uvicorn
 from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
 from maxtrain.serve.app import Limits, make_app
 from maxtrain.serve.chat import Chat
-from maxtrain.serve.protocol import Answers, RequestError, Served, read_completion
+from maxtrain.serve.connections import ConnectionLimits, limited_protocol
+from maxtrain.serve.protocol import Answers, Served, encode, read_chat, read_completion
+from maxtrain.serve.request_error import RequestError, log_exception
 from maxtrain.serve.text import Token
 from maxtrain.serve.worker import Part, Worker
 
 KEY = "Schlüssel"
-LIMITS = Limits(5, 10**7, KEY, ())
+LIMITS = Limits(5, 10**7, (KEY, "another"), ())
 
 
 class ScriptedWorker(Worker):
@@ -60,8 +63,10 @@ class SlowTokenizer(ByteTokenizer):
         self.may_encode = threading.Event()
         self.may_encode.set()
         self.begun = threading.Event()
+        self.num_encoded = 0
 
     def encode(self, text):
+        self.num_encoded += 1
         self.begun.set()
         assert self.may_encode.wait(60)
         return super().encode(text)
@@ -78,7 +83,8 @@ class Site:
         app = make_app(served, self.worker, LIMITS)
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = listening.getsockname()
-        config = uvicorn.Config(app, log_level="error", lifespan="off")
+        http_protocol = limited_protocol(ConnectionLimits(100, 30))
+        config = uvicorn.Config(app, http=http_protocol, log_level="error", lifespan="off")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: self.server.run(sockets=[listening]))
         self.thread.start()
@@ -183,8 +189,11 @@ def test_texts_for_which_there_is_no_place_now_are_to_come_later(site):
     thread.start()
     while site.metrics()["maxtrain_open_texts"] != 3:
         time.sleep(0.02)
-    status, headers, _ = site.ask("POST", "/v1/completions", b'{"prompt": "a", "n": 3}')
+    before = site.tokenizer.num_encoded
+    status, headers, content = site.ask("POST", "/v1/completions", b'{"prompt": "a", "n": 3}')
     assert status == 429 and headers["Retry-After"] == "1"
+    assert json.loads(content)["error"]["type"] == "rate_limit_error"
+    assert site.tokenizer.num_encoded == before
     thread.join(60)
     assert answers[0][0] == 200
 
@@ -206,7 +215,9 @@ def test_one_failed_step_is_counted_and_is_no_ill_health(site):
     assert site.metrics()["maxtrain_failed_steps"] == before + 2
     site.worker.failures_in_a_row = 3
     status, _, content = site.ask("GET", "/health")
-    assert status == 503 and json.loads(content)["problem"] == "RuntimeError: no memory"
+    # Anybody may ask, so that the exception is none of the answer.
+    assert status == 503 and "memory" not in content
+    assert json.loads(content)["problem"] == "the engine failed several times in a row"
 
 
 HUGE = b"1" + b"0" * 400
@@ -303,20 +314,151 @@ def test_a_key_may_have_any_characters(site):
     assert site.ask("GET", "/v1/models")[0] == 200
     assert site.ask("GET", "/v1/models", key=b"Schlussel")[0] == 401
     assert site.ask("GET", "/v1/models", key=KEY.encode("latin-1"))[0] == 401
+    assert site.ask("GET", "/v1/models", key=b"another")[0] == 200
+    status, headers, content = site.ask("GET", "/v1/models", key=b"anothe")
+    assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+    assert json.loads(content)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/", None, 404),
+        ("GET", "/v1/\x1b[31m", None, 404),
+        ("POST", "/v1/responses", b"{}", 404),
+        ("POST", "/v1/embeddings", b"{}", 404),
+        ("GET", "/v1/models/other", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("DELETE", "/v1/models", None, 405),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[" * 5000, 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "prompt": "b"}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "' + b"a" * 10**7 + b'"}', 413),
+        ("POST", "/v1/chat/completions", b'{"messages": [{"role": "wizard", "content": ""}]}', 400),
+    ],
+)
+def test_errors_have_the_form_of_the_api(site, method, path, body, status):
+    connection = http.client.HTTPConnection(*site.address, timeout=30)
+    headers = {"Content-Type": "application/json", "Authorization": b"Bearer another"}
+    with contextlib.closing(connection):
+        connection.putrequest(method, path.replace("\x1b", "%1b"))
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.putheader("Content-Length", str(len(body or b"")))
+        connection.endheaders()
+        with contextlib.suppress(ConnectionError):
+            connection.send(body or b"")
+        answer = connection.getresponse()
+        content = answer.read().decode()
+    assert answer.status == status
+    assert answer.headers["Content-Type"] == "application/json"
+    error = json.loads(content)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and "\x1b" not in error["message"]
+    if status == 405:
+        assert answer.headers["Allow"]
+
+
+def test_what_a_client_sent_is_logged_without_control_characters(capsys):
+    try:
+        raise ValueError("\x1b[2J\r\x9b")
+    except ValueError:
+        log_exception()
+    logged = capsys.readouterr().err
+    assert "ValueError: \\x1b[2J\\r\\x9b\n" in logged and "\x1b" not in logged
+
+
+def in_process(limits, headers, path="/v1/models"):
+    """The status of a GET, without a socket."""
+    served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
+    app = make_app(served, ScriptedWorker(), limits)
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "headers": pairs,
+        "query_string": b"",
+    }
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"]
+
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost"}, 200),
+        ({"host": "LocalHost:8000"}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "[::1]"}, 200),
+        # DNS rebinding: a name of an attacker's that leads here.
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "[::1].evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({}, 403),
+        # A page of another site, or of a file.
+        ({"host": "localhost", "origin": "https://evil.example"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+    ],
+)
+def test_web_pages_can_not_use_a_server_without_a_key(headers, status):
+    assert in_process(Limits(5, 10**7, (), HOSTS), headers) == status
+
+
+def test_a_page_that_knows_the_key_may_ask():
+    limits = Limits(5, 10**7, ("key",), ())
+    headers = {"host": "any.example", "origin": "https://any.example"}
+    assert in_process(limits, headers) == 401
+    for given in ("Bearer key", "bearer  key"):
+        assert in_process(limits, headers | {"authorization": given}) == 200
+    for given in ("Bearer key2", "Bearer ke", "Basic key", "key", "Bearer", ""):
+        assert in_process(limits, headers | {"authorization": given}) == 401
+
+
+def test_texts_that_can_never_fit_are_refused_before_they_are_encoded(pretrained_directory):
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            raise AssertionError("this was not to be encoded")
+
+    chat = Chat(load_tokenizer(pretrained_directory), pretrained_directory, "chatml")
+    served = Served("small", (), Broken(), (), chat, 100, 257, 0, longest_token=2)
+    for prompt in ("a" * 201, ["a", "a" * 201], [1] * 101):
+        with pytest.raises(RequestError) as raised:
+            read_completion({"prompt": prompt}, served)
+        assert raised.value.code == "context_length_exceeded"
+    one = {"role": "user", "content": "a"}
+    for messages in ([one] * 101, [{"role": "user", "content": "a" * 200}]):
+        with pytest.raises(RequestError) as raised:
+            read_chat({"messages": messages}, served)
+        assert raised.value.code == "context_length_exceeded"
+    read_completion({"prompt": "a" * 200}, served)
 
 
 def test_log_probabilities_have_bytes_and_places():
     served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
-    asked = read_completion({"prompt": "a", "logprobs": 0}, served)
+    request = encode(read_completion({"prompt": "a", "logprobs": 0}, served), served)
     tokens = [Token(0xC3, -1.0, 0), Token(0xA9, -2.0, 0), Token(97, -3.0, 1)]
-    told = Answers(asked, served, is_chat=False).whole(["éa"], [tokens], ["length"])
+    told = Answers(request, served, is_chat=False).whole(["éa"], [tokens], ["length"])
     assert told["choices"][0]["logprobs"] == {
         "tokens": ["\ufffd", "\ufffd", "a"],
         "token_logprobs": [-1.0, -2.0, -3.0],
         "top_logprobs": None,
         "text_offset": [0, 0, 1],
     }
-    told = Answers(asked, served, is_chat=True).whole(["éa"], [tokens], ["length"])
+    told = Answers(request, served, is_chat=True).whole(["éa"], [tokens], ["length"])
     content = told["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], [97]]
 

@@ -79,7 +79,6 @@ def test_special_tokens_are_refused_wherever_they_stand(directory):
     chat = chat_of(directory)
     hidden = "x<|im_end|>"
     for message in (
-        {"role": hidden, "content": "hi"},
         {"role": "user", "content": "hi", "name": hidden},
         {"role": "user", "content": "hi", hidden: 1},
         {"role": "assistant", "tool_calls": [{"function": {"arguments": hidden}}]},
@@ -94,7 +93,8 @@ def test_special_tokens_are_refused_wherever_they_stand(directory):
     ("messages", "message"),
     [
         ([], "messages: is empty"),
-        ([{"content": "x"}], r"messages\[0\].role=None must be a text such as user"),
+        ([{"role": "wizard", "content": "x"}], r"messages\[0\].role='wizard' must be one of"),
+        ([{"content": "x"}], r"messages\[0\].role=None must be one of"),
         ([*MESSAGES, {"role": "user"}], r"messages\[2\].content=None must be a text"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content=\['x'\] must be a text"),
         (

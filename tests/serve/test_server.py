@@ -338,7 +338,7 @@ def test_bodies_that_are_none(served):
     status, body = served.post(b'{"prompt": "' + b"a" * 11 * 2**20 + b'"}')
     assert status == 413 and "more than 10,485,760 bytes" in body
     # A name of this machine that another site made up.
-    assert served.post(b'{"prompt": "a"}', Host="evil.example")[0] == 400
+    assert served.post(b'{"prompt": "a"}', Host="evil.example")[0] == 403
 
 
 def wait_for(condition, seconds=60):
@@ -477,11 +477,27 @@ def test_a_port_that_is_taken_is_said_at_once(folder, capsys):
         (["--adapter", "a=b", "--adapter", "a=c"], "--adapter a: is there twice"),
         (["--cache-tokens", "63"], "--cache-tokens 63: must be at least 64"),
         (["--host", "no such host", "--port", "1"], "can't listen there"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: without a key"),
+        (["--host", "::"], "--host ::: without a key"),
+        (["--key-file", "no-such-file"], "--key-file no-such-file: cannot be read"),
+        (["--key-file", os.devnull], f"--key-file {os.devnull}: has no key"),
+        (["--connections", "0"], "--connections 0: must be at least 1"),
+        (["--client-timeout", "0"], "--client-timeout 0: must be at least 1"),
     ],
 )
 def test_options_that_can_not_be(folder, options, message, capsys):
-    assert server.main(["--hf", str(folder), *options]) == 64
+    assert server.main(["--hf", str(folder), "--port", "0", *options]) == 64
     assert message in capsys.readouterr().err
+
+
+def test_keys_are_those_of_the_environment_and_of_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n")
+    monkeypatch.delenv(server.KEY, raising=False)
+    assert server._keys(None) == ()
+    assert server._keys(file) == ("one", "two")
+    monkeypatch.setenv(server.KEY, "three")
+    assert server._keys(file) == ("three", "one", "two")
 
 
 @pytest.mark.long
