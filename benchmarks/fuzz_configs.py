@@ -3,9 +3,13 @@ with advice on what to change.
 
     python -m benchmarks.fuzz_configs [--trials 300] [--seed 1] [--first 0] [--folder DIR]
 
-A trial draws values for some keys, most of them usual, some at the ends of their ranges. If the
-checks refuse the config, their message must say what to change. The key that they name is then
-removed, until the config is accepted, or none of the keys is left to remove.
+A trial draws an objective, and values for some keys: most of them usual, some at the ends of their
+ranges. Keys of the other objectives are drawn rarely, since they are refused. If the checks refuse
+the config, their message must say what to change. The key that they name is then removed, until the
+config is accepted, or none of the keys is left to remove.
+
+What an objective reads (pairs of answers, prompts, a teacher) is made when the first trial needs it.
+A trial with `mesh.dcn_...` runs as two processes, each of which counts as a slice.
 
 An accepted config trains for about two steps, with a checkpoint after each. Then the last
 checkpoint is removed, and the same command must end with the same numbers and arrays, bit for bit.
@@ -19,10 +23,14 @@ import argparse
 import collections
 import dataclasses
 import functools
+import json
+import os
 import random
 import re
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from benchmarks.chaos.victim import Scene, end, make_data
+from benchmarks.chaos.victim import ROOT, WORDS, Scene, end, make_data
 from data_pipeline.errors import ConfigError
 from maxtrain.checkpoint.listing import complete, saved_digests
 from maxtrain.compare import compare_arrays, compare_records
@@ -60,20 +68,22 @@ CHANGES = {
     },
     "mesh": {"data": 2, "fsdp": 4, "simulated_devices": DEVICES},
 }
+# Refusals after which a trial is given up.
+MOST_REFUSALS = 20
 # How advice begins.
 MEND = re.compile(
     r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install"
-    r"|Look|Mend|Put)\b"
+    r"|Look|Mend|Put|Check)\b"
 )
-# Keys that no trial draws: of folders and processes, of what ends a run early or only waits, and of
-# what needs a teacher.
+# Keys that no trial draws: those of folders and processes, those that end a run early or only wait,
+# and those of trackers that need a network.
 NOT_DRAWN = re.compile(
-    r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path"
+    r"run_name|output_dir|local_dir|steps|checkpoint_interval|log_interval|.*\.path"
     r"|data\.(cache|cache_bytes|accept_changes|workers)"
-    r"|mesh\.(platform|simulated_devices|dcn_data|dcn_stage|dcn_fsdp|coordinator|num_processes|process_id|min_processes"
-    r"|connect_seconds|heartbeat_seconds)"
-    r"|checkpoint\.(copy_to|local|init_from|init_partial|minutes|grace_seconds)"
-    r"|observe\..*|objective|distill\..*|dpo\..*|reward\..*|model\.(score|value)|grpo\..*|ppo\..*|watchdog\..*"
+    r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes"
+    r"|planned_processes|connect_seconds|heartbeat_seconds|dcn_data|dcn_stage|dcn_fsdp)"
+    r"|checkpoint\.(copy_to|local|init_adapters|minutes|grace_seconds)"
+    r"|observe\.(trackers|compilation_cache|tracking\..*)|objective|watchdog\..*"
     r"|.*\.NAME\.?.*"
 )
 # Values of keys whose range says too little about what is usual. Other keys get the ends of their
@@ -185,12 +195,125 @@ HINTS: dict[str, Sequence[str]] = {
     "model.kept.on_device": ["[]", "[attention]", "[qkv, gate_up]", "[product]"],
     "model.kept.on_host": ["[]", "[attention]", "[product]"],
     "model.routing.exchange_factor": ["null", "0.1", "1", "100"],
+    "checkpoint.init_from": ["null", "{folder}/runs/base", "{folder}/exported", "{folder}/none"],
+    "checkpoint.init_partial": ["[]", "[mlp]", "['.']", "[nothing]"],
+    "distill.teacher": ["{folder}/runs/base", "{folder}/exported", "{folder}/none"],
+    "distill.stored": ["null", "base", "none"],
+    "distill.top": ["1", "2", "8", "64", "65536"],
+    "distill.num_generations": ["1", "2", "3"],
+    "distill.max_completion_length": ["1", "4", "8", "31", "32"],
+    "distill.slots": ["1", "3", "64", "65536"],
+    "distill.num_iterations": ["1", "2", "1000"],
+    "dpo.reference": ["null", "{folder}/runs/base", "{folder}/exported", "{folder}/none"],
+    "grpo.reference": ["null", "{folder}/runs/base", "{folder}/none"],
+    "ppo.reference": ["null", "{folder}/runs/base", "{folder}/none"],
+    "grpo.rewards": [
+        "['length(max_tokens=6)']",
+        "['length(max_tokens=6)', 'overlong(max_tokens=6, cache_tokens=2)']",
+        "[exact, 'length(max_tokens=6)']",
+        "[gsm8k]",
+        "[benchmarks.additions.task:score]",
+        "[]",
+        "[unknown]",
+        "[benchmarks.additions.task:nothing]",
+    ],
+    "grpo.reward_weights": ["[]", "[1]", "[1, 0.5]", "[-1]", "[0]"],
+    "grpo.num_generations": ["2", "4", "3", "1", "65536"],
+    "grpo.max_completion_length": ["1", "4", "8", "31", "32"],
+    "grpo.slots": ["1", "3", "64", "65536"],
+    "grpo.num_iterations": ["1", "2", "1000"],
+    "grpo.dynamic_sampling": ["0", "1", "3"],
+    "observe.prompts": ["[]", "[the, of]", "['']"],
+    "observe.sample_interval": ["0", "1", "2", "100"],
+    "observe.num_samples": ["0", "1", "4", "1000"],
+    "observe.profile": ["null", "1:1", "2:1", "1:2", "x", "5:9"],
+    "observe.progress": ["plain", "off", "auto", "rich"],
     "checkpoint.keep": ["1", "2", "3"],
     "checkpoint.local_keep": ["2", "3"],
     "checkpoint.upload_every": ["2", "10"],
 }
 # Values that need a device that this machine does not have.
 FOREIGN = {"model.attention": ["cudnn", "triton", "mosaic", "flash"]}
+_PREFERENCES = ("data.packing=bins", "data.on_long=skip")
+_PROMPTS = ("data.packing=pad", "data.on_long=truncate", "data.seq_length=32", "eval.sets={}")
+_OF_PROMPTS = ("data.sources.text.path={folder}/prompts", *_PROMPTS)
+_OF_PAIRS = (
+    "data.sources.text.path={folder}/pairs/train",
+    "eval.sets.heldout.path={folder}/pairs/eval",
+    *_PREFERENCES,
+)
+_OF_LABELS = (
+    "data.sources.text.path={folder}/labels/train",
+    "eval.sets.heldout.path={folder}/labels/eval",
+    *_PREFERENCES,
+)
+_GRPO = (
+    "objective=grpo",
+    "grpo.rewards=['length(max_tokens=6)']",
+    "grpo.num_generations=2",
+    "grpo.max_completion_length=6",
+    *_OF_PROMPTS,
+)
+# The objectives, each with what it needs to begin; all but the first draw from sections of theirs.
+OBJECTIVES: Sequence[tuple[str, Sequence[str]]] = (
+    ("", ()),
+    ("dpo", ("objective=dpo", "dpo.reference={folder}/runs/base", *_OF_PAIRS)),
+    ("dpo", ("objective=dpo", "checkpoint.init_from={folder}/runs/base", *_OF_PAIRS)),
+    ("dpo", ("objective=dpo", "model.lora.rank=2", *_OF_PAIRS)),
+    (
+        "dpo",
+        (
+            "objective=dpo",
+            "dpo.loss_type=kto",
+            "checkpoint.init_from={folder}/exported",
+            *_OF_LABELS,
+        ),
+    ),
+    ("reward", ("objective=reward", "model.score=true", *_OF_PAIRS)),
+    (
+        "reward",
+        (
+            "objective=reward",
+            "model.score=true",
+            "checkpoint.init_from={folder}/runs/base",
+            *_OF_PAIRS,
+        ),
+    ),
+    ("distill", ("objective=distill", "distill.teacher={folder}/runs/base")),
+    (
+        "distill",
+        (
+            "objective=distill",
+            "distill.stored=base",
+            "data.sources.text.path={folder}/taught/train",
+            *_PREFERENCES,
+        ),
+    ),
+    (
+        "distill",
+        (
+            "objective=distill",
+            "distill.teacher={folder}/exported",
+            "distill.on_policy=true",
+            "distill.weight=1",
+            "distill.max_completion_length=6",
+            *_OF_PROMPTS,
+        ),
+    ),
+    ("grpo", _GRPO),
+    ("grpo", (*_GRPO, "checkpoint.init_from={folder}/runs/base", "grpo.beta=0.1")),
+    (
+        "grpo ppo",
+        (
+            "objective=ppo",
+            "model.value=true",
+            "checkpoint.init_from={folder}/runs/base",
+            *_GRPO[1:],
+        ),
+    ),
+)
+# Sections that only some objectives read.
+SECTIONS_OF_OBJECTIVES = ("distill", "dpo", "reward", "grpo", "ppo")
 # Keys that belong together, and are drawn together more often than by chance.
 THEMES: Sequence[Sequence[str]] = (
     ("mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),
@@ -209,6 +332,20 @@ THEMES: Sequence[Sequence[str]] = (
     ("model.remat=named",),
     ("mesh.rules.embed=[]", "mesh.rules.mlp=[fsdp, tensor]", "mesh.rules.heads=[data]"),
     ("mesh.context=2", "mesh.fsdp=2", "mesh.data=2", "mesh.rules.embed=[context, fsdp]"),
+    ("mesh.dcn_data=2", "mesh.data=1", "mesh.fsdp=-1"),
+    ("mesh.dcn_fsdp=2", "mesh.data=2", "mesh.fsdp=-1"),
+    ("mesh.dcn_stage=2", "mesh.data=1", "mesh.fsdp=-1", "model.num_layers=2"),
+    ("mesh.dcn_data=2", "mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),
+    ("mesh.dcn_data=4", "mesh.data=1", "mesh.fsdp=-1"),
+    ("checkpoint.init_from={folder}/runs/base",),
+    ("checkpoint.init_from={folder}/exported", "model.lora.rank=2"),
+    (
+        "checkpoint.init_from={folder}/runs/base",
+        "checkpoint.init_partial=[mlp]",
+        "model.mlp_dim=40",
+    ),
+    ("observe.prompts=[the, of]", "observe.sample_interval=1"),
+    ("observe.profile=1:2", "observe.layer_norms_interval=1", "observe.plot=true"),
     ("mesh.preset=hsdp", "optimizer.zero=1", "mesh.data=1", "mesh.fsdp=-1"),
     ("mesh.preset=moe", "model.family=mixtral", "mesh.data=1", "mesh.fsdp=-1"),
     ("mesh.preset=long_context", "model.attention=ring", "mesh.data=1", "mesh.fsdp=-1"),
@@ -436,15 +573,24 @@ def _limits(field: Any, low: float, high: float) -> tuple[Any, Any]:
 
 def draw(rng: random.Random, folder: Path) -> list[str]:
     """The overrides of a trial."""
+    sections, needed = "", ()
+    if rng.random() < 0.5:
+        sections, needed = rng.choice(OBJECTIVES[1:])
     chosen: dict[str, str] = {}
-    for theme in rng.sample(THEMES, rng.choice((0, 1, 1, 2, 3))):
+    for theme in (needed, *rng.sample(THEMES, rng.choice((0, 1, 1, 2, 3)))):
         for override in theme:
-            path, _, value = override.replace("{folder}", str(folder)).partition("=")
+            path, _, value = override.partition("=")
             chosen.setdefault(path, value)
     keys = drawn_keys()
+    own = [key for key in keys if key.path.split(".")[0] in sections.split()]
+    for key in rng.sample(own, min(len(own), rng.choice((0, 1, 2, 4)))):
+        # A reward replaces the one that the objective begins with; what it needs stays.
+        chosen[key.path] = rng.choice(key.values)
     for key in rng.sample(keys, rng.choice((0, 2, 4, 8, 16, 24))):
-        chosen.setdefault(key.path, rng.choice(key.values))
-    return [f"{path}={value}" for path, value in chosen.items()]
+        is_foreign = key.path.split(".")[0] in SECTIONS_OF_OBJECTIVES and key not in own
+        if not is_foreign or rng.random() < 0.05:
+            chosen.setdefault(key.path, rng.choice(key.values))
+    return [f"{path}={value}".replace("{folder}", str(folder)) for path, value in chosen.items()]
 
 
 def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] | None, int]:
@@ -458,7 +604,7 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
         AssertionError: a refusal does not say what to change.
     """
     left = list(overrides)
-    for refusals in range(20):
+    for refusals in range(MOST_REFUSALS):
         try:
             load_config([*words, *left])
             return left, refusals
@@ -470,13 +616,53 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
             if not named:
                 return None, refusals + 1
             left.remove(named[-1])
-    return None, 20
+    return None, MOST_REFUSALS
 
 
 def _is_named(override: str, text: str) -> bool:
     """Whether a text has the key of an override."""
     key, _, _ = override.partition("=")
     return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", text) is not None
+
+
+def first_run(
+    words: Sequence[str],
+    runs: Path,
+    name: str,
+    overrides: Sequence[str],
+    run: Callable[[Sequence[str]], tuple[int | str, str]],
+) -> Outcome:
+    """Trains a config once, without the overrides that are refused; the arguments are those of
+    `trial`."""
+    left = list(overrides)
+    refusals = 0
+    words_of_end = ""
+    while refusals < MOST_REFUSALS:
+        try:
+            agreed, more = accepted(words, left)
+        except Exception as error:
+            # Anything but a ConfigError is a bug.
+            return Outcome("found", f"loading: {type(error).__name__}: {error}", left, refusals)
+        refusals += more
+        if agreed is None:
+            return Outcome("refused", "", left, refusals)
+        left = agreed
+        code, said = run([*words, f"run_name={name}", *left])
+        if wrong := _wrong(code, said):
+            return Outcome("found", wrong, left, refusals)
+        if not code:
+            return Outcome("trained", "", left, refusals)
+        words_of_end = f"exit {code}: {_message(said)}"
+        if code != 78:
+            return Outcome("ended", words_of_end, left, refusals)
+        named = [override for override in left if _is_named(override, _message(said))]
+        if not named:
+            break
+        # Only the run itself can compare a config with data, devices or another model.
+        left.remove(named[-1])
+        refusals += 1
+        shutil.rmtree(runs / name, ignore_errors=True)
+    return Outcome("refused", words_of_end, left, refusals)
 
 
 def trial(
@@ -496,22 +682,12 @@ def trial(
         overrides: what is tried.
         run: runs the command with these words; gives its exit code, or "hangs", and its output.
     """
-    try:
-        left, refusals = accepted(words, overrides)
-    except Exception as error:
-        # Anything but a ConfigError is a bug.
-        return Outcome("found", f"loading: {type(error).__name__}: {error}", overrides, 0)
-    if left is None:
-        return Outcome("refused", "", overrides, refusals)
+    outcome = first_run(words, runs, name, overrides, run)
+    if outcome.kind != "trained":
+        return outcome
+    left = outcome.overrides
+    refusals = outcome.refusals
     command = [*words, f"run_name={name}", *left]
-    code, said = run(command)
-    if wrong := _wrong(code, said):
-        return Outcome("found", wrong, left, refusals)
-    if code:
-        kind = "ended"
-        if code == 78:
-            kind = "refused"
-        return Outcome(kind, f"exit {code}: {_message(said)}", left, refusals)
     folder = runs / name
     first = folder.with_name(f"{name}-first")
     shutil.copytree(folder, first)
@@ -584,6 +760,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         name = f"{options.seed}-{number}"
         overrides = draw(random.Random(name), folder)
+        make_materials(scene, overrides)
         run = functools.partial(_forked, scene, name)
         outcome = trial([f"config={scene.config}"], scene.runs, name, overrides, run)
         counts[outcome.kind] += 1
@@ -609,13 +786,112 @@ def make_scene(folder: Path) -> Scene:
     return scene
 
 
+def make_materials(scene: Scene, overrides: Sequence[str]) -> None:
+    """Makes what these overrides name and what no earlier trial needed: pairs of answers, answers
+    with labels, prompts, data with a stored teacher, a trained model, the same as exported files.
+
+    Raises:
+        RuntimeError: a command that makes one of them failed.
+    """
+    named = "\n".join(overrides)
+    for name, make in MATERIALS.items():
+        place = scene.folder / name
+        if str(place) in named and not place.exists():
+            make(scene, place)
+
+
+def _make_base(scene: Scene, place: Path) -> None:
+    _run_command(scene, place, "maxtrain.train", *scene.words(place.name))
+
+
+def _make_exported(scene: Scene, place: Path) -> None:
+    make_materials(scene, [str(scene.runs / "base")])
+    _run_command(scene, place, "maxtrain.export", str(scene.runs / "base"), str(place))
+
+
+def _make_taught(scene: Scene, place: Path) -> None:
+    make_materials(scene, [str(scene.runs / "base")])
+    making = place.with_name("teaching")
+    shutil.rmtree(making, ignore_errors=True)
+    shutil.copytree(scene.folder / "data", making)
+    words = [str(scene.runs / "base"), str(making / "train"), "--name", "base", "--top", "8"]
+    _run_command(scene, place, "maxtrain.teach", *words)
+    making.rename(place)
+
+
+def _make_pairs(scene: Scene, place: Path) -> None:
+    rng = random.Random(0)
+    rows = []
+    for _ in range(120):
+        answers = {"chosen": " yes", "rejected": f" no {rng.choice(WORDS)}"}
+        rows.append({"prompt": _question(rng), **answers, "margin": rng.random()})
+    _prepare(scene, place, rows, "--preferences", "--margin", "--holdout", "0.2")
+
+
+def _make_labels(scene: Scene, place: Path) -> None:
+    rng = random.Random(1)
+    rows = []
+    for number in range(160):
+        answer = " yes" if number % 2 == 0 else f" no {rng.choice(WORDS)}"
+        rows.append({"prompt": _question(rng), "completion": answer, "label": number % 2 == 0})
+    _prepare(scene, place, rows, "--preferences", "--holdout", "0.2")
+
+
+def _make_prompts(scene: Scene, place: Path) -> None:
+    sums = [(a, b) for a in range(5) for b in range(5)]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    _prepare(scene, place, rows, "--prompts")
+
+
+def _question(rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=3)) + "?"
+
+
+def _prepare(scene: Scene, place: Path, rows: Sequence[dict], kind: str, *options: str) -> None:
+    source = place.with_suffix(".jsonl")
+    source.write_text("\n".join(map(json.dumps, rows)))
+    words = [str(place), kind, str(source), "--tokenizer", "bytes", "--workers", "1", *options]
+    _run_command(scene, place, "data_pipeline.prepare", *words)
+
+
+def _run_command(scene: Scene, place: Path, module: str, *words: str) -> None:
+    """Runs `python -m module words`, which makes a place."""
+    environment = {**os.environ, **scene.environment, "PYTHONPATH": str(ROOT)}
+    with open(scene.log(place.name), "wb") as log:
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *words], stdout=log, stderr=log, env=environment
+        )
+    if ended.returncode:
+        raise RuntimeError(f"{place} could not be made; see {scene.log(place.name)}")
+
+
+# What trials read beside the two sets of data, by its place in the folder.
+MATERIALS: dict[str, Callable[[Scene, Path], None]] = {
+    "runs/base": _make_base,
+    "exported": _make_exported,
+    "taught": _make_taught,
+    "pairs": _make_pairs,
+    "labels": _make_labels,
+    "prompts": _make_prompts,
+}
+
+
 def _forked(scene: Scene, name: str, words: Sequence[str]) -> tuple[int | str, str]:
-    """A run in a process forked from this one."""
+    """A run in a process forked from this one, or in two of them if it has slices."""
     log = scene.log(name)
     log.unlink(missing_ok=True)
     overrides = [word for word in words if not word.startswith(("config=", "run_name="))]
-    code = end(scene.start(name, *overrides))
-    return code, log.read_text(errors="replace")
+    if not any(override.startswith("mesh.dcn_") for override in overrides):
+        code = end(scene.start(name, *overrides))
+        return code, log.read_text(errors="replace")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    overrides += [f"mesh.simulated_devices={DEVICES // 2}", "mesh.num_processes=2"]
+    overrides += [f"mesh.coordinator={coordinator}"]
+    both = [scene.start(name, *overrides, f"mesh.process_id={index}") for index in range(2)]
+    codes = [end(process) for process in both]
+    return max(codes, key=str), log.read_text(errors="replace")
 
 
 if __name__ == "__main__":

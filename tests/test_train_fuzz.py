@@ -33,6 +33,7 @@ def test_a_random_config(scene, name, capsys):
         return code, said.out + said.err
 
     overrides = fuzz_configs.draw(random.Random(name), scene.folder)
+    fuzz_configs.make_materials(scene, overrides)
     outcome = fuzz_configs.trial(scene.words(name)[:1], scene.runs, name, overrides, run)
     assert outcome.kind != "found", outcome
 
@@ -112,3 +113,13 @@ def test_a_find_is_told(scene):
     assert (
         refused.kind == "refused" and refused.refusals == 1 and re.search(r"Set a=3", refused.words)
     )
+
+
+def test_every_objective_and_slice_axis_is_drawn(tmp_path):
+    drawn = set()
+    for number in range(400):
+        drawn.update(fuzz_configs.draw(random.Random(number), tmp_path))
+    objectives = {value.partition("=")[2] for value in drawn if value.startswith("objective=")}
+    assert objectives == {"distill", "dpo", "grpo", "ppo", "reward"}
+    for key in ("mesh.dcn_data", "mesh.dcn_fsdp", "mesh.dcn_stage", "checkpoint.init_from"):
+        assert any(value.startswith(f"{key}=") for value in drawn), key
