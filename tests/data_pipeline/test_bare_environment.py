@@ -26,7 +26,7 @@ SECRETS = {
 }
 PLAIN = {
     "PATH": "/bin",
-    "HOME": "/home/me",
+    "HOME": "/me",
     "LANG": "C.UTF-8",
     "LC_ALL": "C",
     "TMPDIR": "/tmp",

@@ -26,13 +26,28 @@ _KNOWN_WORDS = frozenset(
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _PLACE_OF_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-z*]*\}(?:\{[clr|]*\})?")
-_NOT_MATHEMATICS = re.compile(r"__|[\"`;@#?]|\\(?:input|include|write|def|let|catcode|csname)")
+_LATEX = r"A-Za-z0-9\s+\-*/^_=<>!|.,:'&%~(){}\[\]\\"
+# Beside ASCII: letters of Greek, degrees, and signs of mathematics.
+_FOREIGN = re.compile(rf"[^{_LATEX}\u0370-\u03ff\u00b0\u00b1\u00b7\u00d7\u00f7\u2100-\u22ff]")
+# A name of Python, a quote that is no prime of a function, and commands that define or include.
+_NO_FORMULA = re.compile(
+    r"__|(?<![A-Za-z0-9)\]}'|])'|'\s*\w"
+    r"|\\(?:input|include|write|[exg]?def|let|catcode|csname|newcommand|renewcommand|variable)"
+)
 
 
 def has_words(text: str) -> bool:
     """Whether a text has words that no formula has, so that it is prose, or a name."""
     bare = _PLACE_OF_COMMAND.sub(" ", text)
     return any(word.lower() not in _KNOWN_WORDS for word in _WORD.findall(bare))
+
+
+def foreign_part(text: str) -> str:
+    """The first part of a text that no formula has; "" if there is none."""
+    found = _FOREIGN.search(text) or _NO_FORMULA.search(text)
+    if found is None:
+        return ""
+    return found[0]
 
 
 def refusal(text: str) -> str:
@@ -44,8 +59,8 @@ def refusal(text: str) -> str:
         return f"over {_MOST_DIGITS} digits"
     if any(len(number) > _LONGEST_NUMBER for number in numbers):
         return f"a number of over {_LONGEST_NUMBER} digits"
-    if _NOT_MATHEMATICS.search(text):
-        return "characters that no formula has"
+    if found := foreign_part(text):
+        return f"{found!r}, which no formula has"
     if _depth(text) > _DEEPEST:
         return f"brackets over {_DEEPEST} deep"
     return _too_large(text)

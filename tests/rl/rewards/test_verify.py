@@ -1,6 +1,10 @@
 """Is this answer that one: exactly in this process, by mathematics in killable ones."""
 
+import json
 import math
+import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -77,6 +81,11 @@ REFUSED = [
     "__class__",
     'f"x"',
     r"\input{file}",
+    r"\newcommand{\x}{2}",
+    r"\variable{x}",
+    "S('_' 'x')*1",
+    "x*'a'",
+    "\u0430*2",
 ]
 
 
@@ -234,3 +243,172 @@ def test_adversarial_answers_take_no_more_than_their_limits(pool):
     bad = sum(result.outcome != "ok" for result in results)
     assert bad >= 5 and seconds <= limit * math.ceil(bad / pool.size) + 2
     assert Verifier(pool)([r"\sqrt{2}"], [r"\boxed{2^{1/2}}"])[0].outcome == CORRECT
+
+
+# Each would write the file CANARY if any part of it were run as a program.
+_PROGRAM = "open('CANARY', 'w')"
+_IMPORT = "S('_' '_im' 'po' 'rt_' '_(\"os\").sys' 'tem(\"touch CANARY\")')"
+ATTACKS = [
+    f"{_IMPORT}*1",
+    f"{_IMPORT}",
+    f"sqrt({_IMPORT})",
+    f"2*{_IMPORT}!",
+    f"{_PROGRAM}*1",
+    f"sqrt({_PROGRAM})",
+    f"[{_PROGRAM}, 2*x]",
+    f"({_PROGRAM}, 2*x)[0]",
+    f"(lambda: {_PROGRAM})()*1",
+    f"(x := {_PROGRAM})*1",
+    f"max(*[{_PROGRAM}], 2*x)",
+    f"max(**{{'key': {_PROGRAM}}})*1",
+    f"sqrt(x, evaluate={_PROGRAM})",
+    f"f'{{{_PROGRAM}}}'*1",
+    f'f"{{{_PROGRAM}}}"*1',
+    f"2*x # \n{_PROGRAM}",
+    f"2*x\n{_PROGRAM}",
+    f"2*x\r{_PROGRAM}",
+    f"2*x;{_PROGRAM}",
+    f"2*x if {_PROGRAM} else 1",
+    f"S({_PROGRAM!r})*1",
+    f"N({_PROGRAM!r})*1",
+    f"Eq({_PROGRAM!r}, 2*x)",
+    f"x.subs(x, {_PROGRAM!r})*1",
+    f"Symbol({_PROGRAM!r})*1",
+    f"parse_expr({_PROGRAM!r})*1",
+    f"sympify({_PROGRAM!r})*1",
+    f"lambdify(x, {_PROGRAM!r})(1)*1",
+    f"eval({_PROGRAM!r})*1",
+    f"exec({_PROGRAM!r})*1",
+    f"\uff45\uff56\uff41\uff4c({_PROGRAM!r})*1",
+    "\uff4f\uff50\uff45\uff4e('CANARY', 'w')*1",
+    "\U0001d428\U0001d429\U0001d41e\U0001d427('CANARY', 'w')*1",
+    "().__class__.__base__.__subclasses__()*1",
+    "sqrt(x.__class__.__init__.__globals__)*1",
+    "x.func.__globals__['os']*1",
+    "x._\uff3fclass_\uff3f*1",
+    "getattr(x, '_' '_class_' '_')*1",
+    "chr(95)*2",
+    "N(S(chr(111)+chr(115)))*1",
+    rf"\mathrm{{{_PROGRAM}}}",
+    rf"\text{{{_PROGRAM}}}",
+    rf"\operatorname{{{_PROGRAM}}}(x)",
+    rf"\operatorname{{S}}({_IMPORT})",
+    rf"\operatorname{{eval}}({_PROGRAM})",
+    rf"\variable{{{_PROGRAM}}}",
+    rf"\variable{{{_PROGRAM}\%}}",
+    rf"\mathbf{{{_IMPORT}}}*1",
+    rf"x_{{{_PROGRAM}}}",
+    rf"x_{{{_IMPORT}}}*1",
+    rf"\sqrt[{_PROGRAM}]{{2}}",
+    rf"\frac{{{_IMPORT}}}{{2}}",
+    rf"\sum_{{k={_IMPORT}}}^{{2}} k",
+    rf"\begin{{pmatrix}} {_IMPORT} & 1 \end{{pmatrix}}",
+    rf"\left({_IMPORT}\right]",
+    rf"\overline{{{_PROGRAM}}}",
+    rf"\max({_IMPORT}, 2)",
+    rf"\gcd({_IMPORT}, 2)",
+    rf"A \in {_IMPORT}^{{2*3}}",
+    rf"\text{{$}} {_IMPORT} \text{{$}}",
+    rf"\boxed{{{_IMPORT}*1}}",
+    rf"\sqrt{{2}}$ and ${_IMPORT}$",
+    "(" * 3000 + _PROGRAM + ")" * 3000 + "*1",
+    "9" * 5000 + f"*{_PROGRAM}",
+    "-" * 3000 + f"{_PROGRAM}*1",
+]
+
+
+@pytest.mark.long
+@pytest.mark.every_dose
+def test_no_text_is_run_as_a_program(pool, tmp_path):
+    """In every place where an answer can be, of a completion and of the dataset, and handed to the
+    worker as it is, without what looks at it before."""
+    canary = tmp_path / "c"
+    assert "'" not in str(canary)
+    attacks = [attack.replace("CANARY", str(canary)) for attack in ATTACKS]
+    right = r"2\sqrt{2}"
+    places = (
+        "<answer>{}</answer>",
+        r"so \boxed{{{}}}",
+        "#### {}",
+        "<answer>\\boxed{{{}}}</answer>",
+    )
+    for place in places:
+        texts = [place.format(attack) for attack in attacks]
+        verdicts = Verifier(pool)([right] * len(texts), texts)
+        assert {verdict.outcome for verdict in verdicts} <= {UNPARSABLE, WRONG}
+        verdicts = Verifier(pool)(texts, [r"\boxed{2^{3/2}}"] * len(texts))
+        assert {verdict.outcome for verdict in verdicts} <= {SKIPPED, WRONG}
+    verifier = Verifier(pool, policy=["all"], gold_policy=["all"])
+    verdicts = verifier([right] * len(attacks), attacks)
+    assert {verdict.outcome for verdict in verdicts} <= {UNPARSABLE, WRONG}
+    results = pool.run(CHECK, [(right, attack) for attack in attacks])
+    assert {result.value for result in results} <= {UNPARSABLE, WRONG}
+    results = pool.run(CHECK, [(attack, right) for attack in attacks])
+    assert {result.value for result in results} <= {verify.math_check.BAD_GOLD, WRONG}
+    assert not canary.exists()
+    assert Verifier(pool)([right], [r"\boxed{2^{3/2}}"])[0].outcome == CORRECT
+
+
+# Runs in a process of its own, since a hook of audits can't be removed. It feeds pieces that are
+# dangerous, in any order, to `check`, and notes whatever becomes a program.
+_FUZZ = """
+import json, random, sys
+from maxtrain.rl.rewards import math_check
+math_check.warm_up()
+math_check.check(r"x^2 + 2*x + 1", "(x+1)**2")
+seen = []
+armed = False
+def hook(event, arguments):
+    if not armed:
+        return
+    if event == "exec" and not arguments[0].co_filename.startswith("<"):
+        return
+    if event == "open" and not set(str(arguments[1])) & set("wax+"):
+        return
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if event in ("exec", "compile") and caller in ("collections", "sympy.polys.monomials"):
+        return
+    if event == "compile" and not str(arguments[1]).startswith("<"):
+        return
+    if event in ("exec", "compile", "open", "os.system", "subprocess.Popen", "os.fork"):
+        seen.append([event, text])
+pieces = json.loads(sys.argv[1])
+chance = random.Random(int(sys.argv[2]))
+sys.setrecursionlimit(2000)
+if sys.argv[3] == "unguarded":
+    math_check.foreign_part = lambda text: ""
+outcomes = {}
+sys.addaudithook(hook)
+for _ in range(int(sys.argv[4])):
+    text = "".join(chance.choice(pieces) for _ in range(chance.randint(1, 9)))[:200]
+    armed = True
+    try:
+        outcome = math_check.check(r"\\sqrt{2}", text)
+    except Exception as error:
+        outcome = type(error).__name__
+    armed = False
+    outcomes[outcome] = outcomes.get(outcome, 0) + 1
+print(json.dumps([seen, outcomes]))
+"""
+_PIECES = [
+    *("S", "'", '"', "('x')", "(", ")", "[", "]", "{", "}", "*", "**", "!", "_", "__", ".", ","),
+    *("eval", "exec", "open", "os", "import", "lambda", "lambda x:", "f'{", "}'", ":=", "#", "\n"),
+    *("__import__('os')", "__class__", "sqrt(", "sqrt(2)", "x", "y_1", "2", "2*x", "1.5", "pi"),
+    *(r"\text{", r"\mathrm{", r"\operatorname{", r"\variable{", r"\frac{", r"\sqrt{", r"\in "),
+    *(r"\max(", r"\sin ", r"\left(", r"\right)", "=", "<", r"\begin{pmatrix}", r"\end{pmatrix}"),
+    *("\uff45\uff56\uff41\uff4c", "if", "else", "for", "&", r"\\", "^{", "|", "$", "%", ";", "1/0"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("guards", ["guarded", "unguarded"])
+def test_no_order_of_dangerous_pieces_is_run_as_a_program(guards):
+    """Also if what looks at texts before the parsers would let everything pass."""
+    pytest.importorskip("math_verify")
+    seed = random.randrange(1 << 30)
+    command = [sys.executable, "-c", _FUZZ, json.dumps(_PIECES), str(seed), guards, "400"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    seen, outcomes = json.loads(ran.stdout)
+    assert seen == [], f"seed {seed}"
+    assert sum(outcomes.values()) == 400 and outcomes[UNPARSABLE] > 50
