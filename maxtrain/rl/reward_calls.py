@@ -71,7 +71,12 @@ class Rewards:
         if any(call.name == "math" for call in calls):
             # Else the first answer of each process would pay for it, out of its own seconds.
             preload = [WARM_UP]
-        self._pool = RewardWorkers(workers, seconds=config.reward_seconds, preload=preload)
+        self._pool = RewardWorkers(
+            workers,
+            seconds=config.reward_seconds,
+            preload=preload,
+            passed=config.reward_environment,
+        )
         # By completions of a prompt: those of training, and the one of an evaluation.
         self._sets: dict[int, RewardSet] = {}
         for num_generations in {1, config.num_generations}:

@@ -36,6 +36,12 @@ class GrpoConfig:
         above=0,
         used_by=_SAMPLES,
     )
+    reward_environment: tuple[str, ...] = key(
+        (),
+        "names of environment variables that functions of yours may read, such as an API key; "
+        "others that may hold a secret are not passed on",
+        used_by=_SAMPLES,
+    )
     num_generations: int = sampling.num_generations(
         8, "completions of each prompt: a group", _SAMPLES
     )

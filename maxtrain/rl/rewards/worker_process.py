@@ -5,7 +5,9 @@ killed is replaced in milliseconds. It never runs a reward, hence it always answ
 the end of the process that it serves, however that ended; it then kills all its workers. On Linux,
 workers also die with the server, by the kernel.
 
-A worker is the leader of a session of its own, so that what it starts is killed with it.
+A worker is the leader of a session of its own, so that what it starts is killed with it. On Linux,
+so is what left that session: processes whose parent has ended become children of the worker, and
+those of a worker that has ended become children of the server, which kills them.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,6 +39,10 @@ ANSWER = struct.Struct("<q")
 # Seconds between two looks at whether the parent lives.
 _LOOK = 1.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Seconds between two looks for processes that were left, and in which they have to be gone at last.
+_SWEEP = 0.05
+_END_SECONDS = 5.0
 # Characters of a message about an error.
 _DETAIL = 2000
 
@@ -49,6 +56,35 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def adopt_orphans() -> None:
+    """On Linux, descendants whose parent has ended become children of this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> dict[int, list[int]]:
+    """The children of each process, by the ids of both; empty where there is no /proc."""
+    found: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The name of a program, in brackets, may have spaces and brackets.
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+            found.setdefault(parent, []).append(int(name))
+    return found
+
+
+def _descendants(process: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    children = _children()
+    found = list(children.get(process, []))
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
 def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
     """Forks and kills workers as the commands say, until nobody is left to give commands.
 
@@ -60,6 +96,7 @@ def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
         memory_bytes: the address space of a worker; 0: no limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    adopt_orphans()
     control = socket.socket(fileno=fd)
     for name in preload:
         with contextlib.suppress(Exception):
@@ -71,15 +108,31 @@ def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
     killed: set[int] = set()
     try:
         while os.getppid() == parent:
-            ready, _, _ = select.select([control], [], [], _LOOK)
+            # What a killed worker leaves behind becomes a child of this process a little later.
+            patience = _SWEEP if killed else _LOOK
+            ready, _, _ = select.select([control], [], [], patience)
             if ready and not _obey(control, workers, killed, memory_bytes):
                 return
-            killed -= {worker for worker in killed if _is_gone(worker, os.WNOHANG)}
+            if killed:
+                _sweep(workers, killed)
     finally:
         for worker in workers:
             _kill(worker)
-        for worker in workers | killed:
-            _is_gone(worker, 0)
+        killed |= workers
+        ends = time.monotonic() + _END_SECONDS
+        while killed and time.monotonic() < ends:
+            _sweep(set(), killed)
+            time.sleep(_SWEEP / 10)
+
+
+def _sweep(workers: set[int], killed: set[int]) -> None:
+    """Waits for killed processes, and kills all children of this process that are no workers."""
+    gone = {worker for worker in killed if _is_gone(worker, os.WNOHANG)}
+    killed -= gone
+    for child in _children().get(os.getpid(), []):
+        if child not in workers and child not in killed:
+            _kill(child)
+            killed.add(child)
 
 
 def _preload(name: str) -> None:
@@ -133,6 +186,12 @@ def _fork(fd: int, control: socket.socket, memory_bytes: int) -> int:
 def _kill(worker: int) -> None:
     """Kills a worker and what it started. It was not waited for before, so that its id is still its
     own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # It can't start more, nor wait for a process, whose id would then be another one's.
+        os.kill(worker, signal.SIGSTOP)
+    for process in _descendants(worker):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(worker, signal.SIGKILL)
@@ -150,6 +209,7 @@ def _is_gone(worker: int, options: int) -> bool:
 def work(fd: int, memory_bytes: int) -> None:
     """Answers requests until the other end of the descriptor is closed."""
     os.setsid()
+    adopt_orphans()
     if memory_bytes:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         if most != resource.RLIM_INFINITY:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from data_pipeline.bare_environment import bare_environment
 from data_pipeline.errors import ConfigError
 from maxtrain.rl.rewards import worker_process
 
@@ -78,7 +79,7 @@ class _Worker:
 class _Server:
     """The process that forks workers, and kills them."""
 
-    def __init__(self, preload: Sequence[str], memory_bytes: int):
+    def __init__(self, preload: Sequence[str], memory_bytes: int, passed: Sequence[str]):
         self._control, theirs = socket.socketpair()
         self._control.settimeout(_ANSWER_SECONDS)
         program = _PROGRAM.format(
@@ -94,6 +95,7 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                env=bare_environment(passed),
                 # Ctrl-C goes to this process alone, whose end is noticed.
                 start_new_session=True,
             )
@@ -170,6 +172,8 @@ class RewardWorkers:
         recycle: items after which a worker is replaced, since packages keep what they computed.
         preload: modules that are imported once for all workers, or functions (`module:function`)
             that are called once. They must not start threads.
+        passed: names of environment variables that workers find, beside those of
+            `bare_environment`: all others, such as keys and tokens, they do not.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class RewardWorkers:
         memory_bytes: int = 4 << 30,
         recycle: int = 1000,
         preload: Sequence[str] = (),
+        passed: Sequence[str] = (),
     ):
         for name, value in (("workers", workers), ("recycle", recycle)):
             if value < 1:
@@ -195,6 +200,7 @@ class RewardWorkers:
         self._memory_bytes = memory_bytes
         self._recycle = recycle
         self._preload = tuple(preload)
+        self._passed = tuple(passed)
         self._server: _Server | None = None
         self._workers: list[_Worker] = []
         self._failures = 0
@@ -282,7 +288,7 @@ class RewardWorkers:
         self._lost = ""
         try:
             if self._server is None:
-                self._server = _Server(self._preload, self._memory_bytes)
+                self._server = _Server(self._preload, self._memory_bytes, self._passed)
             while len(self._workers) < self.size:
                 self._workers.append(self._server.fork())
             self._failures = 0

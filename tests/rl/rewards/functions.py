@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -59,3 +61,22 @@ def start_and_hang(file):
     with open(file, "w") as written:
         written.write(f"{os.getpid()} {child}\n")
     time.sleep(600)
+
+
+def start_daemon(file, hangs):
+    """Starts a process that leaves its session and its parent, and writes its id into a file."""
+    program = "import os, time; os.setsid(); os.fork() and os._exit(0); "
+    program += f"open({file!r} + '.new', 'w').write(str(os.getpid())); "
+    program += f"os.rename({file!r} + '.new', {file!r}); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", program]).wait()
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    if hangs == "hangs":
+        time.sleep(600)
+    if hangs == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def environment(*names):
+    return [os.environ.get(name) for name in names]

@@ -170,6 +170,33 @@ def test_processes_that_items_start_end_with_them(tmp_path):
     assert_gone(pids)
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems can't adopt orphans")
+@pytest.mark.parametrize(
+    ("hangs", "outcome"), [("hangs", TIMEOUT), ("dies", CRASH), ("returns", OK)]
+)
+def test_a_process_that_left_its_session_ends_with_its_worker(tmp_path, hangs, outcome):
+    file = tmp_path / "pid"
+    with RewardWorkers(1, seconds=5) as pool:
+        (result,) = pool.run(f"{HERE}:start_daemon", [(str(file), hangs)])
+        assert result.outcome == outcome
+        if outcome != OK:
+            assert_gone([int(file.read_text())])
+        (result,) = pool.run(POWER, [(2, 3)])
+        assert result.value == 8
+    assert_gone([int(file.read_text())])
+
+
+def test_workers_see_no_variable_that_was_not_named(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    with RewardWorkers(1, passed=["OPENAI_API_KEY"]) as pool:
+        (result,) = pool.run(f"{HERE}:environment", [("OPENAI_API_KEY", "HF_TOKEN", "LANG")])
+    assert result.value == ["secret", None, "C.UTF-8"]
+
+
 WITH_A_POOL = """
 import sys, threading
 from maxtrain.rl.rewards.workers import RewardWorkers
