@@ -37,11 +37,11 @@ FAST = [
     "python -m maxtrain.train quickstart --print-config",
     "maxtrain launch slurm --nodes 4 --gpus-per-node 8 --time 1-00 --partition gpu config=llama3_8b data.batch_size=64",
     "maxtrain launch k8s --nodes 4 --gpus-per-node 8 --image registry/maxtrain:gpu --volume runs:/data config=llama3_8b "
-    "data.batch_size=64 output_dir=/data/runs",
+    "data.batch_size=64 data.sources.fineweb.path=/data/train eval.sets.fineweb.path=/data/eval output_dir=/data/runs",
     "maxtrain launch k8s --nodes 4 --gpus-per-node 8 --image registry/maxtrain:gpu config=llama3_8b data.batch_size=64 "
-    "output_dir=s3://bucket/runs",
+    "data.sources.fineweb.path=s3://bucket/train eval.sets.fineweb.path=s3://bucket/eval output_dir=s3://bucket/runs",
     "maxtrain launch gke-tpu --accelerator v5p --topology 4x4x4 --slices 2 --image registry/maxtrain:tpu config=llama3_8b "
-    "data.batch_size=128 output_dir=gs://bucket/runs",
+    "data.batch_size=128 data.sources.fineweb.path=gs://bucket/train eval.sets.fineweb.path=gs://bucket/eval output_dir=gs://bucket/runs",
 ]
 # The test that runs each of the other commands, perhaps with smaller numbers or another config.
 QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_says_so"

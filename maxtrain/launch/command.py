@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from data_pipeline import strict_yaml
+import yaml
+
 from data_pipeline.errors import UsageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain.config.sections.mesh import num_slices
@@ -21,6 +21,8 @@ from maxtrain.launch.plan import (
     make_plan,
     nodes_of_slices_are_known,
 )
+from maxtrain.launch.pod import read_pod
+from maxtrain.launch.secrets import require_no_secrets
 from maxtrain.launch.tpu import TPUS, Slice, make_slice
 from maxtrain.models.known import MODELS
 
@@ -29,6 +31,11 @@ _IN_IMAGE = ("maxtrain",)
 # Seconds that processes have to end after they have saved.
 _MARGIN = 10.0
 _LONG_GRACE = 600.0
+# Where a secret belongs that pods need.
+_SECRET = (
+    "Put it into a Secret of Kubernetes, and name the secret in --pod: "
+    "containers: [{envFrom: [{secretRef: {name: NAME}}]}]"
+)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -65,6 +72,10 @@ def _run_here(options: argparse.Namespace) -> int:
 
 
 def _slurm_script(options: argparse.Namespace) -> str:
+    environment = names.variables(options.env)
+    texts = [*options.settings, *options.setup, *options.directive, *options.srun]
+    elsewhere = "Set it in the environment in which you submit the job, or in a file in your home"
+    require_no_secrets(texts, environment, "the script", elsewhere)
     per_node = options.processes_per_node
     nodes = f"{options.nodes} nodes without GPUs"
     per_process = 0
@@ -107,7 +118,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
         directives=options.directive,
         setup=options.setup,
         srun=options.srun,
-        environment=names.variables(options.env),
+        environment=environment,
     )
     return slurm.render(plan, job)
 
@@ -133,6 +144,10 @@ def _tell_if_all_are_needed(
 
 def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
     """The manifest, and the command that submits it."""
+    pod = read_pod(options.pod)
+    environment = names.variables(options.env)
+    texts = [*options.settings, yaml.safe_dump(pod, width=10_000)]
+    require_no_secrets(texts, environment, "the manifest", _SECRET)
     if options.target == "gke-tpu":
         tpu = _slice(options)
         slices = options.slices
@@ -152,6 +167,8 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
             given = Devices(words, hosts, gpus, ("auto", "gpu"))
             resources = {"nvidia.com/gpu": gpus}
     plan = _plan(options, given, _IN_IMAGE)
+    if plan.config_file is not None:
+        require_no_secrets([plan.config_file.read_text()], {}, "the manifest", _SECRET)
     if options.target == "k8s":
         _tell_if_all_are_needed(plan, given, 1, enough_nodes(plan, given, 1))
     longest = kubernetes.LONGEST_NAME
@@ -168,8 +185,8 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
         max_restarts=options.max_restarts,
         seconds=options.time and names.seconds(options.time),
         volumes=[_volume(text) for text in options.volume],
-        environment=names.variables(options.env),
-        pod=_pod(options.pod),
+        environment=environment,
+        pod=pod,
     )
     return kubernetes.render(plan, job), ["kubectl", "create", "-f", "-"]
 
@@ -193,21 +210,7 @@ def _volume(text: str) -> tuple[str, str]:
     if not colon or not folder.startswith("/"):
         example = "--volume checkpoints:/data"
         raise UsageError(f"--volume {text!r} must be CLAIM:/FOLDER. Write for example {example}.")
-    return names.label("--volume", claim), folder
-
-
-def _pod(file: str | None) -> dict[str, Any]:
-    """What --pod FILE says of each pod."""
-    if not file:
-        return {}
-    try:
-        found = strict_yaml.read(Path(file))
-    except ValueError as error:
-        raise UsageError(f"--pod {file} is not valid YAML: {error}. Correct it there.") from error
-    if not isinstance(found, dict):
-        example = "tolerations: [{operator: Exists}]"
-        raise UsageError(f"--pod {file} must have keys of a pod's spec, such as {example}.")
-    return found
+    return names.subdomain("--volume", claim), folder
 
 
 def _deliver(text: str, command: list[str], options: argparse.Namespace) -> None:

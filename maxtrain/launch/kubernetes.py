@@ -1,5 +1,8 @@
 """`maxtrain launch k8s` and `gke-tpu`: a JobSet of Kubernetes, with its config.
 
+A config file is an annotation of the pods, which each of them mounts as a file (downward API). So
+it belongs to its JobSet: it is deleted with it, and no other run can change it.
+
 A pod is a process, and takes all devices of its node. Codes after which the same would happen again
 fail the JobSet at once; after anything else all pods are made anew, so many times.
 
@@ -14,9 +17,15 @@ from typing import Any, NamedTuple
 import yaml
 
 from data_pipeline.errors import FINAL, UsageError
-from data_pipeline.remote import is_url
 from maxtrain.launch.names import plain
 from maxtrain.launch.plan import Plan
+from maxtrain.launch.pod import (
+    fill_resources,
+    merge,
+    require_devices,
+    require_mounts,
+    require_reachable,
+)
 from maxtrain.launch.tpu import Slice
 
 CONTAINER = "maxtrain"
@@ -25,6 +34,16 @@ _WORKERS = "workers"
 LONGEST_NAME = 40
 # Where the config file is mounted, and where the processes meet.
 _CONFIG_FOLDER = "/etc/maxtrain"
+_CONFIG_ANNOTATION = "maxtrain-config"
+# Kubernetes takes 256 KiB of annotations.
+_LONGEST_CONFIG = 200 * 1024
+# Volumes of each pod that are not for the run's files.
+_OWN_VOLUMES = ("shm", "config")
+# What a pod of GPUs or CPUs requests of its node, if --pod does not say it: of each GPU, and of a
+# pod without any. A TPU host has no other pods.
+_REQUESTS_OF_GPU = {"cpu": 4, "memory": 32}
+_REQUESTS = {"cpu": 1, "memory": 4}
+_DISK = "20Gi"
 _PORT = 8476
 # Pods one of which must be there, where a job can do with fewer.
 _LEADERS = 4
@@ -79,27 +98,38 @@ _Dumper.add_representer(_Block, _represent_block)
 
 
 def render(plan: Plan, job: KubernetesJob) -> str:
-    """The manifest: a JobSet, and a ConfigMap before it if the config is a file.
+    """The manifest of a JobSet.
 
     Raises:
         UsageError: something can't be written into it, or would be lost with its pod.
     """
-    documents = manifests(plan, job)
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
-
-
-def manifests(plan: Plan, job: KubernetesJob) -> list[dict[str, Any]]:
-    """As `render`, as plain values."""
-    documents: list[dict[str, Any]] = []
     file = plan.config_file
+    template: dict[str, Any] = {}
     if file is not None:
         plan = plan.with_config_at(f"{_CONFIG_FOLDER}/{file.name}")
-        documents.append(_config_map(job, file))
-    pod = _merged(_pod(plan, job, file), job.pod)
+        template["metadata"] = {"annotations": {_CONFIG_ANNOTATION: _config_text(file)}}
+    pod = merge(_pod(plan, job, file), job.pod)
+    container = pod["containers"][0]
+    if not job.tpu:
+        fill_resources(container, _requests(job))
+    require_devices(container, job.resources)
+    require_mounts(pod)
     if plan.verb == "train":
-        _require_volume(plan.config.output_dir, pod)
-    documents.append(_job_set(job, pod))
-    return documents
+        require_reachable(plan.config, pod, _OWN_VOLUMES)
+    template["spec"] = pod
+    return yaml.dump(_job_set(job, template), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _requests(job: KubernetesJob) -> dict[str, str]:
+    """CPUs, memory and disk of a pod."""
+    count = sum(job.resources.values())
+    each = _REQUESTS_OF_GPU if count else _REQUESTS
+    count = count or 1
+    return {
+        "cpu": str(each["cpu"] * count),
+        "memory": f"{each['memory'] * count}Gi",
+        "ephemeral-storage": _DISK,
+    }
 
 
 def _metadata(job: KubernetesJob) -> dict[str, Any]:
@@ -109,18 +139,20 @@ def _metadata(job: KubernetesJob) -> dict[str, Any]:
     return metadata
 
 
-def _config_map(job: KubernetesJob, file: Path) -> dict[str, Any]:
-    # A character that YAML can't show in a block is written in quotes.
+def _config_text(file: Path) -> _Block:
+    """The text of a config file. UsageError: a pod cannot have it."""
+    plain("config", file.name)
     text = file.read_text()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(job),
-        "data": {plain("config", file.name): _Block(text)},
-    }
+    size = len(text.encode())
+    if size > _LONGEST_CONFIG:
+        rule = f"must be at most {_LONGEST_CONFIG:,} bytes to go along with a JobSet"
+        fix = "Put it into the image below configs/, and name it by config=NAME"
+        raise UsageError(f"config={file} has {size:,} bytes, and {rule}. {fix}.")
+    # A character that YAML can't show in a block is written in quotes.
+    return _Block(text)
 
 
-def _job_set(job: KubernetesJob, pod: dict[str, Any]) -> dict[str, Any]:
+def _job_set(job: KubernetesJob, template: dict[str, Any]) -> dict[str, Any]:
     metadata = _metadata(job)
     if job.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
@@ -153,7 +185,7 @@ def _job_set(job: KubernetesJob, pod: dict[str, Any]) -> dict[str, Any]:
     if job.seconds:
         of_job["activeDeadlineSeconds"] = job.seconds
         failed.append("DeadlineExceeded")
-    of_job["template"] = {"spec": pod}
+    of_job["template"] = template
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -186,7 +218,9 @@ def _pod(plan: Plan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
     # What workers and devices hand each other needs more than the 64 MiB that a container has.
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if file is not None:
-        volumes.append({"name": "config", "configMap": {"name": job.name}})
+        field = f"metadata.annotations['{_CONFIG_ANNOTATION}']"
+        item = {"path": file.name, "fieldRef": {"fieldPath": field}}
+        volumes.append({"name": "config", "downwardAPI": {"items": [item]}})
         mounts.append({"name": "config", "mountPath": _CONFIG_FOLDER})
     for number, (claim, folder) in enumerate(job.volumes):
         name = f"volume-{number}"
@@ -201,7 +235,10 @@ def _pod(plan: Plan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     if job.resources:
-        container["resources"] = {"limits": dict(job.resources)}
+        container["resources"] = {
+            "limits": dict(job.resources),
+            "requests": dict(job.resources),
+        }
     if job.tpu:
         container["ports"] = [{"containerPort": port} for port in _TPU_PORTS]
     grace = plan.config.checkpoint.grace_seconds or _LONG_GRACE
@@ -246,40 +283,3 @@ def _environment(job: KubernetesJob, may_be_fewer: bool) -> list[dict[str, Any]]
 def _escaped(word: str) -> str:
     """A word as Kubernetes gives it to a container: `$(NAME)` in it would be a variable."""
     return word.replace("$", "$$")
-
-
-def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our pod with what the user says of it: sections are merged, lists are added to, and the first
-    container is ours."""
-    result = dict(ours)
-    for key, value in theirs.items():
-        own = result.get(key)
-        if key == "containers" and isinstance(own, list) and isinstance(value, list) and value:
-            first, *others = value
-            if not isinstance(first, Mapping):
-                raise UsageError(
-                    "--pod: containers must be a list of sections. Leave it out, or mend it."
-                )
-            first = {name: inner for name, inner in first.items() if name != "name"}
-            result[key] = [_merged(own[0], first), *others]
-        elif isinstance(own, dict) and isinstance(value, Mapping):
-            result[key] = _merged(own, value)
-        elif isinstance(own, list) and isinstance(value, list):
-            result[key] = [*own, *value]
-        else:
-            result[key] = value
-    return result
-
-
-def _require_volume(output_dir: str, pod: Mapping[str, Any]) -> None:
-    """UsageError: checkpoints would be written into a container, and be lost with it."""
-    if is_url(output_dir):
-        return
-    mounts = pod["containers"][0].get("volumeMounts", [])
-    for mount in mounts:
-        folder = Path(mount["mountPath"])
-        if mount["name"] not in ("shm", "config") and Path(output_dir).is_relative_to(folder):
-            return
-    rule = "is on no volume, so checkpoints would be lost with their pod"
-    mend = "Set --volume CLAIM:/data and output_dir=/data/runs, or output_dir=gs://BUCKET/runs"
-    raise UsageError(f"output_dir={output_dir} {rule}. {mend}.")

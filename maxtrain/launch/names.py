@@ -55,6 +55,16 @@ def label(option: str, value: str, longest: int = 63) -> str:
     return value
 
 
+def subdomain(option: str, value: str) -> str:
+    """A name of Kubernetes that may have dots, such as that of a volume claim; UsageError: it is
+    none."""
+    if len(value) > 253 or not all(_LABEL.fullmatch(part) for part in value.split(".")):
+        rule = "must be at most 253 lower-case letters, digits, hyphens and dots"
+        fix = f"Use for example {_as_label(value, 63) or 'data'}"
+        raise UsageError(f"{option} {value!r} {rule}, with a letter or digit at both ends. {fix}.")
+    return value
+
+
 def default_label(run_name: str, longest: int) -> str:
     """The name of a run as Kubernetes takes it."""
     return _as_label(run_name, longest) or "train"

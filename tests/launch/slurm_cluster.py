@@ -174,7 +174,11 @@ class SlurmCluster:
     def job(self, job: str) -> dict[str, str]:
         """What Slurm says of a job."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
-        return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+        fields = {}
+        for word in text.split():
+            name, _, value = word.partition("=")
+            fields[name] = value
+        return fields
 
     def wait_for(self, job: str, *states: str, seconds: float = 90) -> dict[str, str]:
         """Waits until a job is in one of these states; what Slurm says of it."""

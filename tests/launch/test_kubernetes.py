@@ -16,7 +16,8 @@ SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "jobset" / "crd.json")
 STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
 K8S = ["k8s", "--nodes", "4", "--gpus-per-node", "8", "--image", "registry/a/maxtrain:gpu", *STORED]
 TPU = ["gke-tpu", "--accelerator", "v5p", "--topology", "4x4x4", "--image", "tpu:1", *STORED]
-RUN = ["config=quickstart", "data.batch_size=512", "eval.batch_size=512", "run_name=A_run"]
+URLS = ["data.sources.stdlib.path=gs://b/train", "eval.sets.heldout.path=gs://b/eval"]
+RUN = ["config=quickstart", "data.batch_size=512", "eval.batch_size=512", "run_name=A_run", *URLS]
 
 
 def manifests(capsys, *words: str) -> list[dict]:
@@ -32,7 +33,7 @@ def manifests(capsys, *words: str) -> list[dict]:
     assert values == sorted(set(values)) and 0 not in values
     assert job["completions"] == job["parallelism"] and job["podReplacementPolicy"] == "Failed"
     names = [mount["name"] for mount in container_of(found[-1])["volumeMounts"]]
-    assert names == [volume["name"] for volume in job["template"]["spec"]["volumes"]]
+    assert sorted(names) == sorted(v["name"] for v in job["template"]["spec"]["volumes"])
     longest = f"{found[-1]['metadata']['name']}-workers-9999-99999-abcde"
     assert len(longest) <= 63
     return found
@@ -108,7 +109,17 @@ def test_the_first_pod_that_is_there_leads_where_fewer_may_do(capsys):
 
 
 def test_rows_that_fewer_pods_can_not_share_are_told_of(capsys):
-    words = ["k8s", "--nodes", "4", "--gpus-per-node", "8", "--image", "i", "config=quickstart"]
+    words = [
+        "k8s",
+        "--nodes",
+        "4",
+        "--gpus-per-node",
+        "8",
+        "--image",
+        "i",
+        "config=quickstart",
+        *URLS,
+    ]
     for rows, is_told in ((64, True), (96, False)):
         changes = [f"data.batch_size={rows}", "mesh.min_processes=3", "output_dir=gs://b/runs"]
         assert command.main([*words, *changes], "maxtrain launch") == 0
@@ -149,19 +160,112 @@ def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):
     assert container_of(alone)["env"] == [{"name": "JAX_NUM_PROCESSES", "value": "1"}]
 
 
-def test_a_config_file_goes_along(capsys, tmp_path):
-    """And it is read there as it is here."""
+def test_a_config_file_belongs_to_its_job_set(capsys, tmp_path):
+    """It is a part of the JobSet, so that no other run can change it; pods read it as it is here."""
     file = tmp_path / "mine.yaml"
-    file.write_text("# it's\ndata:\n  batch_size: 32\nrun_name: 'two  words'\n")
-    config_map, job_set = manifests(capsys, *K8S, str(file), "data.sources.a.path=/d")
-    assert config_map["kind"] == "ConfigMap"
-    assert config_map["metadata"] == job_set["metadata"] == {"name": "two-words"}
-    assert config_map["data"] == {"mine.yaml": file.read_text()}
-    assert "config=/etc/maxtrain/mine.yaml" in container_of(job_set)["args"]
-    (tmp_path / "there.yaml").write_text(config_map["data"]["mine.yaml"])
+    file.write_text("# it's $(A)\ndata:\n  batch_size: 32\nrun_name: 'two  words'\n")
+    words = [*K8S, str(file), "data.sources.a.path=/data/d"]
+    (job_set,) = manifests(capsys, *words)
+    assert job_set["metadata"] == {"name": "two-words"}
+    template = job_of(job_set)["template"]
+    ((name, text),) = template["metadata"]["annotations"].items()
+    assert text == file.read_text()
+    (volume,) = [volume for volume in template["spec"]["volumes"] if volume["name"] == "config"]
+    (item,) = volume["downwardAPI"]["items"]
+    assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{name}']"
+    (mount,) = [m for m in container_of(job_set)["volumeMounts"] if m["name"] == "config"]
+    place = f"{mount['mountPath']}/{item['path']}"
+    assert f"config={place}" in container_of(job_set)["args"]
+    (tmp_path / "there.yaml").write_text(text)
     args = container_of(job_set)["args"][1:]
-    there = [word.replace("/etc/maxtrain/mine", str(tmp_path / "there")) for word in args]
+    there = [word.replace(place, str(tmp_path / "there.yaml")) for word in args]
     assert load_config(there).data.batch_size == 32
+    file.write_text(file.read_text() + "#" * 300_000)
+    assert command.main(words, "maxtrain launch") == 64
+    assert "must be at most" in capsys.readouterr().err
+
+
+def test_pods_request_what_they_use(capsys, tmp_path):
+    (job_set,) = manifests(capsys, *K8S, *RUN)
+    resources = container_of(job_set)["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 8
+    assert {"cpu", "memory", "ephemeral-storage"} < set(resources["requests"])
+    words = [word for word in K8S if word not in ("--gpus-per-node", "8")]
+    (job_set,) = manifests(capsys, *words, *RUN)
+    assert {"cpu", "memory", "ephemeral-storage"} == set(
+        container_of(job_set)["resources"]["requests"]
+    )
+    file = tmp_path / "pod.yaml"
+    limits = {"memory": "2Gi", "nvidia.com/gpu": "8"}
+    more = {"requests": {"cpu": 3}, "limits": limits}
+    file.write_text(yaml.safe_dump({"containers": [{"resources": more}]}))
+    (job_set,) = manifests(capsys, *K8S, *RUN, "--pod", str(file))
+    requests = container_of(job_set)["resources"]["requests"]
+    # A request above a limit would be refused; without one, Kubernetes requests the limit.
+    assert requests["cpu"] == 3 and "memory" not in requests
+
+
+GPUS = {"nvidia.com/gpu": 4}
+SCRATCH = [{"name": "s", "mountPath": "/scratch"}]
+
+
+@pytest.mark.parametrize(
+    ("pod", "said"),
+    [
+        ({"toleration": []}, "Did you mean tolerations?"),
+        ({"service_account_name": "a"}, "Did you mean serviceAccountName?"),
+        ({"spec": {"tolerations": []}}, "Write the contents of `spec` alone"),
+        ({"containers": [{"volumemounts": []}]}, "Did you mean volumeMounts?"),
+        ({"containers": [{}, {"imge": "a"}]}, "containers[1]: 'imge' is not a field"),
+        ({"initContainers": [{"commands": []}]}, "Did you mean command?"),
+        ({"containers": {"name": "a"}}, "containers must be a list"),
+        ({"containers": [3]}, "containers must be a list of sections"),
+        ({"volumes": {"a": 1}}, "volumes must be a list"),
+        ({"securityContext": 3}, "securityContext must be a section"),
+        ({"restartPolicy": "Always"}, "must be Never"),
+        ({"containers": [{"resources": {"limits": GPUS}}]}, "set --gpus-per-node 4"),
+        ({"containers": [{"resources": {"requests": GPUS}}]}, "set --gpus-per-node 4"),
+        ({"containers": [{"volumeMounts": SCRATCH}]}, "there is no volume 's'"),
+        ({"volumes": [{"name": "shm", "emptyDir": {}}]}, "volume 'shm' is there twice"),
+        (
+            {
+                "volumes": [{"name": "s", "emptyDir": {}}],
+                "containers": [{"volumeMounts": [{"name": "s", "mountPath": "/data/"}]}],
+            },
+            "/data is mounted twice",
+        ),
+    ],
+)
+def test_a_pod_file_that_kubernetes_would_refuse_is_refused(pod, said, capsys, tmp_path):
+    file = tmp_path / "pod.yaml"
+    file.write_text(yaml.safe_dump(pod))
+    assert command.main([*K8S, *RUN, "--pod", str(file)], "maxtrain launch") == 64
+    out, err = capsys.readouterr()
+    assert said in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("data.sources.stdlib.path=data/stdlib", "data.sources.stdlib.path"),
+        ("data.sources.stdlib.path=/database/a", "data.sources.stdlib.path"),
+        ("data.sources.stdlib.path=/data/../a", "data.sources.stdlib.path"),
+        ("eval.sets.heldout.path=/a", "eval.sets.heldout.path"),
+        ("output_dir=/scratch/runs", "output_dir"),
+        ("checkpoint.copy_to=/scratch/runs", "checkpoint.copy_to"),
+        ("checkpoint.copy_to=/b", "checkpoint.copy_to"),
+    ],
+)
+def test_files_that_are_in_no_pod_are_refused(word, key, capsys, tmp_path):
+    """And checkpoints on a disk that goes with its pod; data may be there."""
+    file = tmp_path / "pod.yaml"
+    volumes = [{"name": "s", "emptyDir": {}}]
+    file.write_text(yaml.safe_dump({"volumes": volumes, "containers": [{"volumeMounts": SCRATCH}]}))
+    words = [*K8S, *RUN, "--pod", str(file)]
+    manifests(capsys, *words, "data.sources.stdlib.path=/scratch/train", "data.cache=/tmp/x")
+    assert command.main([*words, word], "maxtrain launch") == 64
+    out, err = capsys.readouterr()
+    assert f"{key}=" in err and "--volume CLAIM:/data" in err and out == ""
 
 
 def documented_pod() -> str:

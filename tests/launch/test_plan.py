@@ -10,7 +10,9 @@ from maxtrain.launch.tpu import make_slice
 SLURM = ["slurm", "--nodes", "2", "--gpus-per-node", "8"]
 K8S = ["k8s", "--nodes", "2", "--gpus-per-node", "8", "--image", "maxtrain:gpu"]
 TPU = ["gke-tpu", "--accelerator", "v5p", "--topology", "4x4x4", "--image", "maxtrain:tpu"]
-RUN = ["config=quickstart", "data.batch_size=32", "eval.batch_size=32"]
+URLS = ["data.sources.stdlib.path=gs://b/train", "eval.sets.heldout.path=gs://b/eval"]
+RUN = ["config=quickstart", "data.batch_size=32", "eval.batch_size=32", *URLS]
+SECRET = "hunter2"
 STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
 
 
@@ -37,6 +39,12 @@ STORED = ["--volume", "runs:/data", "output_dir=/data/runs"]
         (["slum", *RUN], 64, "invalid choice: 'slum'"),
         ([*K8S, *RUN], 64, "Set --volume CLAIM:/data and output_dir=/data/runs"),
         ([*K8S, *STORED, *RUN, "--name", "My_Job"], 64, "Set --name to my-job, for example"),
+        ([*K8S, *STORED, *RUN, "--name", "a" * 64], 64, f"Set --name to {'a' * 40}, for example"),
+        ([*K8S, *STORED, *RUN, "--namespace", "a" * 64], 64, f"to {'a' * 63}, for example"),
+        ([*K8S, *STORED, *RUN, "--queue", "Q_1"], 64, "Set --queue to q-1, for example"),
+        ([*K8S, *RUN, "--volume", "A_b:/data"], 64, "Use for example a-b"),
+        ([*K8S, *RUN, "--volume", f"{'a' * 254}:/data"], 64, "at most 253"),
+        ([*K8S, *STORED, *RUN, "--volume", "b:/data"], 64, "/data is mounted twice"),
         ([*K8S, *RUN, "--volume", "runs"], 64, "Write for example --volume checkpoints:/data"),
         ([*TPU, *STORED, *RUN, "--topology", "4x4"], 64, "for example --topology 4x4x4"),
         ([*TPU, *STORED, *RUN, "--topology", "2x2x1", "--slices", "2"], 64, "larger topology"),
@@ -104,7 +112,7 @@ def test_a_small_topology_may_be_of_several_hosts():
 
 def test_fewer_slices_than_planned_are_checked_as_they_will_be(capsys):
     """Three of four slices: the settings are those of four."""
-    words = [*TPU, *STORED, "config=quickstart", "data.batch_size=768", "eval.batch_size=192"]
+    words = [*TPU, *STORED, *RUN, "data.batch_size=768", "eval.batch_size=192"]
     words += ["--slices", "3", "mesh.dcn_data=4", "--env", "A=b"]
     assert command.main(words, "maxtrain launch") == 78
     said = capsys.readouterr().err
@@ -132,3 +140,44 @@ def test_the_kernel_of_attention_is_told_for_the_devices_that_the_job_gets(capsy
     assert "Set model.attention=xla" in said and out == ""
     assert command.main([*SLURM, *RUN, "model.attention=xla"], "maxtrain launch") == 0
     assert "attention" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [SLURM, [*K8S, *STORED]], ids=["slurm", "k8s"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.sources.stdlib.path=s3://user:hunter2@host/data"],
+        ["data.sources.stdlib.path=https://host/data?X-Amz-Signature=hunter2&a=b"],
+        ["--env", "AWS_SECRET_ACCESS_KEY=hunter2"],
+        ["--env", "HF_TOKEN=hunter2"],
+        ["--env", "WANDB_API_KEY=hunter2"],
+    ],
+)
+def test_secrets_are_not_written(target, words, capsys):
+    assert command.main([*target, *RUN, *words], "maxtrain launch") == 64
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err and "***" in err and out == ""
+
+
+def test_secrets_in_files_and_lines_of_bash_are_not_written(capsys, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("# see http://u:hunter2@h/\nrun_name: a\n")
+    pod = tmp_path / "pod.yaml"
+    pod.write_text("containers: [{env: [{name: A, value: 'http://u:hunter2@h'}]}]\n")
+    words = ["data.batch_size=16", *URLS, "output_dir=gs://b/runs"]
+    for more in (
+        [*K8S, *words, f"config={config}"],
+        [*K8S, *words, "config=quickstart", "--pod", str(pod)],
+        [*SLURM, *words, "config=quickstart", "--setup", "export P=https://u:hunter2@h"],
+        [*SLURM, *words, "config=quickstart", "--srun=--export=P=https://u:hunter2@h"],
+    ):
+        assert command.main(more, "maxtrain launch") == 64, more
+        out, err = capsys.readouterr()
+        assert SECRET not in out + err and "***" in err and out == ""
+
+
+def test_what_only_looks_like_a_secret_is_written(capsys):
+    more = ["--env", "TOKENIZERS_PARALLELISM=false", "--env", "AWS_PROFILE=a"]
+    more += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/key.json"]
+    assert command.main([*SLURM, *RUN, *more], "maxtrain launch") == 0
+    assert "TOKENIZERS_PARALLELISM=false" in capsys.readouterr().out
