@@ -390,7 +390,8 @@ while true; do
     continue
   fi
   if [ "$restarts" -ge "$max_restarts" ]; then
-    echo "launch: ended with exit code $code after $restarts restarts (--max-restarts); gives up" >&2
+    echo "launch: ended with exit code $code after $restarts restarts (--max-restarts);" \
+      "gives up" >&2
     exit "$code"
   fi
   restarts=$((restarts + 1))
