@@ -27,7 +27,7 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.remote import RemotePath
-from data_pipeline.shards import TokenShards, ranges, write_beside
+from data_pipeline.shards import TokenShards, ranges, write_atomic
 
 _VERSION = 1
 _DIGEST_BYTES = 32
@@ -332,7 +332,7 @@ def _digest(identity: str, body: bytes) -> bytes:
 def _save(path: Path, identity: str, plan: np.ndarray) -> None:
     # Several hosts may make it at once; the bytes are the same.
     body = plan.tobytes()
-    write_beside(path, _digest(identity, body) + body)
+    write_atomic(path, _digest(identity, body) + body)
 
 
 def _load(path: Path | RemotePath, identity: str) -> np.ndarray:

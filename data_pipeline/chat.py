@@ -240,7 +240,13 @@ def render_all(
     DataError: the template does not end for one of them, or takes all memory.
     """
     outcomes = ask("render_all", tuple(template), conversations)
-    return [ChatError(result) if isinstance(result, str) else result for result in outcomes]
+    found: list[list[Span] | ChatError] = []
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            found.append(ChatError(outcome))
+        else:
+            found.append([(text, bool(is_target)) for text, is_target in outcome])
+    return found
 
 
 def render_spans(

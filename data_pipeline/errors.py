@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TextIO
 
 from data_pipeline.interrupts import INTERRUPTED, MESSAGE, ending_at_ctrl_c
+from data_pipeline.masking import masked
 
 # Errors of the file itself, which stay as they are.
 _LASTING = {
@@ -293,11 +294,11 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
             f"this machine has no memory left. End what else uses it, then run {again}"
         )
     except Exception:
-        traceback.print_exc()
+        print(masked(traceback.format_exc()), end="", file=sys.stderr)
         return UserError.exit_code
     message = f"error: {error}"
     # Nothing is wrong with an interrupted command.
     if isinstance(error, TryAgainError):
         message = str(error)
-    print(message, file=sys.stderr)
+    print(masked(message), file=sys.stderr)
     return error.exit_code

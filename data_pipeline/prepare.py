@@ -39,6 +39,8 @@ from data_pipeline.cache import Cache
 from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
+from data_pipeline.masking import masked_values
+from data_pipeline.new_files import TEMPORARY
 from data_pipeline.remote import RemotePath, is_url, place
 from data_pipeline.report import (
     CLOSE,
@@ -97,11 +99,11 @@ _STATE = ".prepare.json"
 # What is only needed while OUT is made.
 _WORK = ".prepare"
 _FILES = (
-    r"tokens-\d+\.(bin|idx|mask|val|cols|crc)|bins-\d+(\.\w+)?\.plan"
-    r"|reference-\w+(\.\w+)?\.logprobs|manifest\.json|tokenizer\.json|prepare\.json"
+    r"tokens-\d+\.(bin|idx|mask|val|cols|crc)|bins-\d+\.plan"
+    r"|reference-\w+\.logprobs|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
-_OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})(\.tmp)?|train|eval|\.prepare")
+_OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})|{TEMPORARY}|train|eval|\.prepare")
 # Options that say where and how the work is done, but not what comes out of it.
 _NOT_IN_COMMAND = ("out", "workers", "runner", "runner_options", "cache", "overwrite")
 
@@ -175,6 +177,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
 
 
+def _place(text: str) -> Path | RemotePath:
+    """The value of an option as a place; argparse tells of no other error than its own."""
+    try:
+        return place(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _option_words(name: str, value: Any) -> list[str]:
     """How an option and its value are written in a command."""
     option = f"--{name.replace('_', '-')}"
@@ -198,7 +208,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
     add(
         "out",
         metavar="OUT",
-        type=place,
+        type=_place,
         help="directory or URL to make; with --holdout it gets the folders train and eval",
     )
     for format in FORMATS.values():
@@ -420,7 +430,7 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
             (source,) = template.sources
             tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source.encode()}
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
-    origin = {"sources": sources, "settings": settings, "command": command}
+    origin = masked_values({"sources": sources, "settings": settings, "command": command})
     if forms:
         origin["group"] = forms[0].group
     return _Request(parts, origin, tokenizer)
@@ -650,9 +660,6 @@ def _check_request(arguments: argparse.Namespace, request: _Request, only_tokeni
         raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. {mend}.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
-    if str(out).startswith("memory://"):
-        mend = "Name a directory, or an s3:// or gs:// URL"
-        raise UsageError(f"{out}: keeps files only in the memory of this process. {mend}.")
 
 
 def _where(arguments: argparse.Namespace) -> str:
@@ -899,7 +906,7 @@ def _reading_parser(verb: str) -> _Parser:
     """The options that verify and show have both."""
     parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
     parser.add_argument(
-        "directory", metavar="DIR", type=place, help="what prepare made: a directory or a URL"
+        "directory", metavar="DIR", type=_place, help="what prepare made: a directory or a URL"
     )
     parser.add_argument(
         "--cache",

@@ -1,4 +1,4 @@
-"""Files behind URLs: s3://, gs:// and whatever fsspec knows. The one file that knows fsspec;
+"""Files behind URLs of the schemes that are listed in `SCHEMES`. The one file that knows fsspec;
 nothing local comes here.
 
 A `RemotePath` has those methods of pathlib's Path that are used for files behind URLs. A call that
@@ -27,8 +27,15 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import DataError, StorageError, UsageError, UserError
 from data_pipeline.extras import install_command, load_package
 from data_pipeline.inner_names import why_outside
+from data_pipeline.masking import is_masked, masked
+from data_pipeline.new_files import open_beside
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# `A::B://` chains file systems of fsspec.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
+_CHAIN = re.compile(r"::[^/]*://")
+# Other file systems of fsspec run programs, follow links that are in files, or read archives.
+SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https")
+_ONLY_READ = ("http", "https")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # A file that is read piece by piece is read in blocks, and so many of them are kept.
 _BLOCK_BYTES = 1 << 22
@@ -56,8 +63,25 @@ _BUGS = (TypeError, AttributeError, NameError, AssertionError, NotImplementedErr
 
 
 def is_url(path: object) -> bool:
-    """Whether this names something behind a URL, not a file of this machine."""
+    """Whether this names something behind a URL, not a file of this machine. `url_problem` says
+    whether it may be opened."""
     return isinstance(path, RemotePath) or (isinstance(path, str) and bool(_URL.match(path)))
+
+
+def url_problem(url: str) -> str:
+    """Why a URL is not opened, as a sentence that says what to do; empty if it may be."""
+    scheme, _, rest = url.partition("://")
+    shown = masked(url)
+    if scheme not in SCHEMES or _CHAIN.search(url):
+        known = ", ".join(f"{known}://" for known in SCHEMES)
+        return f"{shown} must be a path or one plain URL. Use one of {known}."
+    user, has_user, _ = rest.partition("/")[0].rpartition("@")
+    if has_user and ":" in user and scheme not in _ONLY_READ:
+        return (
+            f"{shown} must not have a password. Give the credentials of {scheme}:// in the "
+            "environment, or in the files of the service."
+        )
+    return ""
 
 
 class Found(NamedTuple):
@@ -75,8 +99,22 @@ class RemotePath:
 
     url: str
 
+    def __post_init__(self) -> None:
+        problem = url_problem(self.url)
+        if not problem and is_masked(self.url):
+            problem = (
+                f"{self.url} comes from a record, where its secret was masked. "
+                "Give the whole URL again, on the command line for example."
+            )
+        if problem:
+            raise UsageError(problem)
+
     def __str__(self) -> str:
-        return self.url
+        """The URL for messages and records, without secrets; `url` is the one that is opened."""
+        return masked(self.url)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
 
     def __truediv__(self, name: str) -> "RemotePath":
         if not name:
@@ -167,7 +205,7 @@ class RemotePath:
 
     def _is_local(self) -> bool:
         """Whether this is a file of this machine, by a URL."""
-        return self.url.startswith(("file://", "local://"))
+        return self.url.startswith("file://")
 
     def _make_folder(self, fs: Any, path: str) -> None:
         """Make the folder of a file, where files are in folders.
@@ -180,10 +218,16 @@ class RemotePath:
 
     def _write(self, call: Callable[[Any, str], Any]) -> Any:
         """The result of `call`, which writes; StorageError: there is no such bucket."""
+        scheme, _, _ = self.url.partition("://")
+        if scheme in _ONLY_READ:
+            raise UsageError(
+                f"{self}: files behind {scheme}:// are only read. Name a path, or an s3:// or "
+                "gs:// URL."
+            )
         try:
             return _persist(self, "writing", call)
         except FileNotFoundError as error:
-            bucket = "/".join(self.url.split("/")[:3])
+            bucket = "/".join(str(self).split("/")[:3])
             raise StorageError(
                 f"{self}: can't be written, since {bucket} is not there. "
                 "Make that bucket, or name another one."
@@ -191,7 +235,8 @@ class RemotePath:
 
     def download(self, file: Path) -> None:
         """Copy this to a local file, which appears once it is complete."""
-        part = file.with_name(f".{file.name}.tmp")
+        with open_beside(file) as opened:
+            part = Path(str(opened.name))
 
         def read(fs: Any, path: str) -> None:
             fs.get_file(path, str(part))
@@ -200,8 +245,11 @@ class RemotePath:
             if arrived != expected:
                 raise OSError(f"{arrived} of {expected} bytes arrived")
 
-        _persist(self, "reading", read)
-        part.replace(file)
+        try:
+            _persist(self, "reading", read)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
 
     def download_exactly(self, file: Path) -> None:
         """As `download`, of a file that nothing else vouches for: held against the MD5 that the
@@ -439,10 +487,17 @@ def place(path: "str | Path | RemotePath") -> "Path | RemotePath":
     return Path(path)
 
 
+def address(path: Path | RemotePath) -> str:
+    """The text by which `place` finds a path again; `str` of a URL is for messages."""
+    if isinstance(path, RemotePath):
+        return path.url
+    return str(path)
+
+
 def find(pattern: str) -> list[Found]:
     """The files that match a URL with *, ?, [] or **, sorted."""
     path = RemotePath(pattern)
-    glob_translate = load_package("fsspec.utils", "remote", pattern).glob_translate
+    glob_translate = load_package("fsspec.utils", "remote", str(path)).glob_translate
 
     def search(fs: Any, inner: str) -> dict[str, dict[str, Any]]:
         magic = re.search(r"[*?\[]", inner)
@@ -541,16 +596,15 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
     """The result of `call`, given the file system of a path and the path inside it. It is tried
     again where that may help."""
     protocol = path.url.partition("://")[0]
-    fsspec = load_package("fsspec", "remote", path.url)
     if _EXTRAS.get(protocol) == "gcs":
         _silence_gcsfs()
     for number in range(_TRIES):
         try:
-            fs, inner = fsspec.core.url_to_fs(path.url, use_listings_cache=False)
+            fs, inner = _file_system(path.url)
             return call(fs, inner)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(
-                errno.ENOENT, "there is no such file, folder or bucket", path.url
+                errno.ENOENT, "there is no such file, folder or bucket", str(path)
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
@@ -571,6 +625,17 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
                     f"{mend}."
                 ) from error
             time.sleep(_PAUSE * 2**number * random.uniform(0.5, 1))
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path inside it.
+
+    fsspec's own `url_to_fs` would follow a chain of file systems in the name of an object.
+    """
+    fsspec = load_package("fsspec", "remote", masked(url))
+    kind = fsspec.get_filesystem_class(url.partition("://")[0])
+    options = kind._get_kwargs_from_urls(url)
+    return kind(**options, use_listings_cache=False), kind._strip_protocol(url)
 
 
 @functools.cache
@@ -607,9 +672,6 @@ def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
     """What to tell of an error that trying again does not mend; None: it may pass."""
     protocol = path.url.partition("://")[0]
     reason = _reason(error)
-    if isinstance(error, ValueError) and "rotocol" in str(error):
-        mend = "Name an s3://, gs:// or other URL of fsspec"
-        return UsageError(f"{path}: {protocol}:// is not known ({error}). {mend}.")
     if _OTHER_REGION.search(str(error)):
         mend = "Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of the bucket"
         return StorageError(

@@ -9,6 +9,7 @@ and its clock is in UTC.
 
 import atexit
 import contextlib
+import json
 import marshal
 import math
 import os
@@ -87,7 +88,7 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
         process = _open()
         try:
             process.connection.send_bytes(marshal.dumps((function, arguments)))
-            outcome, result = marshal.loads(process.connection.recv_bytes())
+            outcome, result = json.loads(process.connection.recv_bytes())
         except (EOFError, OSError) as error:
             _running.clear()
             status = process.close()
@@ -150,7 +151,7 @@ def serve(fd: int, seconds: int) -> None:
             request = connection.recv_bytes()
             limit = math.ceil(time.process_time()) + seconds
             resource.setrlimit(resource.RLIMIT_CPU, (_at_most(limit, most), most))
-            connection.send_bytes(marshal.dumps(_answer(request)))
+            connection.send_bytes(json.dumps(_answer(request)).encode())
     except MemoryError:
         sys.exit(_OUT_OF_MEMORY)
     except (EOFError, OSError):
@@ -166,7 +167,8 @@ def _at_most(limit: int, most: int) -> int:
 
 
 def _answer(request: bytes) -> tuple[str, Any]:
-    """The outcome of a request ("result", "refused" or "usage"), and its result or a message.
+    """The outcome of a request ("result", "refused" or "usage"), and its result or a message, which
+    goes back as JSON: this process runs programs of others, and bytes for `marshal` can crash.
     MemoryError: the process has too little memory."""
     function, arguments = marshal.loads(request)
     try:

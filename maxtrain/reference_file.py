@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards import write_beside
+from data_pipeline.shards import write_atomic
 from data_pipeline.strict_json import loads
 
 _VERSION = 1
@@ -82,7 +82,7 @@ class ReferenceFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         body = numbers.astype("<f4").tobytes()
         record = {**self._about, _DIGEST: _digest(self._about, body)}
-        write_beside(path, json.dumps(record).encode() + b"\n" + body)
+        write_atomic(path, json.dumps(record).encode() + b"\n" + body)
         return path
 
     def _place(self) -> Path:

@@ -178,7 +178,7 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """RUN/config.yaml, with the run's id in its first line."""
-        write_atomic(self.path / CONFIG, f"# run: {self.id}\n{text}".encode())
+        write_atomic(self.path / CONFIG, f"# run: {self.id}\n{text}".encode(), private=True)
 
     def _write(self) -> None:
         content = {"run": self.id, "saved": self.saved, "adopted": self._adopted}

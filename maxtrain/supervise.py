@@ -34,6 +34,7 @@ from data_pipeline.errors import (
     may_go_better,
     run_command,
 )
+from data_pipeline.masking import masked
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fewer_settings, fit_to_fewer, load_config, with_accumulation
 from maxtrain.config.run_path import local_folder, process_number, run_path
@@ -180,7 +181,7 @@ class Supervisor:
         record = {
             "attempt": number,
             "host": platform.node(),
-            "command": shlex.join(self._command),
+            "command": masked(shlex.join(self._command)),
             "processes": len(self._slots),
             "lost": self._lost,
             "start": start,

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import prepare
-from data_pipeline.errors import StorageError
+from data_pipeline.errors import StorageError, UsageError
 from maxtrain import generate, status
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.checkpoint.rollback import write_rollbacks
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.observe.trackers.mlflow import Mlflow
 from maxtrain.run_folder import RunFolder, config_owner
 from maxtrain.train import main
 
@@ -346,3 +347,29 @@ def test_a_run_of_the_version_before_goes_on(tmp_path):
         StorageError, match="00000006"
     ):  # of that version too, and nobody knows where it is from
         RunFolder(run)
+
+
+@pytest.mark.long
+def test_secrets_are_in_no_file_of_a_run_that_goes_on_with_another_one(folder, monkeypatch):
+    pytest.importorskip("mlflow")
+    words = [f"config={folder / 'tiny.yaml'}", "run_name=secrets", "observe.trackers=[mlflow]"]
+    store = f"sqlite:///{folder}/mlflow.db?token="
+
+    def launch(steps, uri):
+        monkeypatch.setattr("sys.argv", ["train", *words, f"observe.tracking.mlflow_uri={uri}"])
+        return main(load_config([*sys.argv[1:], f"steps={steps}"]))
+
+    run = folder / "runs" / "secrets"
+    monkeypatch.setattr("maxtrain.observe.trackers.mlflow.Mlflow._uri", lambda self: store[:-7])
+    for steps, secret in ((3, "hunter2"), (6, "renewed2")):
+        assert launch(steps, store + secret) == 0
+        for path in run.rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert secret.encode() not in content, path
+    assert len(saved_steps(run / "checkpoints")) == 2
+    for name in ("config.yaml", "launches.jsonl"):
+        assert (run / name).stat().st_mode & 0o777 == 0o600 and b"***" in (run / name).read_bytes()
+    # What the record has is not taken for the secret.
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="secret was masked"):
+        Mlflow(load_config([f"config={run / 'config.yaml'}"]).observe)._uri()

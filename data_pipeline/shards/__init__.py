@@ -18,7 +18,6 @@ from data_pipeline.shards.files import (
     BLOCK_BYTES,
     move_into,
     write_atomic,
-    write_beside,
 )
 from data_pipeline.shards.manifest import MANIFEST, PARTS, TOKENIZER, VERSION, Manifest, ShardEntry
 from data_pipeline.shards.reader import TokenShards
@@ -27,5 +26,4 @@ from data_pipeline.shards.writer import ShardWriter, token_dtype
 __all__ = [
     "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "PARTS", "TOKENIZER", "VERSION", "Manifest", "ShardEntry",
     "ShardWriter", "TokenShards", "move_into", "ranges", "token_dtype", "write_atomic",
-    "write_beside",
 ]  # fmt: skip

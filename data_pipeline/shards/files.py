@@ -6,8 +6,6 @@ import ctypes
 import functools
 import mmap
 import os
-import time
-import uuid
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,46 +13,43 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import StorageError
+from data_pipeline.new_files import open_beside
 from data_pipeline.remote import RemotePath
 
 BLOCK_BYTES = 1 << 20
-# What a process that was killed left beside a file is removed when it is older than this.
-_ABANDONED_SECONDS = 3600
 # Begins the names of folders that hold what one attempt at some work has not finished yet.
 ATTEMPT = ".attempt-"
 
 
-def write_atomic(path: Path | RemotePath, data: bytes) -> None:
-    """Write a file so that it is either whole or absent, even after a power cut; StorageError if
-    the file system refuses."""
+def write_atomic(path: Path | RemotePath, data: bytes, private: bool = False) -> None:
+    """Write a file so that it is either whole or absent, even after a power cut, and even if
+    several processes and hosts write the same file at once.
+
+    Args:
+        private: nobody but the user may read the file, if it is on a disk.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with open_beside(path, private) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name)
+                raise
         _sync(path.parent)
     except OSError as error:
         raise StorageError(
             f"{path}: can't be written ({error.strerror}). Free space or choose another place."
         ) from error
-
-
-def write_beside(path: Path, data: bytes) -> None:
-    """As `write_atomic`, where several processes and hosts may write the same file at once."""
-    own = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{path.suffix}")
-    write_atomic(own, data)
-    os.replace(own, path)
-    # What a process that was killed left goes. Others may be writing theirs just now, or have
-    # removed it already.
-    for left in path.parent.glob(f"*{path.stem}.*{path.suffix}*"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
-                left.unlink()
 
 
 def move_into(directory: Path | RemotePath, files: Iterable[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.inner_names import is_file_name
+from data_pipeline.masking import masked_values
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards.files import num_blocks, write_atomic
 from data_pipeline.strict_json import loads
@@ -145,7 +146,7 @@ class Manifest:
 
     def save(self, directory: Path | RemotePath) -> None:
         """Write manifest.json; the last thing a builder does."""
-        content = dataclasses.asdict(self)
+        content = masked_values(dataclasses.asdict(self))
         # What only some data has is not written for the other, whose bytes stay what they were.
         if self.group == 1:
             del content["group"]

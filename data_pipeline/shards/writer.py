@@ -8,6 +8,7 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import DataError
+from data_pipeline.new_files import open_beside
 from data_pipeline.shards import files
 from data_pipeline.shards.manifest import ShardEntry
 
@@ -39,7 +40,7 @@ class ShardWriter:
         # JSON lines, if the documents have columns.
         self._columns: bytearray | None = None
         # It lives as long as the writer.
-        self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115
+        self._file = open_beside(self._path)
 
     def append(
         self,

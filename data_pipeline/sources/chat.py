@@ -7,6 +7,7 @@ from typing import Any
 
 from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
+from data_pipeline.remote import address
 from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat_map import (
     ROLES,
@@ -48,7 +49,7 @@ def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ..
     template, files = load_template(
         options.chat_template, options.tokenizer, options.special, options.chat_date, option
     )
-    return options._replace(template=template), tuple(map(str, files))
+    return options._replace(template=template), tuple(map(address, files))
 
 
 def documents(piece: Piece) -> Iterator[Document]:

@@ -242,7 +242,7 @@ def _find_remote(pattern: str, format: str, options: Options, ending: str) -> li
     fixed = "/".join(_fixed_parts(pattern.split("/")[:-1]))
     named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
     return [
-        Piece(format, name, str(f.path), 0, f.size, options, stamp=f.stamp)
+        Piece(format, name, f.path.url, 0, f.size, options, stamp=f.stamp)
         for name, f in sorted(named.items())
     ]
 

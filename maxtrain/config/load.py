@@ -32,6 +32,7 @@ from data_pipeline.errors import (
     UserError,
     ending_with_reader,
 )
+from data_pipeline.masking import masked_values
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import read_config
 from maxtrain.config.help import help_text
@@ -94,8 +95,9 @@ def resolve(config: ConfigDict) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every key of a config as plain YAML, which `config=` reads back to an equal config."""
-    plain = dataclasses.asdict(with_default_paths(config))
+    """Every key of a config as plain YAML, which `config=` reads back to an equal config, but for
+    secrets in URLs: these are masked."""
+    plain = masked_values(dataclasses.asdict(with_default_paths(config)))
     # Letters beyond ASCII are escaped, since U+0085 would not come back as it is.
     return yaml.safe_dump(plain, sort_keys=False, width=1000)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from data_pipeline.remote import is_url
+from data_pipeline.remote import is_url, url_problem
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 
@@ -125,7 +125,8 @@ def _problem(path_key: PathKey) -> str | None:
         )
     if is_url(value):
         if path_key.url:
-            return None
+            problem = url_problem(value)
+            return f"{key}={problem}" if problem else None
         return f"{key}={value} must be a directory, not a URL. Set {key} to {_MOUNT}."
     longest_name = max(map(len, value.encode().split(b"/")))
     if longest_name > _MAX_NAME_BYTES or len(value) > _MAX_PATH:

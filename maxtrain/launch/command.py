@@ -216,7 +216,7 @@ def _volume(text: str) -> tuple[str, str]:
 def _deliver(text: str, command: list[str], options: argparse.Namespace) -> None:
     """Writes, submits or prints what was made."""
     if options.output:
-        write_atomic(Path(options.output), text.encode())
+        write_atomic(Path(options.output), text.encode(), private=True)
         print(f"written: {options.output}", file=sys.stderr)
     if options.submit:
         submit(command, text)

@@ -67,6 +67,11 @@ def reached_step(folder: Path) -> int:
     return max(saved, recorded)
 
 
+def _privately(path: str, flags: int) -> int:
+    """Opens a file that nobody else may read, since commands are in it; none that a link names."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def append_attempt(folder: Path, record: Mapping[str, Any], index: int = 0) -> None:
     """Adds a line; the supervisors of the processes of a job, one a host, have a file each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +80,7 @@ def append_attempt(folder: Path, record: Mapping[str, Any], index: int = 0) -> N
     # A supervisor that was killed may have left a line without its end.
     if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
         line = "\n" + line
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=_privately) as file:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())

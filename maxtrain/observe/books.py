@@ -81,7 +81,7 @@ class Book:
         for line in self._lines(folder):
             if line.record and not _foreign(line.record, run):
                 good.append(f"{line.text}\n")
-        write_atomic(path, "".join(good).encode())
+        write_atomic(path, "".join(good).encode(), private=True)
         more = ""
         if len(problems) > 1:
             more = f", and {len(problems) - 1:,} lines more"
@@ -148,7 +148,7 @@ def put_aside(path: Path, copy: bool = False) -> Path:
     """
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     if copy:
-        shutil.copyfile(path, aside)
+        shutil.copy(path, aside)
     else:
         path.rename(aside)
     return aside

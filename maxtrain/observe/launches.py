@@ -15,6 +15,7 @@ from typing import Any
 
 import maxtrain
 from data_pipeline import strict_yaml
+from data_pipeline.masking import masked
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.across.attention_choice import Choice
@@ -85,7 +86,7 @@ def launch_record(
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": step,
-        "command": shlex.join(sys.argv),
+        "command": masked(shlex.join(sys.argv)),
         "versions": versions,
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
@@ -120,7 +121,7 @@ def _flags() -> dict[str, str]:
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to RUN/launches.jsonl."""
     before = "".join(encode(launch) for launch in read_launches(run_dir))
-    write_atomic(run_dir / FILE_NAME, (before + encode(record)).encode())
+    write_atomic(run_dir / FILE_NAME, (before + encode(record)).encode(), private=True)
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:

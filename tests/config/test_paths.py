@@ -102,8 +102,8 @@ def test_a_url_is_refused_where_it_would_be_a_folder_named_like_one(key, url):
     ("words", "message"),
     [
         (
-            ["output_dir=memory://x"],
-            "memory:// is not known to have them. Set output_dir to a path",
+            ["output_dir=https://x/y"],
+            "https:// is not known to have them. Set output_dir to a path",
         ),
         (["output_dir=s3://"], "must be a bucket and folders in it. Set output_dir=s3://BUCKET"),
         (["output_dir=s3://b/../c"], "must be a bucket and folders in it"),

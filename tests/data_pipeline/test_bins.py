@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from data_pipeline import bins as bins_module
 from data_pipeline.bins import best_fit, document_targets, open_bins
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.new_files import remove_abandoned
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
 
@@ -170,14 +171,16 @@ def test_the_plan_is_made_once_and_is_the_same_bytes_again(tmp_path, monkeypatch
 
 def test_what_a_killed_process_has_left_is_removed_and_what_is_being_written_is_not(tmp_path):
     shards = write(tmp_path, [[3, 4, 5]])
-    old, new = (tmp_path / f"bins-8.{name}.plan" for name in ("old", "new"))
-    torn, other = tmp_path / ".bins-8.torn.plan.tmp", tmp_path / "bins-18.x.plan"
-    for path in (old, new, torn, other):
+    old, new = (tmp_path / f".{digit * 16}.tmp" for digit in "0a")
+    other = tmp_path / "bins-18.x.plan"
+    for path in (old, new, other):
         path.touch()
-    for path in (old, torn, other):
+    for path in (old, other):
         os.utime(path, (0, 0))
+    # As in a new process.
+    remove_abandoned.cache_clear()
     open_bins(shards, 8, "bins", "raise")
-    assert [path.exists() for path in (old, new, torn, other)] == [False, True, False, True]
+    assert [path.exists() for path in (old, new, other)] == [False, True, True]
     assert (tmp_path / "bins-8.plan").exists()
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from data_pipeline import remote
 from data_pipeline.errors import StorageError, UsageError
-from data_pipeline.remote import RemotePath, is_url, place, read_ranges
+from data_pipeline.remote import RemotePath, find, is_url, place, read_ranges
 from data_pipeline.shards import TokenShards
+from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.storage.reading import readable, readable_model
 
 
 @pytest.mark.parametrize(
@@ -157,8 +159,8 @@ class HttpError(Exception):
 def test_what_may_pass_is_tried_again_and_the_rest_explained(
     monkeypatch, error, raised, message, calls
 ):
-    fs, fsspec, pauses = Broken(error), pytest.importorskip("fsspec"), []
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, "b/k"))
+    fs, pauses = Broken(error), []
+    monkeypatch.setattr(remote, "_file_system", lambda url: (fs, "b/k"))
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     with pytest.raises(raised, match=message):
         RemotePath("s3://b/k").read_bytes()
@@ -174,17 +176,93 @@ def test_what_may_pass_is_tried_again_and_the_rest_explained(
     ],
 )
 def test_credentials_are_those_of_the_store(monkeypatch, url, ways):
-    fs, fsspec = Broken(PermissionError("no")), pytest.importorskip("fsspec")
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, "b/k"))
+    fs = Broken(PermissionError("no"))
+    monkeypatch.setattr(remote, "_file_system", lambda url: (fs, "b/k"))
     with pytest.raises(StorageError, match=ways):
         RemotePath(url).read_bytes()
 
 
-def test_an_unknown_protocol_is_named():
-    with pytest.raises(
-        UsageError, match=r"nope:// is not known.*Name an s3://, gs:// or other URL"
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nope://x/y",
+        "reference://::file:///a",
+        "reference://a.json",
+        "simplecache::s3://b/x",
+        "filecache::file:///a",
+        "blockcache::zip://a::s3://b/x.zip",
+        "zip://a.txt::file:///b.zip",
+        "file:///a.txt::reference://b",
+        "s3://b/a.txt::zip://x",
+        "memory://x",
+        "local:///etc/passwd",
+        "dask::s3://b/x",
+        "github://o:r@main/x",
+        "sftp://host/x",
+        "ssh://host/x",
+        "smb://host/x",
+        "ftp://host/x",
+        "hf://datasets/x",
+        "data://x",
+        "git://x",
+        "jlab://x",
+        "S3://b/x",
+        "generic://file://x",
+    ],
+)
+def test_other_file_systems_are_refused_with_those_that_are_known(url):
+    assert is_url(url)
+    for opened in (
+        RemotePath,
+        place,
+        TokenShards.open,
+        lambda given: find(f"{given}/*"),
+        load_tokenizer,
+        readable,
+        readable_model,
     ):
-        TokenShards.open("nope://x/y")
+        with pytest.raises(UsageError, match=r"one plain URL. Use one of file://, s3://"):
+            opened(url)
+
+
+def test_names_with_colons_are_no_chains(tmp_path):
+    folder = RemotePath(f"file://{tmp_path}")
+    (folder / "ab::zip").write_bytes(b"x")
+    assert list(folder.tree()) == ["ab::zip"] and (tmp_path / "ab::zip").exists()
+    assert find(f"{folder.url}/*")[0].path.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("url", ["s3://user:secret@b/x", "gs://a:secret@b", "file://a:secret@b/x"])
+def test_passwords_are_refused_where_no_service_takes_them(url):
+    with pytest.raises(UsageError, match="in the environment") as error:
+        RemotePath(url)
+    assert "secret" not in str(error.value)
+
+
+def test_a_url_with_a_secret_is_shown_without_it_and_a_masked_one_is_not_opened():
+    path = RemotePath("https://user:secret@host/a.txt?X-Amz-Signature=secret&x=1")
+    assert "secret" in path.url
+    assert "secret" not in f"{path}" + repr(path) and "x=1" in str(path)
+    with pytest.raises(UsageError, match="secret was masked"):
+        RemotePath(str(path))
+    for call in (lambda: path.write_bytes(b""), lambda: path.create(b"")):
+        with pytest.raises(UsageError, match="only read"):
+            call()
+
+
+def test_a_download_does_not_follow_a_link_and_leaves_nothing(tmp_path):
+    (tmp_path / "there").write_bytes(b"new")
+    (tmp_path / "canary").write_bytes(b"mine")
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("a", ".a.tmp"):
+        (here / name).symlink_to(tmp_path / "canary")
+    RemotePath(f"file://{tmp_path}/there").download(here / "a")
+    assert (here / "a").read_bytes() == b"new" and not (here / "a").is_symlink()
+    with pytest.raises(FileNotFoundError):
+        RemotePath(f"file://{tmp_path}/absent").download(here / "b")
+    assert (tmp_path / "canary").read_bytes() == b"mine"
+    assert sorted(path.name for path in here.iterdir()) == [".a.tmp", "a"]
 
 
 def test_no_bucket_and_no_key_are_explained(s3_server, monkeypatch):

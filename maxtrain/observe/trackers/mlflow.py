@@ -19,6 +19,7 @@ from typing import Any
 
 from data_pipeline.errors import UsageError
 from data_pipeline.extras import load_package, require_package
+from data_pipeline.masking import is_masked, masked
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.observe.samples import Sample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers
@@ -95,6 +96,11 @@ class Mlflow(Tracker):
     def _uri(self) -> str:
         """Where runs are kept."""
         given = self._config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if given and is_masked(given):
+            raise UsageError(
+                f"observe.tracking.mlflow_uri={given} comes from a record, where its secret was "
+                "masked. Give the whole URI again on the command line, or set MLFLOW_TRACKING_URI."
+            )
         if given:
             return given
         return f"sqlite:///{self._folder.parent.absolute() / 'mlflow.db'}"
@@ -121,7 +127,7 @@ class Mlflow(Tracker):
         )
         if not found:
             raise UsageError(
-                f"{uri} has no run {known_as}, which earlier launches were shown as. To begin a "
+                f"{masked(uri)} has no run {known_as}, which earlier launches were shown as. To begin a "
                 f"new one there, remove mlflow from {self._folder / 'trackers.json'}"
             )
         self._id = known_as
