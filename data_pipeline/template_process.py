@@ -22,7 +22,7 @@ import time
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from data_pipeline import chat_template
+from data_pipeline import chat_template, strict_json
 from data_pipeline.errors import DataError, TryAgainError, UsageError
 
 # For one request, of a few conversations; one conversation takes some 100 microseconds.
@@ -88,7 +88,7 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
         process = _open()
         try:
             process.connection.send_bytes(marshal.dumps((function, arguments)))
-            outcome, result = json.loads(process.connection.recv_bytes())
+            outcome, result = strict_json.loads(process.connection.recv_bytes())
         except (EOFError, OSError) as error:
             _running.clear()
             status = process.close()

@@ -44,8 +44,8 @@ def test_honest_names_stay_as_they_are(name):
 def test_a_safe_name_is_below_its_folder_and_names_one_place(tmp_path_factory, name):
     if why_outside(name):
         return
-    joined = os.path.join("/home/folder", name)
-    assert os.path.normpath(joined) == joined and joined.startswith("/home/folder/")
+    joined = os.path.join("/a/folder", name)
+    assert os.path.normpath(joined) == joined and joined.startswith("/a/folder/")
     folder = tmp_path_factory.getbasetemp() / "names"
     assert not leads_out(folder, name) and not os.path.lexists(folder / name)
 

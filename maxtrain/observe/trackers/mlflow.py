@@ -127,8 +127,8 @@ class Mlflow(Tracker):
         )
         if not found:
             raise UsageError(
-                f"{masked(uri)} has no run {known_as}, which earlier launches were shown as. To begin a "
-                f"new one there, remove mlflow from {self._folder / 'trackers.json'}"
+                f"{masked(uri)} has no run {known_as}, which earlier launches were shown as. To "
+                f"begin a new one there, remove mlflow from {self._folder / 'trackers.json'}"
             )
         self._id = known_as
         self._client.update_run(known_as, status="RUNNING")
