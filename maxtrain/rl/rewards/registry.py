@@ -138,10 +138,17 @@ class RewardSet:
             )
 
     def check(self) -> None:
-        """ConfigError: the function of a user cannot be imported. To be called before a run
-        begins."""
+        """Check what can only be found out by running it. Call it before a run begins.
+
+        Raises:
+            ConfigError: the function of a user cannot be imported, or this machine cannot confine
+                the programs of `code`.
+        """
         for path in self._users:
             user.check(path, required(self._pool, path))
+        for reward in self.rewards:
+            if isinstance(reward.score, code):
+                reward.score.check()
 
     def __call__(
         self,

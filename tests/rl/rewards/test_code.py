@@ -1,22 +1,25 @@
-"""Programs that a model wrote are run with limits."""
+"""The reward `code`: programs that a model wrote pass tests, or do not."""
 
 import math
 import os
-import time
 
 import pytest
 
+from data_pipeline.errors import ConfigError
+from maxtrain.rl.rewards import code
 from maxtrain.rl.rewards.code import program_of
 from maxtrain.rl.rewards.registry import RewardSet
-from maxtrain.rl.rewards.sandbox import FAILED, PASSED, TIMEOUT, run_program
+from maxtrain.rl.rewards.sandbox import confinement
+from maxtrain.rl.rewards.sandbox.probe import Found
 from maxtrain.rl.rewards.workers import RewardWorkers
 from tests.rl.rewards.test_workers import assert_gone
 
-MEMORY = 1 << 29
+NOWHERE = "tests.rl.rewards.test_code:nowhere"
 
 
-def outcome(code, tests="pass", seconds=20.0):
-    return run_program(code, tests, seconds, MEMORY).outcome
+def nowhere():
+    """In a worker: what a machine says that cannot confine programs."""
+    return list(Found("", "there is no Landlock"))
 
 
 def test_the_last_block_is_the_program():
@@ -26,76 +29,67 @@ def test_the_last_block_is_the_program():
     assert program_of("a = 1") is None
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "expected"),
-    [
-        ("def add(a, b):\n    return a + b", "assert add(1, 2) == 3", PASSED),
-        ("def add(a, b):\n    return a - b", "assert add(1, 2) == 3", FAILED),
-        ("def add(:", "assert add(1, 2) == 3", FAILED),
-        # Ends before the tests with a status that says that all is well.
-        ("raise SystemExit(0)", "assert False", FAILED),
-        ("import os; os._exit(0)", "assert False", FAILED),
-        ("bytearray(1 << 33)", "pass", FAILED),
-        ("open('large', 'wb').write(bytes(1 << 25))", "pass", FAILED),
-        ("import os; assert os.listdir('.') == [] and 'PYTHONPATH' not in os.environ", "", PASSED),
-    ],
-)
-def test_how_a_program_ends(code, tests, expected):
-    assert outcome(code, tests) == expected
-
-
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(600)", "9**9**9"])
-def test_a_program_that_does_not_end_is_ended(code):
-    began = time.monotonic()
-    assert outcome(code, seconds=0.5) == TIMEOUT
-    assert time.monotonic() - began < 2.5
-
-
-def test_what_is_printed_is_kept_and_no_more_than_its_end():
-    ran = run_program("print('x' * 100_000)\nprint('end')", "pass", 20.0, MEMORY)
-    assert ran.outcome == PASSED
-    assert ran.output.endswith("x\nend\n") and len(ran.output) < 5000
-
-
-def test_it_has_no_network_where_users_may_have_namespaces():
-    code = "import socket\ns = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()\n"
-    code += "socket.create_connection(s.getsockname())"
-    ran = run_program(code, "pass", 20.0, MEMORY)
-    assert ran.outcome == (FAILED if ran.isolated else PASSED)
-
-
-def test_processes_that_it_starts_end_with_it(tmp_path):
-    """Those in sessions of their own, too, where users may have namespaces."""
-    file = tmp_path / "mark"
-    code = f"""
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    time.sleep(0.6)
-    open({str(file)!r}, "w")
-    os._exit(0)
-"""
-    ran = run_program(code, "pass", 20.0, MEMORY)
-    time.sleep(1.2)
-    assert ran.outcome == PASSED
-    assert file.exists() is not ran.isolated
-
-
 def test_programs_are_rewards_where_a_config_names_them():
-    columns = {"tests": ["assert f(2) == 4"] * 4 + [None]}
+    columns = {"tests": ["assert f(2) == 4"] * 4 + [None, "assert eval(f(2)) == 4"]}
     completions = [
         "```python\ndef f(x):\n    return x * x\n```",
         "```python\ndef f(x):\n    return x\n```",
         "no program",
         "```python\nwhile True: pass\n```",
         "```python\n```",
+        "no program",
     ]
     with RewardWorkers(2) as pool:
         rewards = RewardSet(["code"], options={"code": {"seconds": 0.5}}, pool=pool)
-        scores = rewards([""] * 5, completions, [[1]] * 5, columns)
+        scores = rewards([""] * 6, completions, [[1]] * 6, columns)
         pids = pool.pids
     assert scores.values[0, :4].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert math.isnan(scores.values[0, 4])
-    assert scores.outcomes["code"] == {"ok": 2, "failed": 1, "no_program": 1, "timeout": 1}
+    assert math.isnan(scores.values[0, 4]) and math.isnan(scores.values[0, 5])
+    outcomes = {"ok": 2, "failed": 1, "no_program": 1, "timeout": 1, "unsupported_tests": 1}
+    assert scores.outcomes["code"] == outcomes
+    assert scores.right[:4].tolist() == [1, 0, 0, 0] and math.isnan(scores.right[5])
     assert_gone(pids)
     assert os.getpid() not in pids
+
+
+def test_it_says_how_programs_are_confined_once_and_before_the_run(capsys):
+    with RewardWorkers(1) as pool:
+        rewards = RewardSet(["code"], pool=pool)
+        rewards.check()
+        rewards.check()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "reward code" in line]
+    assert len(lines) == 1 and "seccomp" in lines[0]
+
+
+def test_a_machine_that_cannot_confine_programs_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(code, "FIND", NOWHERE)
+    with RewardWorkers(1) as pool:
+        for call in (RewardSet.check, lambda each: each([""], ["x"], [[1]], {"tests": ["pass"]})):
+            with pytest.raises(ConfigError, match=r"no Landlock.*unsafe=True"):
+                call(RewardSet(["code"], pool=pool))
+        rewards = RewardSet(["code"], options={"code": {"unsafe": True}}, pool=pool)
+        rewards.check()
+        columns = {"tests": ["assert f(1) == 2"] * 2}
+        completions = [f"```python\ndef f(x): return {value}\n```" for value in (2, 3)]
+        scores = rewards([""] * 2, completions, [[1]] * 2, columns)
+    assert "WITHOUT" in capsys.readouterr().err
+    assert scores.values.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"seconds": 0}, {"seconds": "5"}, {"memory_bytes": -1}, {"unsafe": "yes"}]
+)
+def test_options_that_make_no_sense(options):
+    with RewardWorkers(1) as pool, pytest.raises(ConfigError):
+        RewardSet(["code"], options={"code": options}, pool=pool)
+
+
+def test_the_column_entry_point_names_the_function_of_a_check():
+    tests = ["def check(candidate):\n    assert candidate(2) == 4\n"] * 2
+    completions = [f"```python\ndef g(x): return x\ndef f(x): return {v}\n```" for v in (4, 5)]
+    with RewardWorkers(1) as pool:
+        rewards = RewardSet(["code"], pool=pool)
+        columns = {"tests": tests, "entry_point": ["f", "f"]}
+        scores = rewards([""] * 2, completions, [[1]] * 2, columns)
+    assert scores.values.tolist() == [[1.0, 0.0]]
+    assert confinement.NOTHING not in rewards.rewards[0].score._kind
