@@ -9,11 +9,12 @@
 It gives up after several attempts in a row without progress, with 74 if storage failed and
 otherwise with 70. If one process of several was the first to end in all of them, and
 --min-processes allows it, the job continues without that process. SIGINT and SIGTERM are passed on
-to the command; then it waits, and ends with the command's code. RUN/attempts.jsonl has a line for
+to the command, and SIGHUP as SIGTERM; then it waits, and ends with the command's code. RUN/attempts.jsonl has a line for
 each attempt.
 """
 
 import argparse
+import contextlib
 import platform
 import random
 import shlex
@@ -39,7 +40,15 @@ from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fewer_settings, fit_to_fewer, load_config, with_accumulation
 from maxtrain.config.run_path import local_folder, process_number, run_path
 from maxtrain.config.schema import RunConfig
-from maxtrain.launch.processes import SETTLE, Ended, Processes, addresses, start_process
+from maxtrain.launch.processes import (
+    SETTLE,
+    Ended,
+    Processes,
+    addresses,
+    for_child,
+    passing_on_signals,
+    start_process,
+)
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import usual_devices
@@ -92,14 +101,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Attempts until one is the last; its exit code."""
-        before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, self._pass_on)
-        try:
+        with passing_on_signals(self._pass_on):
             return self._attempts()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _attempts(self) -> int:
         options = self._options
@@ -252,10 +255,12 @@ class Supervisor:
         self._asked = signal.Signals(number).name
         self._deadline = time.monotonic() + self._options.grace
         self._stop.set()
-        self._processes.tell(number)
+        self._processes.tell(for_child(number))
 
     def _tell(self, text: str) -> None:
-        print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)
+        # The terminal may be closed.
+        with contextlib.suppress(OSError):
+            print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
 def _lost_slot(ended: Ended) -> int | None:

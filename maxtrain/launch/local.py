@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,14 @@ from typing import Any
 
 from data_pipeline.errors import ConfigError, StorageError, UsageError
 from maxtrain.launch.plan import Plan
-from maxtrain.launch.processes import SETTLE, Processes, addresses, start_process
+from maxtrain.launch.processes import (
+    SETTLE,
+    Processes,
+    addresses,
+    for_child,
+    passing_on_signals,
+    start_process,
+)
 from maxtrain.parallel.cluster import Place, local_gpus
 
 
@@ -23,7 +29,7 @@ def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace:
     """Runs the processes of a job until all have ended; the exit code of the first that failed.
 
     Each line that they print begins with the number of its process. One that fails ends the others.
-    SIGINT and SIGTERM are handed on to all.
+    SIGINT and SIGTERM are handed on to all; SIGHUP, from a terminal that is closed, as SIGTERM.
 
     Args:
         plan: what is started.
@@ -37,17 +43,13 @@ def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace:
     extra = dict(environment)
     shares = device_shares(processes, os.environ | extra, plan.config.mesh.platform)
     job = _Job(grace)
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, job.hand_on)
-    try:
-        for index, address in enumerate(addresses(processes)):
-            job.start(index, plan.command, extra | address | shares[index])
-        code = job.wait()
-    finally:
-        job.end()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with passing_on_signals(job.hand_on):
+        try:
+            for index, address in enumerate(addresses(processes)):
+                job.start(index, plan.command, extra | address | shares[index])
+            code = job.wait()
+        finally:
+            job.end()
     if code < 0:
         return 128 - code
     return code
@@ -80,7 +82,9 @@ class _Job:
         """Until all have ended; the exit code, negative for a signal."""
         ended = self._processes.wait(SETTLE, lambda: self._deadline)
         for index, code in ended.failed.items():
-            print(f"launch: process {index} ended with {code}", file=sys.stderr, flush=True)
+            # The terminal may be closed.
+            with contextlib.suppress(OSError):
+                print(f"launch: process {index} ended with {code}", file=sys.stderr, flush=True)
         return ended.code
 
     def end(self) -> None:
@@ -91,9 +95,9 @@ class _Job:
             reader.join(timeout=SETTLE)
 
     def hand_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
+        self._asked = for_child(number)
         self._deadline = min(self._deadline, time.monotonic() + self._grace)
-        self._processes.tell(number)
+        self._processes.tell(self._asked)
 
 
 def _pass_lines(source: Any, sink: Any, prefix: str) -> None:

@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import TryAgainError, UsageError
@@ -15,6 +16,32 @@ from data_pipeline.errors import TryAgainError, UsageError
 POLL = 0.1
 # Seconds that the other processes of a job have to end by themselves after the first one failed.
 SETTLE = 10.0
+
+
+@contextlib.contextmanager
+def passing_on_signals(pass_on: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Calls a function at each signal that asks this process to end.
+
+    These are SIGINT, SIGTERM, and SIGHUP, which comes when the terminal is closed. A SIGHUP that is
+    ignored stays ignored, as with `nohup`.
+    """
+    before: dict[int, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        before[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def for_child(number: int) -> int:
+    """The signal to pass on to a child: a run saves at SIGINT and SIGTERM only."""
+    if number == signal.SIGHUP:
+        return signal.SIGTERM
+    return number
 
 
 class Ended(NamedTuple):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +29,9 @@ if word == "asked":
     word = "75"
 if word == "hang":
     time.sleep(600)
+if word == "slow":
+    time.sleep(3)
+    word = "0"
 if word == "late":
     time.sleep(0.6)
     word = "75"
@@ -66,25 +70,54 @@ def test_one_that_fails_ends_the_others_and_its_code_counts(
     assert "launch: process 1 ended with" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("grace", "does", "code"), [(60, "asked,asked", 75), (1, "asked,hang", 75)]
 )
-def test_ctrl_c_is_handed_on(grace, does, code, monkeypatch, tmp_path):
-    """To each once; one that does not end in time is killed."""
+def test_ctrl_c_is_handed_on(number, grace, does, code, monkeypatch, tmp_path):
+    """To each once, and so is the end of a terminal; one that does not end in time is killed."""
 
     def press() -> None:
         end = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(local, "SETTLE", 2.0)
     threading.Thread(target=press).start()
     begin = time.monotonic()
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     assert run(does, tmp_path, grace) == code
     assert time.monotonic() - begin < 60
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_closed_terminal_ends_a_job_unless_nohup_started_it(tmp_path):
+    """The processes save in either case, and none of them lives on."""
+    root = Path(__file__).parents[2]
+    text = (
+        "import sys; from pathlib import Path; from tests.launch.test_local import run; "
+        "sys.exit(run(sys.argv[1], Path(sys.argv[2])))"
+    )
+    for words, does, code in (([], "asked,asked", 75), (["nohup"], "slow,slow", 0)):
+        folder = tmp_path / does
+        folder.mkdir()
+        controller, terminal = os.openpty()
+        job = subprocess.Popen(
+            ["setsid", "--ctty", "--wait", *words, sys.executable, "-c", text, does, str(folder)],
+            cwd=root,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+        )
+        os.close(terminal)
+        end = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        os.close(controller)
+        assert job.wait(60) == code
 
 
 def test_gpus_are_shared_and_a_tpu_is_not(tmp_path):

@@ -6,19 +6,26 @@ gone, and end with the exit codes of a training run.
 """
 
 import os
+import random
 import re
 import shlex
 import signal
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
+from data_pipeline import prepare
 from maxtrain.launch import command
+from maxtrain.observe.attempts import reached_step
+from maxtrain.observe.launches import read_launches
 from tests.launch.slurm_cluster import SlurmCluster, missing_programs, wait_until
+from tests.shared import TINY_MODEL, WORDS
 
-pytestmark = [pytest.mark.long, pytest.mark.processes, pytest.mark.every_dose]
+pytestmark = [pytest.mark.long, pytest.mark.processes]
+every_dose = pytest.mark.every_dose
 MISSING = missing_programs()
 if MISSING:
     pytest.skip(
@@ -26,6 +33,7 @@ if MISSING:
         allow_module_level=True,
     )
 
+ROOT = Path(__file__).parents[2]
 # Arguments: a folder that all processes share, and what they do: `steps:N` trains for N steps,
 # `exit:N` ends at once with this exit code.
 TRAIN = """
@@ -146,6 +154,7 @@ def submit(cluster, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (70, 1), (78, 1), (74, 2)])
+@every_dose
 def test_exit_codes_reach_slurm_and_a_job_that_cannot_succeed_is_not_started_again(
     cluster, submit, code, starts
 ):
@@ -157,6 +166,7 @@ def test_exit_codes_reach_slurm_and_a_job_that_cannot_succeed_is_not_started_aga
     assert (job.folder / f"my run, $(x) & more-{job.id}.log").exists()
 
 
+@every_dose
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster, submit):
     job = submit("steps:9999")
     job.reach(3)
@@ -169,6 +179,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster, submit):
     assert len(job.starts()) == 1 and job.has_no_state()
 
 
+@every_dose
 def test_all_processes_are_started_again_after_one_is_killed(cluster, submit):
     job = submit("steps:40")
     job.reach(3)
@@ -183,6 +194,7 @@ def test_all_processes_are_started_again_after_one_is_killed(cluster, submit):
     assert cluster.job(job.id)["Restarts"] == "0"
 
 
+@every_dose
 def test_a_job_saves_before_its_time_limit_and_continues_after_the_queue(cluster, submit):
     # Slurm looks at time limits every 30 s.
     job = submit("steps:9999", "--time", "90", sbatch=("--time=1", "--signal=B:USR1@50"))
@@ -196,6 +208,7 @@ def test_a_job_saves_before_its_time_limit_and_continues_after_the_queue(cluster
     assert cluster.job(job.id)["Restarts"] == "1"
 
 
+@every_dose
 def test_a_spare_node_replaces_a_dead_node(cluster, submit):
     """The step that lost the node still holds its resources, which must not block the next one."""
     job = submit("steps:9999", "--spare-nodes", "1")
@@ -209,6 +222,7 @@ def test_a_spare_node_replaces_a_dead_node(cluster, submit):
     assert cluster.job(job.id)["Restarts"] == "0"
 
 
+@every_dose
 def test_without_a_spare_node_a_job_that_loses_a_node_is_requeued(cluster, submit):
     job = submit("steps:9999")
     job.reach(3)
@@ -222,6 +236,7 @@ def test_without_a_spare_node_a_job_that_loses_a_node_is_requeued(cluster, submi
     assert used[1] not in again and cluster.job(job.id)["Restarts"] == "1"
 
 
+@every_dose
 def test_starts_without_progress_have_a_limit_that_a_requeue_does_not_reset(cluster, submit):
     job = submit("exit:75", "--crash-loop", "3")
     wait_until(lambda: len(job.starts()) == 2, "two starts")
@@ -230,3 +245,63 @@ def test_starts_without_progress_have_a_limit_that_a_requeue_does_not_reset(clus
     found = cluster.wait_for(job.id, "FAILED", "COMPLETED")
     assert found["ExitCode"] == "70:0" and job.has_no_state()
     assert "completed no new training step" in job.log
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=60)))
+    words = [str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1"]
+    assert prepare.main(words) == 0
+    return folder / "data"
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_survives_the_death_of_a_node(
+    cluster, data, tmp_path, capsys, monkeypatch
+):
+    """The real program: processes find each other through Slurm, notice the lost one, and continue
+    on the spare node from the last checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "output_dir": str(tmp_path / "runs"),
+        "steps": 400,
+        "log_interval": 1,
+        "checkpoint_interval": 20,
+        "model": TINY_MODEL,
+        "data": {
+            "sources": {"text": {"path": str(data), "epochs": None}},
+            "seq_length": 32,
+            "batch_size": 4,
+        },
+        "mesh": {"platform": "cpu", "heartbeat_seconds": 10},
+        "checkpoint": {"grace_seconds": 20},
+        "observe": {"progress": "plain", "plot": False, "trackers": []},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    cache = str(jax.config.jax_compilation_cache_dir)
+    words = ["slurm", "--nodes", "2", "--spare-nodes", "1", f"config={tmp_path / 'tiny.yaml'}"]
+    words += ["run_name=real", "--env", "XLA_FLAGS=--xla_backend_optimization_level=0"]
+    words += ["--env", f"JAX_COMPILATION_CACHE_DIR={cache}", "--env", f"PYTHONPATH={ROOT}"]
+    assert command.main(words, "maxtrain launch") == 0
+    (tmp_path / "job.sh").write_text(capsys.readouterr().out)
+    job = cluster.submit(tmp_path / "job.sh")
+    run = tmp_path / "runs" / "real"
+
+    def log() -> str:
+        return (tmp_path / f"real-{job}.log").read_text()
+
+    try:
+        wait_until(lambda: reached_step(run) >= 25, "step 25", 180)
+        cluster.kill_node("127.0.0.2")
+        cluster.wait_for(job, "COMPLETED", "FAILED", seconds=240)
+        assert cluster.job(job)["JobState"] == "COMPLETED", log()
+    except AssertionError as error:
+        raise AssertionError(log()) from error
+    finally:
+        cluster.settle()
+    first, second = read_launches(run)
+    assert first["processes"] == second["processes"] == 2 and second["step"] >= 20
+    assert reached_step(run) == 400 and "starts again" in log()
