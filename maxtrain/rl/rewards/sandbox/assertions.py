@@ -44,7 +44,7 @@ _FORBIDDEN_ATTRIBUTES = frozenset(
         *("sys.stdout", "sys.stdin", "sys.stderr", "sys.argv", "sys.modules"),
     ]
 )
-_CLASS = re.compile(r"_*[A-Z]\w*[a-z]\w*$")
+_CLASS = re.compile(r"_*[A-Z]")
 _CHECKS = re.compile(r"assert|raises$|fail$")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 # Bytes of a message, and levels of containers inside each other.
 MAX_MESSAGE_BYTES = 16 << 20
-_MAX_DEPTH = 150
+_MAX_DEPTH = 100
 # Integers up to this size are numbers in JSON. Larger ones are hexadecimal: their decimal digits
 # take quadratic time, and Python refuses to read more than 4300.
 _MAX_JSON_INT = 1 << 62
