@@ -107,8 +107,15 @@ class Encoder:
         self._places: dict[int, tuple[list, Any]] = {}
         self._open: set[int] = set()
 
-    def add(self, value: Any, depth: int = 0) -> Any:
-        """Return the reference of a value, and write its nodes."""
+    def add(self, value: Any) -> Any:
+        """Return the reference of a value, and write its nodes. ValueError: it is nested too
+        deep."""
+        try:
+            return self._add(value, 0)
+        except RecursionError:
+            raise ValueError("data is nested too deep") from None
+
+    def _add(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
@@ -126,7 +133,7 @@ class Encoder:
             return self._add_mutable(value, depth)
         if kind in (tuple, frozenset):
             self._open.add(id(value))
-            parts = [self.add(each, depth + 1) for each in value]
+            parts = [self._add(each, depth + 1) for each in value]
             self._open.discard(id(value))
             return self._place(value, self._append([kind.__name__, parts]))
         if kind is bytes:
@@ -137,7 +144,7 @@ class Encoder:
             return self._append([name, parts])
         if self._converts and (base := _base_value(value)) is not None:
             # The base value is placed under the original, so that it stays one object.
-            return self._place(value, self.add(base[0], depth))
+            return self._place(value, self._add(base[0], depth))
         return self._place(value, self._append(self._foreign(value)))
 
     def content(self, container: Any) -> list:
@@ -147,7 +154,7 @@ class Encoder:
     def _add_mutable(self, value: Any, depth: int) -> list:
         reference = self._place(value, self._append([]))
         self.containers.append(value)
-        self.nodes[reference[0]] = _content(value, lambda each: self.add(each, depth + 1))
+        self.nodes[reference[0]] = _content(value, lambda each: self._add(each, depth + 1))
         return reference
 
     def _append(self, node: list) -> list:
