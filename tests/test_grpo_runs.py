@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.additions import task
 from data_pipeline import prepare
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from maxtrain import replay
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
@@ -295,3 +295,22 @@ def test_what_can_not_work_is_refused(config, capfd, overrides, told):
         return
     assert code == 78
     assert told in capfd.readouterr().err
+
+
+FUNCTIONS = "tests.rl.rewards.functions"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["always_raises", "always_none"])
+def test_a_run_whose_rewards_never_apply_ends_with_an_error(config, name):
+    rewards = f"grpo.rewards=['{FUNCTIONS}:{name}']"
+    with pytest.raises(DataError, match=f"{name} .*completions of this rollout"):
+        train(config, name, rewards)
+
+
+@pytest.mark.long
+def test_the_first_failure_of_a_reward_is_printed(config, capfd):
+    rewards = f"grpo.rewards=['{FUNCTIONS}:always_raises','length(max_tokens=6)']"
+    assert train(config, "one-fails", rewards, "steps=2") == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("no such judge") == 1

@@ -20,7 +20,7 @@ from maxtrain.rl.completions import Completion, Manner, Wanted, complete
 from maxtrain.rl.prompts import Prompt, read_prompt, read_together
 from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.reward_numbers import reward_numbers
-from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rewards.registry import Scores, require_rewards
 from maxtrain.rl.sampler import stop_ids
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.generation import Generation
@@ -133,6 +133,7 @@ class Asking:
         error = None
         try:
             scores = self._rewards(prompts, made, texts, column_names(prompts))
+            require_rewards(scores, "completions of this evaluation")
         except Exception as problem:
             error = problem
         # One that fails in one process alone ends all of them.

@@ -29,7 +29,7 @@ from maxtrain.rl.returns import with_returns
 from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewarder import Counted, Rewarder, joined
-from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rewards.registry import Scores, failures, require_rewards
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
 from maxtrain.training.state import TrainState
@@ -71,6 +71,8 @@ class RolloutMaker:
         self._sampler = sampler
         self._rewarder = rewarder
         self._progress = progress
+        # Names of rewards of which a failure was reported.
+        self._reported: set[str] = set()
 
     @property
     def rewards(self) -> Rewards:
@@ -107,6 +109,8 @@ class RolloutMaker:
         assert begun.rewards is not None
         failpoints.hit("rewards", begun.steps.start + 1)
         counted = self._rewarder.finish(begun.rewards)
+        self._report_failures(counted.scores)
+        require_rewards(counted.scores, "completions of this rollout")
         numbers = _numbers(begun.rollout, counted.scores)
         if self._ppo is None:
             signals = self._has_signal(counted.scores)
@@ -158,6 +162,19 @@ class RolloutMaker:
             "numbers": numbers,
         }
         return rollout._replace(about=rollout.about | about)
+
+    def _report_failures(self, scores: Scores) -> None:
+        """Says of each reward that it has failed, the first time, with the first cause."""
+        for name, count in failures(scores).items():
+            if name in self._reported:
+                continue
+            self._reported.add(name)
+            self._progress.message(
+                f"The reward {name} failed for {count:,} of {scores.values.shape[1]:,} "
+                f"completions: {scores.details.get(name, 'no cause is known')}. Further failures "
+                f"are counted in metrics.jsonl, as reward_outcomes/{name}/...",
+                style="yellow",
+            )
 
     def _begun(self, steps: range, prompts: list[Prompt], sampled: Rollout) -> Begun:
         return Begun(steps, prompts, sampled, self._rewarder.begin(prompts, sampled))

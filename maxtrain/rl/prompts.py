@@ -115,6 +115,11 @@ def later_prompts(data: TrainingData, steps: range) -> Iterator[Prompt]:
         yield from prompts_of(data, [step])
 
 
+def first_of_each(data: TrainingData) -> list[Prompt]:
+    """The first prompt of each source, which has the columns of that source."""
+    return [read_prompt(shards, 0) for shards in data.shards if shards.has_columns]
+
+
 def read_prompt(shards: TokenShards, number: int) -> Prompt:
     """A prompt by its number."""
     ids = shards.read(*shards.document(number)).tolist()

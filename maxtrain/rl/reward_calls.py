@@ -88,9 +88,10 @@ class Rewards:
                 num_generations=num_generations,
             )
 
-    def check(self) -> None:
-        """ConfigError: a reward can't be imported."""
-        self._sets[1].check()
+    def check(self, columns: Sequence[str] | None = None) -> None:
+        """ConfigError: a reward can't be imported, or requires an argument that is neither a
+        standard one nor one of these columns; None: they are not known."""
+        self._sets[1].check(columns)
 
     def close(self) -> None:
         """Ends the processes of rewards; they start again with the next one."""

@@ -43,6 +43,7 @@ class Rewarder:
     Args:
         config: names the rewards.
         tokenizer: of the completions.
+        columns: names of the columns of the dataset; None: they are not known.
 
     Attributes:
         rewards: which they are. Evaluations use them as well.
@@ -51,13 +52,15 @@ class Rewarder:
         ConfigError: rewards that there are not, or that can't be imported; in all processes.
     """
 
-    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer):
+    def __init__(
+        self, config: GrpoConfig, tokenizer: Tokenizer, columns: Sequence[str] | None = None
+    ):
         self.rewards = Rewards(config, tokenizer)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rewards")
         self._unfinished: list[concurrent.futures.Future[Counted]] = []
         error = None
         try:
-            self.rewards.check()
+            self.rewards.check(columns)
         except Exception as problem:
             error = problem
         raise_together(error)

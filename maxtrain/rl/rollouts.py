@@ -30,7 +30,8 @@ from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.rl.batches import RolloutBatches
 from maxtrain.rl.maker import Begun, RolloutMaker
-from maxtrain.rl.reward_calls import Rewards
+from maxtrain.rl.prompts import first_of_each, read_together
+from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.rewarder import Rewarder
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.sampler import Sampler, stop_ids
@@ -72,7 +73,8 @@ class RolloutParts:
             ppo = None
             if config.objective == "ppo":
                 ppo = config.ppo
-            rewarder = Rewarder(config.grpo, data.tokenizer)
+            prompts = read_together(first_of_each, data)
+            rewarder = Rewarder(config.grpo, data.tokenizer, column_names(prompts))
             self._maker = RolloutMaker(config.grpo, ppo, data, sampler, rewarder, progress)
         else:
             self._maker = UnrewardedMaker(settings, data, sampler, progress)

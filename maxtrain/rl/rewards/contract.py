@@ -4,7 +4,8 @@
 
 `prompts` are texts or lists of messages, `completions` texts, `completion_ids` their tokens, and
 `columns` the columns of the dataset by name; all of them have an entry for each row. None says that
-the reward does not apply to a row, which is not 0.
+the reward does not apply to a row, which is not 0. Functions of users are called as TRL calls them,
+see user.py.
 """
 
 import math

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from data_pipeline.errors import ConfigError
-from maxtrain.rl.rewards import gsm8k, unsloth_compat, user
+from data_pipeline.errors import ConfigError, DataError
+from maxtrain.rl.rewards import gsm8k, unsloth_compat, user, workers
 from maxtrain.rl.rewards.code import code
-from maxtrain.rl.rewards.contract import OK, Batch, Reward, Scored, checked
+from maxtrain.rl.rewards.contract import INVALID, OK, Batch, Reward, Scored, checked
 from maxtrain.rl.rewards.dotted import is_dotted
 from maxtrain.rl.rewards.exact import exact
 from maxtrain.rl.rewards.length import length, overlong
@@ -64,6 +64,10 @@ VERIFYING = (
     "gsm8k.correctness",
     "unsloth_compat.correctness_reward_func",
 )
+
+
+# Outcomes of rows that a reward could not judge, which is no fault of the completion.
+FAILURES = (workers.ERROR, workers.TIMEOUT, workers.CRASH, workers.SKIPPED, INVALID)
 
 
 class NamedReward(NamedTuple):
@@ -137,15 +141,19 @@ class RewardSet:
                 f"the reward {repeated[0]} is named twice. Name it once, with a larger weight."
             )
 
-    def check(self) -> None:
+    def check(self, columns: Sequence[str] | None = None) -> None:
         """Check what can only be found out by running it. Call it before a run begins.
 
+        Args:
+            columns: names of the columns of the dataset; None: they are not known.
+
         Raises:
-            ConfigError: the function of a user cannot be imported, or this machine cannot confine
-                the programs of `code`.
+            ConfigError: the function of a user cannot be imported, or requires an argument that is
+                neither a standard one nor a column; or this machine cannot confine the programs of
+                `code`.
         """
         for path in self._users:
-            user.check(path, required(self._pool, path))
+            user.check(path, required(self._pool, path), columns)
         for reward in self.rewards:
             if isinstance(reward.score, code):
                 reward.score.check()
@@ -175,12 +183,51 @@ class RewardSet:
                 verdicts.append([_verdict(reward.name, each) for each in found])
             row[:] = [np.nan if each.value is None else each.value for each in found]
             outcomes[reward.name] = dict(collections.Counter(each.outcome for each in found))
-            said = [each.detail for each in found if each.detail]
+            said = [each.detail for each in found if each.detail and each.outcome in FAILURES]
+            said += [each.detail for each in found if each.detail]
             if said:
                 details[reward.name] = said[0]
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
         return Scores(values, names, weights, outcomes, details, _right(verdicts, len(completions)))
+
+
+def failures(scores: Scores) -> dict[str, int]:
+    """How many rows each reward could not judge, by the names of rewards that have any."""
+    found = {}
+    for name, outcomes in scores.outcomes.items():
+        count = sum(outcomes.get(outcome, 0) for outcome in FAILURES)
+        if count:
+            found[name] = count
+    return found
+
+
+def require_rewards(scores: Scores, what: str) -> None:
+    """DataError: no reward applies to any row, so that there is nothing to learn from.
+
+    What `on_failure` gives to rows whose call failed is no reward in this sense.
+
+    Args:
+        what: the rows, for the message.
+    """
+    rows = scores.values.shape[1]
+    failed = failures(scores)
+    causes = []
+    for name, row in zip(scores.names, scores.values, strict=True):
+        applied = int((~np.isnan(row)).sum())
+        if name not in names_of_ours():
+            applied = min(applied, rows - failed.get(name, 0))
+        if applied:
+            return
+        cause = scores.details.get(name) or "it returned None for all of them"
+        outcomes = scores.outcomes.get(name, {})
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        causes.append(f"{name} ({counts}): {cause}")
+    if rows:
+        raise DataError(
+            f"no reward applies to any of the {rows} {what}. {'; '.join(causes)}. Fix the reward, "
+            "or the column that it reads."
+        )
 
 
 def names_of_ours() -> list[str]:

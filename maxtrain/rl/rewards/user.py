@@ -1,7 +1,15 @@
 """Rewards of users, by a dotted path: they run in the pool, so that one that hangs or crashes costs
-its own rows only."""
+its own rows only.
 
-from collections.abc import Callable
+They are called as TRL calls them: all arguments are keywords, and completions of conversational
+prompts are lists of one message. Differences: `trainer_state` and other arguments that only a
+trainer of TRL has are not there, and a function gets only what it has a parameter for.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
 from maxtrain.rl.rewards.contract import OK, Batch, Scored, checked
@@ -11,9 +19,11 @@ from maxtrain.rl.rewards.workers import ERROR, RewardWorkers
 
 CALL = "maxtrain.rl.rewards.user:call"
 BY = ("item", "group")
+# Seconds in which a function that is imported already says what its parameters are.
+_CHECK_SECONDS = 60.0
 _REFUSED = "refused"
-# A function that does nothing.
-_NOTHING = "builtins:list"
+_PARAMETERS = "maxtrain.rl.rewards.user:required_parameters"
+_STANDARD = ("prompts", "completions", "completion_ids")
 
 
 def call(path: str, batch: tuple) -> list:
@@ -21,7 +31,9 @@ def call(path: str, batch: tuple) -> list:
     wrong with what the function returned, as ["refused", message]."""
     reward = load_function(path)
     rows = Batch(*batch)
-    returned = rows.call(reward)
+    returned = reward(**_arguments(reward, rows))
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
     # An array of numpy, or of another package that has this.
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
@@ -31,14 +43,66 @@ def call(path: str, batch: tuple) -> list:
         return [_REFUSED, str(error)]
 
 
-def check(path: str, pool: RewardWorkers) -> None:
-    """ConfigError: a worker cannot import the function of a path."""
-    (result,) = pool.run(_NOTHING, [()], imports=[path])
+def required_parameters(path: str) -> list[str]:
+    """In a worker: the parameters without a default of a function. Those that are positional only
+    have a slash behind them, since no function with one can be called by keywords."""
+    try:
+        parameters = inspect.signature(load_function(path)).parameters.values()
+    except ValueError:
+        # A function that is written in C may not say.
+        return []
+    found = []
+    for each in parameters:
+        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) or each.default is not each.empty:
+            continue
+        found.append(each.name + "/" * (each.kind == each.POSITIONAL_ONLY))
+    return found
+
+
+def check(path: str, pool: RewardWorkers, columns: Sequence[str] | None = None) -> None:
+    """ConfigError: a worker cannot import the function of a path, or the function requires an
+    argument that it will not get.
+
+    Args:
+        columns: names of the columns of the dataset; None: they are not known.
+    """
+    (result,) = pool.run(_PARAMETERS, [(path,)], imports=[path], seconds=_CHECK_SECONDS)
     if result.outcome == ERROR:
         raise ConfigError(
-            f"{path} cannot be used as a reward: {result.detail} Mend the module, or the path to "
-            "it."
+            f"{path} cannot be used as a reward: {result.detail} Fix the module, or the path to it."
         )
+    for name in result.value or []:
+        if name.endswith("/"):
+            raise ConfigError(
+                f"the reward {path} has the positional parameter {name[:-1]!r}, and rewards are "
+                "called with keywords. Remove the `/` from its parameters."
+            )
+        if columns is not None and name not in (*_STANDARD, *columns):
+            known = ", ".join(sorted(columns)) or "none"
+            raise ConfigError(
+                f"the reward {path} requires the argument {name!r}, which is neither one of "
+                f"{', '.join(_STANDARD)} nor a column of the dataset, which has {known}. Add the "
+                "column, or give the parameter a default."
+            )
+
+
+def _arguments(reward: Callable[..., Any], rows: Batch) -> dict[str, Any]:
+    """The arguments that a function takes, as TRL gives them."""
+    completions: list[Any] = []
+    for prompt, text in zip(rows.prompts, rows.completions, strict=True):
+        if isinstance(prompt, str):
+            completions.append(text)
+        else:
+            completions.append([{"role": "assistant", "content": text}])
+    given = {"prompts": rows.prompts, "completions": completions}
+    given |= {"completion_ids": rows.completion_ids} | dict(rows.columns)
+    try:
+        parameters = inspect.signature(reward).parameters
+    except ValueError:
+        return given
+    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def user(

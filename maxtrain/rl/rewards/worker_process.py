@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -232,6 +233,7 @@ def _answer(request: bytes) -> tuple[str, Any, str]:
     The answer is JSON, since a worker is not trusted: it deals with what a model wrote. A
     MemoryError ends the process, in which nothing is certain any more.
     """
+    functions = []
     try:
         paths, arguments = pickle.loads(request)
         functions = [load_function(path) for path in paths]
@@ -243,13 +245,22 @@ def _answer(request: bytes) -> tuple[str, Any, str]:
     except MemoryError:
         os._exit(99)
     except Exception as error:
-        return "error", None, _described(error)
+        files = {
+            inspect.unwrap(each).__code__.co_filename for each in functions[1:] if _has_code(each)
+        }
+        return "error", None, _described(error, files)
 
 
-def _described(error: Exception) -> str:
-    """An error with the place where it was raised."""
+def _has_code(function: Any) -> bool:
+    return hasattr(inspect.unwrap(function), "__code__")
+
+
+def _described(error: Exception, files: set[str]) -> str:
+    """An error with the place where it was raised: the last one in these files, if there is one,
+    else the last one of all."""
     said = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename in files] or frames
     if not frames:
         return said[:_DETAIL]
     return f"{said[:_DETAIL]} ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -80,3 +80,69 @@ def start_daemon(file, hangs):
 
 def environment(*names):
     return [os.environ.get(name) for name in names]
+
+
+def always_raises(prompts, completions, **columns):
+    raise RuntimeError("no such judge")
+
+
+def raises_deep_below(completions):
+    return [math.factorial(-1) for _ in completions]
+
+
+def fails_for_some(completions, **kwargs):
+    """For every second completion that is shorter than three characters."""
+    if len(completions[0]) % 2:
+        raise RuntimeError("an odd length")
+    return [1.0]
+
+
+def always_none(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def always_nan(completions, **kwargs):
+    return [math.nan] * len(completions)
+
+
+def always_hangs(completions, **kwargs):
+    time.sleep(600)
+
+
+def always_dies(completions, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def always_takes_all_memory(completions, **kwargs):
+    return [float(len(bytearray(1 << 45)))]
+
+
+def as_trl_has_it(completions, answer, **kwargs):
+    """From TRL's documentation: conversational completions are lists of one message."""
+    contents = [completion[0]["content"] for completion in completions]
+    assert set(kwargs) == {"prompts", "completion_ids"}
+    return [float(content == right) for content, right in zip(contents, answer)]
+
+
+def without_others(completions):
+    return [float(len(text)) for text in completions]
+
+
+def keyword_only(*, completions, prompts):
+    return [float(len(text) - len(prompt)) for text, prompt in zip(completions, prompts)]
+
+
+async def asynchronous(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def requires(completions, nowhere, **kwargs):
+    return [1.0] * len(completions)
+
+
+def requires_a_trainer(completions, trainer_state):
+    return [1.0] * len(completions)
+
+
+def positional(completions, /):
+    return [1.0] * len(completions)
