@@ -216,8 +216,9 @@ def _refuse(tree: ast.Module) -> None:
             if is_module and not isinstance(node.ctx, ast.Load):
                 raise UnsupportedTestsError(f"they replace {text}")
     for node in tree.body:
-        is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-        if is_test and node.name in functions_to_call(tree) and _needs_arguments(node):
+        if not isinstance(node, ast.FunctionDef) or node.name not in functions_to_call(tree):
+            continue
+        if _needs_arguments(node):
             raise UnsupportedTestsError(f"{node.name} needs arguments (fixtures of pytest)")
 
 

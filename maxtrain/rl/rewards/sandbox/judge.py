@@ -264,7 +264,7 @@ class _Channel:
             if "raised" not in message:
                 self._has_returned |= do != "names"
                 return decoder.get(message["value"])
-            error = self._exception(message, decoder, is_iteration=do == "next")
+            error: BaseException = self._exception(message, decoder, is_iteration=do == "next")
         except Exception as problem:
             self.fail(f"the program broke the protocol ({type(problem).__name__}: {problem})")
         raise error from None
@@ -320,7 +320,7 @@ class _Channel:
         if module == "builtins" and getattr(builtins, name, None) is value:
             return ["builtin", name]
         is_standard = isinstance(module, str) and module.split(".")[0] in sys.stdlib_module_names
-        if is_standard and getattr(sys.modules.get(module), name, None) is value:
+        if is_standard and getattr(sys.modules.get(str(module)), name, None) is value:
             return ["global", module, name]
         if callable(value) and not isinstance(value, type):
             if id(value) not in self._numbers:

@@ -48,6 +48,22 @@ _NAMES_OF_BUILT = {kind: name for name, (kind, _) in _BUILT.items()}
 _MUTABLE_TYPES = frozenset(_MUTABLE.values())
 
 
+# From an instance of a subclass to the built-in type, without what the subclass overrides.
+_CONVERSIONS: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: lambda value: bytes(bytes.__iter__(value)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    list: lambda value: list(list.__iter__(value)),
+    set: lambda value: set(set.__iter__(value)),
+    bytearray: lambda value: bytearray(bytearray.__iter__(value)),
+    collections.deque: lambda value: collections.deque(collections.deque.__iter__(value)),
+}
+
+
 class ProtocolError(Exception):
     """A message is not what it must be: the other process is broken, or forges messages."""
 
@@ -149,7 +165,7 @@ class Encoder:
 
     def content(self, container: Any) -> list:
         """Return a node with the content of a container that the other process knows."""
-        return _content(container, lambda each: self.add(each, 1))
+        return _content(container, self.add)
 
     def _add_mutable(self, value: Any, depth: int) -> list:
         reference = self._place(value, self._append([]))
@@ -181,7 +197,7 @@ def _base_value(value: Any) -> tuple[Any] | None:
     """A value of a built-in type for an instance of its subclass; None: there is none."""
     for kind in (int, float, complex, str, bytes, tuple, frozenset):
         if isinstance(value, kind):
-            return (kind.__new__(kind, _plain(kind, value)),)
+            return (_CONVERSIONS[kind](value),)
     for mapping in (collections.Counter, collections.OrderedDict, dict):
         if isinstance(value, mapping):
             copy = mapping()
@@ -189,25 +205,13 @@ def _base_value(value: Any) -> tuple[Any] | None:
             return (copy,)
     for kind in (list, set, bytearray, collections.deque):
         if isinstance(value, kind):
-            return (kind(kind.__iter__(value)),)
+            return (_CONVERSIONS[kind](value),)
     # Scalars of numpy, whose class need not be imported here.
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         item = value.item()
         if type(item) in (bool, int, float, complex, str, bytes):
             return (item,)
     return None
-
-
-def _plain(kind: type, value: Any) -> Any:
-    if kind is int:
-        return int.__int__(value)
-    if kind is float:
-        return float.__float__(value)
-    if kind is str:
-        return str.__str__(value)
-    if kind is complex:
-        return complex.__complex__(value)
-    return kind.__iter__(value)
 
 
 class Decoder:
