@@ -267,16 +267,13 @@ unusable_nodes() {
     --states=down,drain,fail,no_respond | sort -u | paste -sd, -
 }
 
-# Removes the state of this job, unless the job is started again after a failed node.
+# Removes the state of this job. Slurm may requeue a job that it ends, after a failed node for
+# example; then starts without progress must still be counted.
 remove_state() {
-  if [ -n "$ending" ] && squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T |
-    grep -q NODE_FAIL; then
-    return
+  if [ -z "$ending" ] || [ "$starts" -eq 0 ]; then
+    rm -rf -- "$state"
   fi
-  rm -rf -- "$state"
 }
-trap remove_state EXIT
-
 # Ends the job and lets Slurm queue it again. The script then starts from the beginning.
 requeue() {
   echo "launch: $1; the job is requeued" >&2
@@ -310,6 +307,7 @@ count_progress() {
   fi
 }
 count_progress
+trap remove_state EXIT
 
 restarts=0
 while true; do
@@ -386,7 +384,7 @@ while true; do
   esac
   # Processes on nodes that still answer must not keep their GPUs.
   signal_steps KILL
-  if [ -n "$near_time_limit$ending" ]; then
+  if [ -n "$near_time_limit$ending" ] || [ "$starts" -ge "$crash_loop" ]; then
     continue
   fi
   if [ "$restarts" -ge "$max_restarts" ]; then

@@ -274,6 +274,8 @@ def test_the_job_waits_until_its_processes_have_saved(slurm, number):
     assert script.returncode == 75 and len(slurm.said_to("srun")) == 1
     if number == signal.SIGTERM:
         assert slurm.said_to("scancel") == slurm.said_to("scontrol") == [] and said == ""
+        # Slurm may requeue it. No step was completed, which must still be counted then.
+        assert (slurm.folder / "a b" / "r" / ".ends-77" / "starts").read_text() == "1 0 75\n"
         return
     assert slurm.said_to("scancel")[0] == "--signal=TERM 77.3"
     assert slurm.said_to("scontrol") == ["requeue 77"]

@@ -39,7 +39,9 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
-word, _, number = sys.argv[2].partition(":")
+word, number, *more = sys.argv[2].split(":")
+# Seconds without a sign of another process after which it counts as lost.
+patience = float(more[0]) if more else 8
 rank, count = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
 start = int(os.environ.get("SLURM_STEP_ID", "0")), os.environ.get("SLURM_RESTART_COUNT", "0")
 with open(folder / "starts", "a") as file:
@@ -71,7 +73,7 @@ while step < int(number):
         pathlib.Path(os.environ["MAXTRAIN_ENDS"], "step").write_text(str(step))
     for other in range(count):
         last = beat(other).stat().st_mtime if beat(other).exists() else began
-        if time.time() - max(began, last) > 4:
+        if time.time() - max(began, last) > patience:
             end(75)
 end(0)
 """
@@ -168,7 +170,7 @@ def test_exit_codes_reach_slurm_and_a_job_that_cannot_succeed_is_not_started_aga
 
 @every_dose
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster, submit):
-    job = submit("steps:9999")
+    job = submit("steps:9999:60")
     job.reach(3)
     cluster.run("scancel", job.id)
     found = cluster.wait_for(job.id, "CANCELLED")
@@ -197,7 +199,7 @@ def test_all_processes_are_started_again_after_one_is_killed(cluster, submit):
 @every_dose
 def test_a_job_saves_before_its_time_limit_and_continues_after_the_queue(cluster, submit):
     # Slurm looks at time limits every 30 s.
-    job = submit("steps:9999", "--time", "90", sbatch=("--time=1", "--signal=B:USR1@50"))
+    job = submit("steps:9999:60", "--time", "90", sbatch=("--time=1", "--signal=B:USR1@50"))
     job.reach(3)
     found = cluster.wait_for(job.id, "PENDING", "FAILED", "TIMEOUT")
     assert found["JobState"] == "PENDING", job.log
