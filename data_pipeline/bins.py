@@ -1,9 +1,10 @@
 """Rows of whole documents: which documents share a row, planned once and kept beside the manifest.
 
-A document's targets are its tokens, the end mark too; without end marks (`eod: none`) all but its
-first. `bins` puts documents into rows of `length` targets by best fit, the longest first; `pad`
-gives each a row of its own. A document is in at most one row and never divided. One that is longer
-than a row has a row of its own, cut, or is left out, or is refused.
+A document takes a position of a row for each of its tokens, the end mark too. `bins` puts documents
+into rows of `length` positions by best fit, the longest first; `pad` gives each a row of its own. A
+document is in at most one row and never divided. One that is longer than a row has a row of its own,
+cut, or is left out, or is refused. Its targets are its tokens; without end marks (`eod: none`) all
+but its first.
 
 `bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian
 int64: the number of long documents, the tokens of the others, the number of rows, their offsets and
@@ -29,7 +30,8 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards import TokenShards, ranges, write_atomic
 
-_VERSION = 1
+# Of a plan, by what the manifest says about end marks.
+_VERSIONS = {"append": 1, "none": 2}
 _DIGEST_BYTES = 32
 
 
@@ -41,10 +43,10 @@ class Bins:
     shards, in this order; those of a group follow each other.
 
     Attributes:
-        length: targets that a row has room for.
+        length: tokens that a row has room for.
         offsets: int64 [num_rows + 1].
         numbers: int64 [documents in rows].
-        num_tokens: targets in the rows, whatever their loss mask.
+        num_tokens: tokens in the rows, whatever their loss mask.
         num_targets: targets with a loss mask of 1; the manifest's num_targets, if no document is
             too long.
         skipped: groups left out because they are too long; a group is a document, or documents
@@ -129,9 +131,21 @@ def document_targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarr
     return first, sizes
 
 
+def document_sizes(shards: TokenShards, numbers: np.ndarray) -> np.ndarray:
+    """Return how many positions of a row documents take, int64 [n]; 0: nothing can be learnt from
+    the document, so no row has it."""
+    _, lengths = shards.documents(numbers)
+    is_alone = shards.group == 1 and not shards.has_columns
+    if shards.manifest.eod == "none" and is_alone:
+        # Nothing comes before its only token, so that nothing could predict it.
+        lengths[lengths == 1] = 0
+    return lengths
+
+
 def group_sizes(shards: TokenShards) -> np.ndarray:
-    """The targets of every group, int64 [num_groups]: sums over its documents."""
-    _, sizes = document_targets(shards, np.arange(shards.num_documents))
+    """Return the positions of a row that each group takes, int64 [num_groups]: sums over its
+    documents."""
+    sizes = document_sizes(shards, np.arange(shards.num_documents))
     return sizes.reshape(-1, shards.group).sum(axis=1)
 
 
@@ -141,7 +155,7 @@ def open_bins(
     packing: Literal["bins", "pad"],
     on_long: Literal["raise", "skip", "truncate"],
 ) -> Bins:
-    """Rows of `length` targets of all documents; the plan of `bins` is read if it is there, else
+    """Rows of `length` tokens of all documents; the plan of `bins` is read if it is there, else
     made and kept.
 
     Where the directory can't be written to, the plan is made each time. That of a directory behind
@@ -181,7 +195,7 @@ def open_bins(
     num_short_rows = len(plan.offsets) - 1 - plan.num_long
     num_short = plan.offsets[num_short_rows]
     long = plan.numbers[num_short:]
-    first, sizes = document_targets(shards, long)
+    first, sizes = shards.documents(long)
     if on_long == "raise":
         unit = shards.manifest.unit
         totals = sizes.reshape(-1, group).sum(axis=1)
@@ -190,7 +204,7 @@ def open_bins(
         mend = f"Set data.seq_length to at least {totals.max():,}, or data.on_long to skip"
         if group == 1:
             mend += " or truncate"
-        what = f"data.seq_length={length:,} is the number of targets a row has room for"
+        what = f"data.seq_length={length:,} is the number of tokens a row has room for"
         raise ConfigError(f"{what}, {rule}. {mend}.")
     if on_long == "skip":
         return Bins(
@@ -198,7 +212,7 @@ def open_bins(
             offsets=plan.offsets[: num_short_rows + 1],
             numbers=plan.numbers[:num_short],
             num_tokens=plan.num_tokens,
-            num_targets=all_targets - _count_targets(shards, first, sizes),
+            num_targets=all_targets - _count_targets(shards, *document_targets(shards, long)),
             skipped=plan.num_long,
             truncated=0,
             group=group,
@@ -216,7 +230,7 @@ def open_bins(
 
 def _kept_plan(shards: TokenShards, length: int) -> np.ndarray:
     """The int64 of the plan file of `bins`, read or made."""
-    identity = f"bins | {_VERSION} | {shards.uid} | {length}"
+    identity = f"bins | {_VERSIONS[shards.manifest.eod]} | {shards.uid} | {length}"
     name = f"bins-{length}.plan"
     path = shards.path / name
     if path.exists():

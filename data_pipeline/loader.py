@@ -21,7 +21,7 @@ from absl import flags
 from grain import experimental
 
 from data_pipeline.balance import RowPlaces, balance_rows, count_batch_rows, row_counts
-from data_pipeline.bins import Bins, document_targets, open_bins
+from data_pipeline.bins import Bins, document_sizes, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
@@ -485,15 +485,15 @@ class TrainingData(_Dataset):
         return [shape for shape in sorted(shapes) if not _is_exceeded(shape, shapes)]
 
     def _sizes_at(self, step: int) -> np.ndarray:
-        """The targets of each document, or of each group of them, of a step, int64, at most a row
-        of them."""
+        """The positions that each document, or each group of them, of a step takes, int64, at most
+        a row of them."""
         length = self.plan.span(step).seq_length
         source, _, row, _ = self._rows(step)
         sizes = np.empty(len(row), np.int64)
         for number in np.unique(source).tolist():
             mine = source == number
             _, documents = self.bins[length][number].documents(row[mine])
-            _, of_documents = document_targets(self.shards[number], documents)
+            of_documents = document_sizes(self.shards[number], documents)
             sizes[mine] = of_documents.reshape(-1, self.group).sum(axis=1)
         return np.minimum(sizes, length)
 

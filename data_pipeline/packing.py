@@ -7,12 +7,15 @@ documents that `bins` gives it, one after the other, then padding. `fold_documen
 that have a row each into rows that they share; documents that belong together (pairs) have one row
 before, and stay together. Each document is a segment of its own.
 
-The segment of a position is the document of its TARGET: the end-of-document token that ends one
-document is, as input, the begin mark of the next and sits in its segment; a row of documents begins
-with one too. Segments count from 1 within a row; 0 is padding, only ever at the row's end. The loss
-mask is the shards' own, which is 1 where they have none. Where documents have no end mark (`eod:
-none`), nothing announces a document's first token: its loss mask is 0, or, in a row of whole
-documents, it is no target at all, only an input.
+Where documents have end marks (`eod: append`), the segment of a position is the document of its
+TARGET: the end-of-document token that ends one document is, as input, the begin mark of the next and
+sits in its segment; a row of documents begins with one too. Where they have none (`eod: none`), it
+is the document of its INPUT, so that a segment begins with the first token of its document and no
+token of another. Nothing predicts that first token: as a target, beside the last input of the
+document before, its loss mask is 0.
+
+Segments count from 1 within a row; 0 is padding, only ever at the row's end. The loss mask is the
+shards' own, which is 1 where they have none.
 """
 
 import functools
@@ -23,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.bins import Bins, document_targets
+from data_pipeline.bins import Bins
 from data_pipeline.shards import TokenShards, ranges
 
 # The array of a batch with the numbers that documents have in the shards: labels, or margins.
@@ -86,6 +89,7 @@ def pack(
     loss_mask = np.ones((num_rows, end - first), np.float32)
     # Which tokens begin a document, in all columns up to the last that is wanted, and one more.
     begins = np.zeros((num_rows, end + 1), bool)
+    has_marks = np.ones(num_rows, bool)
     for source in dict.fromkeys(windows.source.tolist()):
         reader = shards[source]
         (rows,) = (windows.source == source).nonzero()
@@ -101,10 +105,12 @@ def pack(
         if reader.masked:
             loss_mask[rows] = reader.mask(starts + first + 1, end - first)
         if reader.manifest.eod == "none":
+            has_marks[rows] = False
             loss_mask[rows] *= ~begins[rows, first + 1 :]
     inputs = tokens[:, :-1].copy()
     targets = tokens[:, 1:].copy()
-    begins = begins[:, 1:].copy()
+    # With an end mark a segment begins where its first target is, else where its first input is.
+    begins = np.where(has_marks[:, None], begins[:, 1:], begins[:, :-1])
     begins &= not attend_across_documents
     return _batch(inputs, targets, loss_mask, begins, windows.count, restart_positions)
 
@@ -132,72 +138,102 @@ def pack_documents(
     the stream of its source, whose first token has the number that is given; 0 in padding.
     """
     first_column, end, _ = columns.indices(length)
-    # One column more, if there is one: its target is the first input.
+    # A column more on either side, if there is one: with an end mark an input is the target before
+    # it, without one a target is the input behind it.
     before = max(0, first_column - 1)
-    shape = (len(row), end - before)
-    inputs = np.zeros(shape, np.int32)
-    targets = np.zeros(shape, np.int32)
-    loss_mask = np.zeros(shape, np.float32)
-    begins = np.zeros((len(row), end), bool)
+    after = min(length, end + 1)
+    shape = (len(row), after - before)
+    tokens = np.zeros(shape, np.int32)
+    # Of each token: whether it is learnt, and whether a document begins with it, or goes on.
+    learnt = np.zeros(shape, np.float32)
+    is_first = np.zeros((len(row), after), bool)
+    goes_on = np.zeros(shape, bool)
     counts = np.zeros(len(row), np.int64)
-    names = list(numbers)
-    if shards[0].valued:
-        names.append(VALUE)
+    has_marks = np.ones(len(row), bool)
+    marks = np.zeros(len(row), np.int32)
+    names = [*numbers, *([VALUE] if shards[0].valued else [])]
     more: dict[str, np.ndarray] = {name: np.zeros(shape, np.float32) for name in names}
     if begins_of_sources is not None:
         more[PLACE] = np.zeros(shape, np.int64)
-    marks = []
     for number in np.unique(source).tolist():
         reader = shards[number]
         is_mine = source == number
         mine = np.flatnonzero(is_mine)
         offsets, documents = bins[number].documents(row[mine])
-        first, sizes = document_targets(reader, documents)
+        first, sizes = reader.documents(documents)
         sizes = np.minimum(sizes, length)
 
-        # Of each document: its row in the batch, and the column of its first target.
+        # Of each document: its row in the batch, and the column of its first token.
         ends = np.concatenate([[0], np.cumsum(sizes)])
         counts[mine] = np.diff(ends[offsets])
         in_each_row = np.diff(offsets)
         of_row = np.repeat(mine, in_each_row)
         column = ends[:-1] - np.repeat(ends[offsets[:-1]], in_each_row)
 
-        # The targets that lie in the columns wanted.
+        # The tokens that lie in the columns wanted.
         skip = (before - column).clip(0, sizes)
-        kept = (end - column).clip(0, sizes) - skip
+        kept = (after - column).clip(0, sizes) - skip
         some = kept > 0
-        filled = is_mine[:, None] & (np.arange(before, end) < counts[:, None])
-        targets[filled], loss_mask[filled] = reader.spans((first + skip)[some], kept[some])
+        filled = is_mine[:, None] & (np.arange(before, after) < counts[:, None])
+        tokens[filled], learnt[filled] = reader.spans((first + skip)[some], kept[some])
         for name, array in more.items():
             if name == PLACE:
-                assert begins_of_sources is not None
-                ids = ranges((first + skip)[some], kept[some])
-                array[filled] = 1 + begins_of_sources[number] + ids
-            elif name == VALUE:
-                array[filled] = np.repeat(reader.values(documents), kept)
+                array[filled] = 1 + ranges((first + skip)[some], kept[some])
             else:
-                array[filled] = np.repeat(numbers[name][number][documents], kept)
+                of_documents = _of_documents(name, reader, number, documents, numbers)
+                array[filled] = np.repeat(of_documents, kept)
+        if begins_of_sources is not None:
+            more[PLACE][filled] += begins_of_sources[number]
 
-        is_before_end = column < end
-        begins[of_row[is_before_end], column[is_before_end]] = not attend_across_documents
-        inside = (column >= before) & is_before_end
+        is_inside = column < after
+        is_first[of_row[is_inside], column[is_inside]] = True
+        goes_on |= filled & ~is_first[:, before:]
         if reader.manifest.eod == "none":
-            # The first token of the document itself, which is no target, stands before the others.
-            one_before = first[inside] - 1
-            mark, _ = reader.spans(one_before, np.ones_like(one_before))
+            has_marks[mine] = False
         else:
-            mark = reader.manifest.tokenizer["special_ids"]["eod"]
-        marks.append((of_row[inside], column[inside] - before, mark))
-    inputs[:, 1:] = targets[:, :-1]
-    for of_row, column, mark in marks:
-        inputs[of_row, column] = mark
-    wanted = slice(first_column - before, None)
-    inputs = np.ascontiguousarray(inputs[:, wanted])
-    targets = np.ascontiguousarray(targets[:, wanted])
-    loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
-    for name, array in more.items():
-        more[name] = np.ascontiguousarray(array[:, wanted])
+            marks[mine] = reader.manifest.tokenizer["special_ids"]["eod"]
+
+    previous = np.zeros_like(tokens)
+    previous[:, 1:] = tokens[:, :-1]
+    marked = np.where(is_first[:, before:], marks[:, None], previous)
+    inputs = np.where(has_marks[:, None], marked, tokens)
+    targets = _as_targets(tokens, has_marks, goes_on)
+    loss_mask = _as_targets(learnt, has_marks, goes_on)
+    if PLACE in more:
+        more[PLACE] = _as_targets(more[PLACE], has_marks, goes_on)
+
+    def wanted(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array[:, first_column - before : end - before])
+
+    inputs, targets, loss_mask = map(wanted, (inputs, targets, loss_mask))
+    more = {name: wanted(array) for name, array in more.items()}
+    begins = is_first[:, :end].copy()
+    begins &= not attend_across_documents
     return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, more)
+
+
+def _of_documents(
+    name: str,
+    reader: TokenShards,
+    source: int,
+    documents: np.ndarray,
+    numbers: Mapping[str, Sequence[np.ndarray]],
+) -> np.ndarray:
+    """The numbers by this name that documents of a source have, float32 [documents]."""
+    if name == VALUE:
+        return reader.values(documents)
+    return numbers[name][source][documents]
+
+
+def _as_targets(array: np.ndarray, has_marks: np.ndarray, goes_on: np.ndarray) -> np.ndarray:
+    """Move what belongs to tokens [B, T] to the positions that have these tokens as targets.
+
+    In rows with end marks, bool [B], these are the positions of the tokens. In others they are those
+    before, and a token with which no document goes on, bool [B, T], is no target.
+    """
+    behind = np.zeros_like(array)
+    behind[:, :-1] = np.where(goes_on[:, 1:], array[:, 1:], 0)
+    return np.where(has_marks[:, None], array, behind)
 
 
 def fold_documents(
@@ -218,7 +254,7 @@ def fold_documents(
 
     Args:
         documents: the arrays [n, t] of `pack_documents`.
-        sizes: int64 [n], targets of each of these rows.
+        sizes: int64 [n], positions of each of these rows that are not padding.
         row, column: int64 [n], where each begins.
         shape: rows and positions of the batch; what no document fills is padding.
         restart_positions, attend_across_documents, columns: as for `pack`.
@@ -263,7 +299,8 @@ def _batch(
     restart_positions: bool,
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
-    """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
+    """The arrays of a batch, from where segments begin and how many positions of each row are not
+    padding, int64 [B].
 
     `begins` is bool [B, end] where the others are [B, T]: these are the last T of its columns.
     `more`: further arrays of each position, by their names.

@@ -51,6 +51,8 @@ from data_pipeline.report import (
     group_arrays,
     marked_text,
     row_arrays,
+    row_beginning,
+    shown_tokens,
     summary,
     token_lines,
 )
@@ -285,7 +287,9 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--eod",
         choices=["append", "none"],
-        help="end each document with a special token (default: append; none for chars)",
+        help="append: end each document with the end-of-document token, after which the next one "
+        "begins; none: documents are as they are (default: append; none for chars and for what a "
+        "chat template writes, which begins with the template's first token)",
     )
     add(
         "--holdout",
@@ -381,21 +385,17 @@ def _values(arguments: argparse.Namespace, name: str) -> list[str]:
 def _request(arguments: argparse.Namespace, command: str) -> _Request:
     """Look at input and tokenizer; nothing is written."""
     spec = arguments.tokenizer or "bytes"
-    eod = arguments.eod
-    if not eod:
-        eod = "none" if spec == "chars" else "append"
     tokenizer = None
     if spec != "chars" and not spec.startswith("bpe:"):
         tokenizer = load_tokenizer(spec)
-    if tokenizer and tokenizer.eod_id is None and eod == "append":
-        mend = "Name it as eos_token in a tokenizer_config.json beside it"
-        if not arguments.preferences and not arguments.prompts:
-            mend += ", or give --eod none to join documents without a mark"
-        raise DataError(
-            f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
-        )
     options = _reading_options(arguments, spec, tokenizer)
     pieces, sources = _find_input(arguments, options)
+    eod = arguments.eod or _default_eod(spec, pieces)
+    if tokenizer and tokenizer.eod_id is None and eod == "append":
+        fix = "Name it as eos_token in a tokenizer_config.json beside it"
+        if not arguments.prompts:
+            fix += ", or give --eod none to join documents without a mark"
+        raise DataError(f"--tokenizer {spec}: has no end-of-document token by a usual name. {fix}.")
     settings = {
         "key": arguments.key,
         "holdout": arguments.holdout,
@@ -410,13 +410,13 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         settings["tokenizer"] = tokenizer.sha256
     if arguments.dedupe:
         settings["dedupe"] = True
-    forms = _forms(pieces, arguments.margin, eod)
+    forms = _forms(pieces, arguments.margin)
     if forms:
         settings["preferences"] = "; ".join(sorted({form.describe() for form in forms}))
         settings["columns"] = arguments.columns
         settings["margin"] = arguments.margin
     if arguments.prompts:
-        _check_prompts(pieces, eod)
+        _check_prompts(pieces, eod, tokenizer)
         settings["prompts"] = True
     if options.chat_map:
         settings["map"] = options.chat_map.text
@@ -436,18 +436,44 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     return _Request(parts, origin, tokenizer)
 
 
-def _check_prompts(pieces: list[Piece], eod: str) -> None:
-    """UsageError: prompts do not go together with other documents, or with the options."""
+def _default_eod(spec: str, pieces: list[Piece]) -> str:
+    """Return whether documents end with an end-of-document token, where no option says so.
+
+    Where a chat template wrote the documents, nothing is added: they begin with the template's first
+    token and end as the template ends them, as at inference. Text for a tokenizer of characters has
+    no such token either.
+
+    Raises:
+        UsageError: a template wrote some of the documents and not the others.
+    """
+    rendered = sorted({piece.format for piece in pieces if piece.options.template})
+    others = sorted({piece.format for piece in pieces if not piece.options.template})
+    if rendered and others:
+        raise UsageError(
+            f"--{rendered[0]} is written by a chat template and begins with its first token, and "
+            f"--{others[0]} begins after an end-of-document token. Prepare each into a directory of "
+            "its own, or give --eod append to have that token in both, or --eod none."
+        )
+    if rendered or spec == "chars":
+        return "none"
+    return "append"
+
+
+def _check_prompts(pieces: list[Piece], eod: str, tokenizer: Tokenizer | None) -> None:
+    """UsageError: prompts do not go together with other documents, or their completions could not
+    end."""
     others = sorted({piece.format for piece in pieces} - {"prompts"})
     if others:
         rule = "has documents that are no prompts"
         raise UsageError(f"--{others[0]}: {rule}. Prepare it into a directory of its own.")
-    if eod == "none":
-        rule = "a prompt begins after an end mark, and a completion ends with one"
-        raise UsageError(f"--prompts, and no end mark: {rule}. Give --eod append.")
+    is_rendered = any(piece.options.template for piece in pieces)
+    has_end = tokenizer is not None and tokenizer.eod_id is not None
+    if eod == "none" and not is_rendered and not has_end:
+        rule = "a completion ends with an end-of-document token, and the tokenizer has none"
+        raise UsageError(f"--prompts: {rule}. Give --eod append.")
 
 
-def _forms(pieces: list[Piece], margin: bool, eod: str) -> list[PreferenceForm]:
+def _forms(pieces: list[Piece], margin: bool) -> list[PreferenceForm]:
     """The forms of preferences that pieces have, each once; UsageError: they do not go together, or
     with the options."""
     forms = list(dict.fromkeys(p.options.preferences for p in pieces if p.options.preferences))
@@ -461,14 +487,9 @@ def _forms(pieces: list[Piece], margin: bool, eod: str) -> list[PreferenceForm]:
         listed = " and ".join(form.describe() for form in forms)
         rule = "which are stored differently. Prepare them into directories of their own"
         raise UsageError(f"--preferences: there are {listed}, {rule}.")
-    if forms[0].group == 1:
-        if margin:
-            mend = "Leave it out"
-            raise UsageError(f"--margin: is of pairs, and these are answers with a label. {mend}.")
-        return forms
-    if eod == "none":
-        rule = "a pair is two documents, each with an end mark"
-        raise UsageError(f"--eod none: {rule}. Leave it out.")
+    if forms[0].group == 1 and margin:
+        mend = "Leave it out"
+        raise UsageError(f"--margin: is of pairs, and these are answers with a label. {mend}.")
     return forms
 
 
@@ -1005,7 +1026,8 @@ def _show(argv: list[str]) -> None:
     if packing is None:
         packing = "bins" if shards.group > 1 else "stream"
     arrays = row_arrays(shards, arguments.row, length, packing, arguments.seed, arguments.epoch)
-    _print_row(arrays, tokenizer, shards.group)
+    print(f"row {arguments.row:,}: {row_beginning(shards, tokenizer)}", file=sys.stderr)
+    _print_row(shown_tokens(arrays, shards.manifest.eod), tokenizer, shards.group)
 
 
 def _show_group(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
@@ -1013,7 +1035,8 @@ def _show_group(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
     arrays = group_arrays(shards, number)
     size = f"{len(arrays['targets']):,} tokens in {shards.group} documents"
     unit = shards.manifest.unit
-    print(f"{unit} {number} of {shards.num_groups:,}: {size}", file=sys.stderr)
+    begins = row_beginning(shards, tokenizer, number * shards.group)
+    print(f"{unit} {number} of {shards.num_groups:,}: {size}; {begins}", file=sys.stderr)
     _print_row(arrays, tokenizer, shards.group)
 
 
@@ -1033,7 +1056,8 @@ def _show_document(
     if shards.valued:
         value = float(shards.values(np.array([number]))[0])
         size += f", {describe_value(value, shards.group)}"
-    print(f"document {number} of {shards.num_documents:,}: {size}", file=sys.stderr)
+    begins = row_beginning(shards, tokenizer, number)
+    print(f"document {number} of {shards.num_documents:,}: {size}; {begins}", file=sys.stderr)
     (is_target,) = shards.mask(np.array([first]), length)
     ids = shards.read(first, length)
     console = Console(highlight=False)

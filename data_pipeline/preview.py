@@ -8,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from data_pipeline.loader import TrainingData
-from data_pipeline.report import marked_text, one_line, spell
+from data_pipeline.report import marked_text, one_line, shown_tokens, spell
 
 # Tokens of a row that are decoded for a preview.
 _MOST_TOKENS = 1024
+# The arrays of a row that its text is made of.
+_SHOWN = ("inputs", "targets", "segment_ids", "loss_mask")
 # Documents of a row that are listed.
 _MOST_DOCUMENTS = 6
 
@@ -103,8 +105,12 @@ def preview_rows(
         documents = np.array([], np.int64)
         for place in mine:
             documents = np.append(documents, _documents(data, step, place))
-        ids = arrays["targets"][i][real][:_MOST_TOKENS]
-        mask = learnt[real][:_MOST_TOKENS]
+        eod = "append"
+        if mine:
+            eod = data.shards[int(rows.source[mine[0]])].manifest.eod
+        shown = shown_tokens({name: arrays[name][i] for name in _SHOWN}, eod)
+        ids = shown["targets"][real][:_MOST_TOKENS]
+        mask = shown["loss_mask"][real][:_MOST_TOKENS] > 0
         if learnt[real].all():
             text = spell(data.tokenizer, ids)
         else:

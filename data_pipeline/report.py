@@ -23,6 +23,8 @@ _WIDTH = 78
 # Around targets, where there is no colour: ⟦ ⟧, which text hardly has.
 OPEN = "\u27e6"
 CLOSE = "\u27e7"
+# Documents that are looked at for answers without an end.
+_MOST_CHECKED = 64
 # Tokens before the first target, and from it on.
 _EXAMPLE_TOKENS = 16
 _TARGETS_BY = {
@@ -57,6 +59,10 @@ def summary(shards: TokenShards) -> Iterator[str]:
     if found and not m.settings.get("prompts"):
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
+    if shards.masked or shards.has_columns:
+        yield f"  {row_beginning(shards, load_tokenizer(shards.path))}"
+    if shards.masked and not shards.has_columns:
+        yield from _warn_of_endless_answers(shards)
     counts, longest = histogram(shards)
     mean = m.num_tokens / m.num_groups
     yield f"  tokens in a {m.unit}: {mean:,.1f} on average, {longest:,} at most"
@@ -88,6 +94,66 @@ def _example(shards: TokenShards) -> str:
     before = one_line(spell(tokenizer, ids[max(at - _EXAMPLE_TOKENS, 0) : at]), 4 * _WIDTH)
     after = marked_text(tokenizer, ids[at : at + _EXAMPLE_TOKENS], mask[at : at + _EXAMPLE_TOKENS])
     return before[-_WIDTH // 2 :] + one_line(after, _WIDTH // 2 - len("    such as "))
+
+
+def row_beginning(shards: TokenShards, tokenizer: Tokenizer, number: int = 0) -> str:
+    """Say which token a row begins with that holds document `number` first."""
+    begin = shards.manifest.tokenizer["special_ids"]["eod"]
+    why = "the end-of-document token"
+    has_own = shards.manifest.eod == "none" or (shards.is_rendered and shards.has_columns)
+    if has_own:
+        first, _ = shards.document(number)
+        begin = int(shards.read(first, 1)[0])
+        why = "the chat template's first token" if shards.is_rendered else "its own first token"
+    token = one_line(spell(tokenizer, np.array([begin])), _WIDTH // 2)
+    return f"begins with {token or f'token {begin}'}, {why}"
+
+
+def _warn_of_endless_answers(shards: TokenShards) -> Iterator[str]:
+    """Lines about answers that are learnt without the token that ends them: a model that learns from
+    them does not learn to stop. Looks at the first documents."""
+    tokenizer = load_tokenizer(shards.path)
+    names = {number: name for name, number in tokenizer.special.items()}
+    if tokenizer.eod_id is not None:
+        names.setdefault(tokenizer.eod_id, "the end-of-document token")
+    endless = 0
+    behind: dict[str, int] = {}
+    count = min(shards.num_documents, _MOST_CHECKED)
+    for number in range(count):
+        first, length = shards.document(number)
+        ids = shards.read(first, length)
+        (learnt,) = np.nonzero(shards.mask(np.array([first]), length)[0])
+        if not learnt.size or int(ids[learnt[-1]]) in names:
+            continue
+        endless += 1
+        after = [names[i] for i in ids[learnt[-1] + 1 :].tolist() if i in names]
+        token = after[0] if after else ""
+        behind[token] = behind.get(token, 0) + 1
+    if not endless:
+        return
+    token = max(behind, key=lambda name: behind[name])
+    yield f"  WARNING: {endless:,} of the first {count:,} documents teach no end of an answer,"
+    yield "    so that a model would not learn to stop."
+    if token and shards.manifest.settings.get("chat_targets") != "compared":
+        yield f"    {token} follows the answer and is no target: write it inside of"
+        yield "    {% generation %} in the chat template."
+    elif token:
+        yield f"    {token} follows the answer and is no target."
+    elif not tokenizer.special:
+        yield "    The tokenizer has no special token that could end it. Use one that has."
+    elif shards.is_rendered:
+        yield "    The chat template writes no special token behind an answer: write one, such as"
+        yield f"    {_example_end(tokenizer)}, inside of what is a target."
+    else:
+        yield "    Give --eod append to end each answer with the end-of-document token."
+
+
+def _example_end(tokenizer: Tokenizer) -> str:
+    """A token that could end an answer."""
+    for name, number in tokenizer.special.items():
+        if number == tokenizer.eod_id:
+            return name
+    return next(iter(tokenizer.special))
 
 
 def _values(shards: TokenShards) -> str:
@@ -161,6 +227,22 @@ def row_arrays(
         _check_row(shards, row, length, bins.num_rows)
         batch = pack_documents([shards], [bins], source, np.array([row]), length, True, False)
     return {name: array[0] for name, array in batch.items()}
+
+
+def shown_tokens(arrays: dict[str, np.ndarray], eod: str) -> dict[str, np.ndarray]:
+    """Return arrays [T] of a row whose `targets` are the tokens of its documents, as people read
+    them, and whose `loss_mask` says which of these are learnt.
+
+    Without end marks (`eod` "none") the tokens of documents are the inputs of a row: each is the
+    target of the position before it, and the first of a document of none.
+    """
+    if eod != "none":
+        return arrays
+    learnt = np.zeros_like(arrays["loss_mask"])
+    segments = arrays["segment_ids"]
+    same = segments[1:] == segments[:-1]
+    learnt[1:] = np.where(same, arrays["loss_mask"][:-1], 0)
+    return {**arrays, "targets": arrays["inputs"], "loss_mask": learnt}
 
 
 def _check_row(shards: TokenShards, row: int, length: int, num_rows: int) -> None:

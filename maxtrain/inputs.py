@@ -286,6 +286,30 @@ def require_answers(
                 f"reward.margin=True needs the margin of each pair, and {where} has none. Prepare "
                 "it with --margin, or leave reward.margin out."
             )
+    if config.objective == "reward":
+        _require_same_ends(read)
+
+
+def have_end_marks(data: TrainingData) -> bool:
+    """Return whether documents of the training data end with an end-of-document token that their
+    rows hold."""
+    return data.shards[0].manifest.eod == "append"
+
+
+def _require_same_ends(read: Mapping[str, TokenShards]) -> None:
+    """ConfigError: some of the data was prepared with end marks, and some without: the last token of
+    an answer, where its reward is, would not be the same token everywhere."""
+    first, *others = read.items()
+    for other in others:
+        if first[1].manifest.eod == other[1].manifest.eod:
+            continue
+        pair = sorted((first, other), key=lambda item: item[1].manifest.eod)
+        (with_key, with_marks), (key, without) = pair
+        raise ConfigError(
+            f"objective=reward scores the last token of an answer: in {with_key}={with_marks.path} "
+            f"that is an end-of-document token, and {key}={without.path} has none. Prepare both "
+            "with --eod append, or both with --eod none."
+        )
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:

@@ -38,7 +38,13 @@ from maxtrain.config.schema import LossScaleConfig
 from maxtrain.config.sections.mesh import num_slices
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for, find_reference
-from maxtrain.inputs import attach_stored_teacher, open_data, require_answers, with_vocabulary
+from maxtrain.inputs import (
+    attach_stored_teacher,
+    have_end_marks,
+    open_data,
+    require_answers,
+    with_vocabulary,
+)
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
@@ -428,7 +434,9 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     had = None
     if saved is not None:
         had = saved.attention()
-    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names), had)
+    parts = make_parts(
+        fitted, jax.devices(), num_steps, len(data.plan.names), had, have_end_marks(data)
+    )
     for stored in _stored_teachers(data, sets):
         stored.require_vocabulary(fitted.model.vocab_size or 0)
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
@@ -522,11 +530,12 @@ def make_parts(
     num_steps: int,
     num_sources: int,
     had: str | None = None,
+    has_end_marks: bool = True,
 ) -> Parts:
     """What trains on these devices, as shapes: nothing is computed.
 
     The devices may be descriptions of some that are elsewhere. The config fits the devices and
-    knows its vocabulary. `had`: as of `choose`.
+    knows its vocabulary. `had`: as of `choose`. `has_end_marks`: as of `objectives.reward`.
 
     ConfigError: a dim that the mesh does not divide, or a kernel that the devices do not have.
     """
@@ -537,7 +546,7 @@ def make_parts(
     _require_kernels(config, hardware)
     mesh = make_mesh(config.mesh, devices)
     rules = stored_rules(config.mesh.rules)
-    objective = objective_of(config, num_sources)
+    objective = objective_of(config, num_sources, has_end_marks)
     frozen_model = find_for(objective, config)
     if frozen_model is not None:
         frozen_model = frozen_model.with_kernel(config, hardware)
@@ -606,10 +615,11 @@ def make_parts(
     )
 
 
-def objective_of(config: RunConfig, num_sources: int = 0) -> Objective:
+def objective_of(config: RunConfig, num_sources: int = 0, has_end_marks: bool = True) -> Objective:
     """What a config minimises.
 
     `num_sources`: of the data; 0: losses are not told apart by source, whatever the config says.
+    `has_end_marks`: as of `objectives.reward`.
     """
     if not config.loss.by_source:
         num_sources = 0
@@ -624,6 +634,7 @@ def objective_of(config: RunConfig, num_sources: int = 0) -> Objective:
         config.optimizer.normalize,
         num_sources,
         config.determinism == "full",
+        has_end_marks,
     )
     return make_objective(config.objective, settings)
 

@@ -44,6 +44,7 @@ from maxtrain.inputs import (
     attach_stored_teacher,
     data_section,
     data_seed,
+    have_end_marks,
     open_data,
     require_answers,
     with_vocabulary,
@@ -232,7 +233,9 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     steps = min(steps, data.plan.num_steps)
     devices = jax.devices()
     fitted = fit_to_devices(asked, len(devices))
-    parts = make_parts(fitted, devices, steps, len(data.plan.names))
+    num_sources = len(data.plan.names)
+    marks = have_end_marks(data)
+    parts = make_parts(fitted, devices, steps, num_sources, has_end_marks=marks)
     job = Job(**vars(parts), asked=asked, data=data, sets={})
     step = job.make_step()
     rates: list[float] = []

@@ -242,9 +242,6 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     if eod is not None and not id_rule[0](eod):
         yield "tokenizer.special_ids.eod", eod, f"null or {id_rule[1]}"
     group = content["group"]
-    if group != 1 and content["eod"] == "none":
-        rule = f"'append' where {group} documents belong together"
-        yield "eod", content["eod"], rule
     for kind, entry in content["problems"].items():
         if not isinstance(entry, dict):
             yield f"problems.{kind}", entry, "an object"

@@ -41,6 +41,8 @@ class Settings(NamedTuple):
     num_sources: int
     # As of `grpo`.
     is_exact: bool = False
+    # As of `reward`.
+    has_end_marks: bool = True
 
 
 def _next_token(settings: Settings) -> Objective:
@@ -85,7 +87,7 @@ def _dpo(settings: Settings) -> Objective:
 
 
 def _reward(settings: Settings) -> Objective:
-    return reward(settings.reward, settings.regularization)
+    return reward(settings.reward, settings.regularization, settings.has_end_marks)
 
 
 def _grpo(settings: Settings) -> Objective:

@@ -1,9 +1,10 @@
 """Reward models: a score of answers, by which the chosen answer of a pair is above the rejected
 one.
 
-Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, with its
-prompt before it and its end mark behind it, and the score at the end mark is its reward. A row is
-such that its targets are the tokens of its documents, end marks among them, so these are read.
+Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, behind its
+prompt, and the score at its last token is its reward. Where documents have end marks, the targets of
+a row are the tokens of its documents, of which the last is the end mark. Where they have none, as
+what a chat template wrote, the inputs of a row are the tokens of its documents.
 
 Source: Ouyang et al., https://arxiv.org/abs/2203.02155; the loss and the regulariser name theirs in
     ops/preference.py.
@@ -36,7 +37,11 @@ _MARGIN = "value"
 _TARGETS = "targets"
 
 
-def reward(config: RewardConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+def reward(
+    config: RewardConfig,
+    regularization: RegularizationConfig = NO_NOISE,
+    has_end_marks: bool = True,
+) -> Objective:
     """The mean over pairs of Bradley and Terry's loss, plus `centre_weight` times the mean square
     of the sums of their rewards.
 
@@ -49,7 +54,10 @@ def reward(config: RewardConfig, regularization: RegularizationConfig = NO_NOISE
     Args:
         config: weight of the regulariser, and whether the data's margins are read.
         regularization: what is random where the batch has keys.
+        has_end_marks: whether the documents of the data have end marks.
     """
+    # The array that has all tokens of documents.
+    tokens = "targets" if has_end_marks else "inputs"
     factors = {"preference": 1.0, LAYERS: 1.0}
     recorded = [
         PREFERENCE,
@@ -68,7 +76,7 @@ def reward(config: RewardConfig, regularization: RegularizationConfig = NO_NOISE
 
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
         policy = models[POLICY]
-        out = noisy_forward(policy, batch | {"inputs": batch["targets"]}, regularization)
+        out = noisy_forward(policy, batch | {"inputs": batch[tokens]}, regularization)
         is_end = _is_end(batch).astype(jnp.float32)
         rewards = sums_of_pairs(policy.scores(out.hidden) * is_end, batch["segment_ids"])
         chosen = rewards[..., 0]

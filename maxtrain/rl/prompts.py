@@ -17,7 +17,8 @@ class Prompt(NamedTuple):
     """What a completion follows.
 
     Attributes:
-        ids: its tokens; of plain text, behind the end mark that every document begins after.
+        ids: its tokens; of plain text with end marks, behind the mark that every document begins
+            after.
         original: as it was given: text, or messages.
         columns: what else is known of it.
     """
@@ -59,8 +60,9 @@ def require_room(
         max_completion_length: tokens of a completion, at most.
     """
     _, lengths = shards.documents(np.arange(shards.num_documents))
-    # With an end mark: before plain text one is read, behind a prompt there is none.
-    lengths = lengths - int(shards.is_rendered)
+    # Behind a prompt no end mark is read. Before plain text there is one.
+    if shards.manifest.eod == "append" and shards.is_rendered:
+        lengths = lengths - 1
     room = length - max_completion_length
     too_long = np.flatnonzero(lengths > room)
     if not too_long.size:
@@ -123,10 +125,11 @@ def first_of_each(data: TrainingData) -> list[Prompt]:
 def read_prompt(shards: TokenShards, number: int) -> Prompt:
     """A prompt by its number."""
     ids = shards.read(*shards.document(number)).tolist()
-    end = ids.pop()
-    # What a template has written begins as it says.
-    if not shards.is_rendered:
-        ids.insert(0, end)
+    if shards.manifest.eod == "append":
+        end = ids.pop()
+        # What a template has written begins as it says.
+        if not shards.is_rendered:
+            ids.insert(0, end)
     (columns,) = shards.columns([number])
     original = columns.pop(PROMPT)
     return Prompt(tuple(ids), original, columns)

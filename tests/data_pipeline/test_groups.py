@@ -400,7 +400,6 @@ def test_a_manifest_says_what_belongs_together_only_where_something_does(tmp_pat
         ({"group": 0}, r"group=0 must be an integer in \[1, 64\]"),
         ({"group": True}, r"group=true must be an integer"),
         ({"shards": True}, r"shards\[1\]\.has_values=true must be as in the first shard"),
-        ({"eod": "none"}, r"eod=\"none\" must be 'append' where 2 documents belong together"),
     ],
 )
 def test_a_manifest_of_torn_groups_is_refused(tmp_path, changes, message):

@@ -80,7 +80,9 @@ def oracle(layout, masked, start, count, length, eod, restart, across):
         if i >= count:
             continue
         target = (start + 1 + i) % total
-        if i and target in begins and not across:
+        # Without end marks a segment begins with its document's own first token.
+        first = target if eod == "append" else (start + i) % total
+        if i and first in begins and not across:
             segment, position = segment + 1, 0
         if restart:
             row["positions"][i] = position
@@ -163,13 +165,14 @@ def oracle_of_documents(layout, masked, eod, documents, length, restart, across)
     firsts, counts = np.cumsum([0, *lengths]).tolist(), targets_of(layout, masked)
     columns = []  # input, target, segment, position, loss mask
     for segment, number in enumerate(documents, 1):
-        tokens = list(range(firsts[number], firsts[number + 1]))
-        pairs = list(
-            zip([END, *tokens], tokens) if eod == "append" else itertools.pairwise(tokens)
-        )[:length]
-        columns += [
-            (before, token, segment, i, counts[token]) for i, (before, token) in enumerate(pairs)
-        ]
+        tokens = list(range(firsts[number], firsts[number + 1]))[:length]
+        if eod == "append":
+            pairs = list(zip([END, *tokens], tokens))
+        else:
+            pairs = list(itertools.zip_longest(tokens, tokens[1:]))
+        for i, (before, token) in enumerate(pairs[:length]):
+            target = (token, segment, i, counts[token]) if token is not None else (0, segment, i, 0)
+            columns.append((before, *target))
     if across:
         columns = [
             (before, token, 1, i, counts) for i, (before, token, _, _, counts) in enumerate(columns)
@@ -221,28 +224,27 @@ def test_every_target_of_documents_that_fit_is_one_exactly_once(
     bins = open_bins(shards, length, packing, "skip")
     rows = np.arange(bins.num_rows)
     batch = pack_documents([shards], [bins], np.zeros_like(rows), rows, length, True, False)
-    real, first = batch["segment_ids"] > 0, int(eod == "none")
+    real = batch["segment_ids"] > 0
     borders = np.cumsum([0, *(n for lengths in layout for n in lengths)]).tolist()
-    spans = [
-        range(a + first, b)
-        for a, b in itertools.pairwise(borders)
-        if first < b - a <= length + first
-    ]
-    assert collections.Counter(batch["targets"][real].tolist()) == collections.Counter(
+    # Where documents have no end marks, one of a single token has nothing to predict it.
+    least = 1 if eod == "append" else 2
+    spans = [range(a, b) for a, b in itertools.pairwise(borders) if least <= b - a <= length]
+    # A row holds each token of its documents, as targets or, without end marks, as inputs.
+    tokens = batch["targets"] if eod == "append" else batch["inputs"]
+    assert collections.Counter(tokens[real].tolist()) == collections.Counter(
         itertools.chain(*spans)
     )
     assert (batch["loss_mask"].sum(), real.sum()) == (bins.num_targets, bins.num_tokens)
     assert bins.skipped or bins.num_targets == shards.manifest.num_targets
-    document = np.searchsorted(borders, batch["targets"], "right")
+    document = np.searchsorted(borders, tokens, "right")
     for row in rows:  # a segment is a document, whole
         pairs = set(
             zip(batch["segment_ids"][row][real[row]].tolist(), document[row][real[row]].tolist())
         )
         assert len(pairs) == len(dict(pairs)) == len({document for _, document in pairs})
         for segment, number in pairs:
-            assert (batch["segment_ids"][row] == segment).sum() == borders[number] - borders[
-                number - 1
-            ] - first
+            size = borders[number] - borders[number - 1]
+            assert (batch["segment_ids"][row] == segment).sum() == size
 
 
 def test_a_document_has_the_same_inputs_targets_and_positions_as_in_the_stream(tmp_path):

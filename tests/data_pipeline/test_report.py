@@ -207,5 +207,5 @@ def test_show_in_a_pipe_is_plain(tmp_path):
         done.returncode == 0
         and "\naaaaa\n" in done.stdout
         and "\x1b" not in done.stdout
-        and not done.stderr
+        and done.stderr == "row 0: begins with token 256, the end-of-document token\n"
     )

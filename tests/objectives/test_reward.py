@@ -81,3 +81,20 @@ def test_loss_and_records_are_what_the_equation_says_for_every_split(model):
     apart = jax.tree.map(jnp.subtract, found, gradient)
     assert float(optax.tree.norm(apart)) <= 2e-6 * float(optax.tree.norm(gradient))
     assert float(optax.tree.norm(gradient["score"])) > 0
+
+
+@pytest.mark.long
+def test_without_end_marks_the_tokens_of_answers_are_the_inputs_of_rows(model):
+    """The reward is the score at the last token of the answer, as TRL takes it."""
+    here = pairs(count=3)
+    batch = rows_of([here])
+    result, _ = trained(model, reward(RewardConfig(), has_end_marks=False), batch, 1)
+    module = nnx.merge(*model)
+    found = []
+    for pair in here:
+        for inputs, _, _ in pair:
+            hidden = module.hidden(jnp.asarray(inputs, jnp.int32)[None])
+            found.append(float(module.scores(hidden)[0, -1]))
+    chosen, rejected = np.array(found).reshape(-1, 2).T
+    expected = np.log1p(np.exp(-(chosen - rejected))).mean()
+    np.testing.assert_allclose(result.sums["preference"].mean(), expected, rtol=1e-5)

@@ -13,7 +13,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_training
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
-from maxtrain.rl.prompts import later_prompts, prompts_of, require_prompts
+from maxtrain.rl.prompts import later_prompts, prompts_of, read_prompt, require_prompts
 from maxtrain.rl.reward_calls import parse_reward
 from maxtrain.rl.sampler import stop_ids
 
@@ -91,7 +91,10 @@ def test_what_ends_a_completion(folder):
     assert set(stop_ids(tokenizer, shards)) == ends
     ids = shards.read(*shards.document(0))
     assert ids[0] == tokenizer.special["<|im_start|>"]
-    np.testing.assert_array_equal(ids[-1], tokenizer.eod_id)
+    # The prompt of a template has nothing behind it, and is read as it is.
+    header = tokenizer.locate("<|im_start|>assistant\n")[0]
+    np.testing.assert_array_equal(ids[-len(header) :], header)
+    assert read_prompt(shards, 0).ids == tuple(ids.tolist())
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@ forges a special token."""
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from data_pipeline import prepare
+from data_pipeline.bins import open_bins
+from data_pipeline.packing import Windows, pack, pack_documents
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
 
@@ -71,9 +74,9 @@ def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
     assert prepare.main(command(tmp_path, tokenizer)) == 0
     start = "<|im_start|>"
     assert list(conversations(tmp_path / "out")) == [
-        (f"{start}user\nthe cat{END}\n{start}assistant\nsat{END}\n<|endoftext|>", f"sat{END}"),
+        (f"{start}user\nthe cat{END}\n{start}assistant\nsat{END}\n", f"sat{END}"),
         (
-            f"{start}user\non{END}\n{start}assistant\nthe mat{END}\n{start}user\n?{END}\n<|endoftext|>",
+            f"{start}user\non{END}\n{start}assistant\nthe mat{END}\n{start}user\n?{END}\n",
             f"the mat{END}",
         ),
     ]
@@ -348,3 +351,153 @@ def test_characters_without_an_id_go_by_on_bad(tmp_path, capsys):
         tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n"
         and tokenizer.decode(ids[mask]) == "hat\ntaste\n"
     )
+
+
+# Ids and masks that transformers makes of these conversations, with this tokenizer.
+EXPECTED = json.loads((Path(__file__).parents[2] / "data/chat/expected.json").read_text())
+OF_TRANSFORMERS = {
+    (case["template"], case["conversation"]): case
+    for case in EXPECTED["expected"]
+    if "ids" in case and not case["prompt"]
+}
+
+
+def prepare_expected(tmp_path, template, names, *more):
+    """Prepare conversations of `EXPECTED` by one of its templates, each several times."""
+    (tmp_path / "tokenizer").mkdir(exist_ok=True)
+    (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(EXPECTED["tokenizer"]))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.jinja").write_text(EXPECTED["templates"][template])
+    write(tmp_path / "a.jsonl", [EXPECTED["conversations"][name] for name in names])
+    out = tmp_path / "out"
+    options = ["--tokenizer", tmp_path / "tokenizer", "--chat-template", tmp_path / "own.jinja"]
+    options += ["--chat-date", "2026-11-21", "--overwrite", *more]
+    assert prepare.main([str(out), "--chat", f"{tmp_path}/a.jsonl", *map(str, options)]) == 0
+    return TokenShards.open(out, "full")
+
+
+def loss_of(inputs, targets, mask, segments, positions):
+    """Nats per target [B, T] of a small attention model with fixed weights, in float64."""
+    rng = np.random.default_rng(0)
+    size = 1 + max(int(inputs.max()), int(targets.max()))
+    embedding = rng.normal(size=(4096, 16))[:size]
+    place = rng.normal(size=(256, 16))
+    x = embedding[inputs] + place[positions]
+    query, key, value = (x @ rng.normal(size=(16, 16)) for _ in range(3))
+    logits = np.einsum("btd,bsd->bts", query, key) / 4
+    sees = np.tril(np.ones(logits.shape[1:], bool))
+    sees = sees & (segments[:, :, None] == segments[:, None])
+    weights = np.where(sees, np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    x = x + np.einsum("bts,bsd->btd", weights / weights.sum(-1, keepdims=True), value)
+    scores = x @ embedding.T
+    top = scores.max(-1, keepdims=True)
+    total = top[..., 0] + np.log(np.exp(scores - top).sum(-1))
+    nats = total - np.take_along_axis(scores, targets[..., None], -1)[..., 0]
+    return (nats * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("packing", ["stream", "bins", "pad"])
+def test_rows_have_the_loss_that_trl_has_of_the_same_conversations(tmp_path, packing):
+    """TRL reads the ids of apply_chat_template alone: the first is no target, and nothing is before
+    it. Rows that several conversations share have the same loss."""
+    names = [name for template, name in OF_TRANSFORMERS if template == "generation"]
+    shards = prepare_expected(tmp_path, "generation", names * 3)
+    assert shards.manifest.eod == "none"
+    total = weight = 0
+    for number, name in enumerate(names * 3):
+        case = OF_TRANSFORMERS["generation", name]
+        first, length = shards.document(number)
+        assert shards.read(first, length).tolist() == case["ids"]
+        assert shards.mask(np.array([first]), length)[0].tolist() == [bool(m) for m in case["mask"]]
+        ids = np.array([case["ids"]])
+        mask = np.array([case["mask"]])[:, 1:]
+        one = np.ones_like(mask)
+        places = np.arange(mask.shape[1])[None]
+        nats = loss_of(ids[:, :-1], ids[:, 1:], mask, one, places)
+        total += nats * mask.sum()
+        weight += mask.sum()
+    length = 200 if packing != "stream" else shards.num_tokens
+    rows = []
+    if packing == "stream":
+        windows = Windows(np.array([0]), np.array([-1]), np.array([length]))
+        rows.append(pack([shards], windows, length, True, False))
+    else:
+        bins = open_bins(shards, length, packing, "raise")
+        every = np.arange(bins.num_rows)
+        zeros = np.zeros_like(every)
+        rows.append(pack_documents([shards], [bins], zeros, every, length, True, False))
+        assert packing == "pad" or bins.num_rows < len(names) * 3
+    (batch,) = rows
+    assert batch["loss_mask"].sum() == weight
+    found = loss_of(
+        batch["inputs"],
+        batch["targets"],
+        batch["loss_mask"],
+        batch["segment_ids"],
+        batch["positions"],
+    )
+    assert found == pytest.approx(total / weight, rel=1e-12)
+
+
+def test_a_template_that_writes_bos_begins_with_it_once(tmp_path, capsys):
+    (template, name) = next(key for key in OF_TRANSFORMERS if key[0] == "inst")
+    shards = prepare_expected(tmp_path, template, [name])
+    tokenizer = load_tokenizer(tmp_path / "out")
+    ids = shards.read(*shards.document(0)).tolist()
+    assert ids == OF_TRANSFORMERS[template, name]["ids"]
+    assert ids.count(tokenizer.special["<s>"]) == 1 and ids[0] == tokenizer.special["<s>"]
+    assert "begins with <s>, the chat template's first token" in capsys.readouterr().out
+    assert prepare.main(["show", str(tmp_path / "out")]) == 0
+    assert "begins with <s>" in capsys.readouterr().err
+
+
+def test_an_end_of_document_token_is_there_if_it_is_asked_for(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD])
+    assert prepare.main(command(tmp_path, tokenizer, "--eod", "append")) == 0
+    ((text, said),) = conversations(tmp_path / "out")
+    assert text.endswith(f"sat{END}\n<|endoftext|>") and said == f"sat{END}"
+    assert "begins with <|endoftext|>, the end-of-document token" in capsys.readouterr().out
+    assert Manifest.load(tmp_path / "out").eod == "append"
+
+
+def test_conversations_and_text_begin_differently_and_are_not_put_together(
+    tmp_path, tokenizer, capsys
+):
+    write(tmp_path / "a.jsonl", [GOOD])
+    (tmp_path / "a.txt").write_text("the cat")
+    both = command(tmp_path, tokenizer, "--text", str(tmp_path / "a.txt"))
+    assert prepare.main(both) == 64
+    assert "give --eod append" in capsys.readouterr().err
+    assert prepare.main([*both, "--eod", "none"]) == 0
+
+
+MARKED_INSIDE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}INSIDE{% endgeneration %}OUTSIDE{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "warning"),
+    [
+        (END, "", ""),
+        (END, "\n", ""),
+        ("", END, f"{END} follows the answer"),
+        ("", f"\n{END}", f"{END} follows the answer"),
+        ("", "", "The chat template writes no special token"),
+        (".", "\n", "The chat template writes no special token"),
+    ],
+)
+def test_answers_that_are_learnt_without_their_end_are_named(
+    tmp_path, tokenizer, capsys, inside, outside, warning
+):
+    write(tmp_path / "a.jsonl", [GOOD, GOOD])
+    template = MARKED_INSIDE.replace("INSIDE", inside).replace("OUTSIDE", outside)
+    (tmp_path / "own.jinja").write_text(template)
+    own = ["--chat-template", str(tmp_path / "own.jinja")]
+    assert prepare.main([*command(tmp_path, tokenizer), *own]) == 0
+    said = capsys.readouterr().out
+    assert ("WARNING: 2 of the first 2 documents" in said) == bool(warning)
+    assert warning in said

@@ -113,7 +113,7 @@ def documents_of(directory):
 @pytest.mark.parametrize("template", [MARKED, COMPARED], ids=["marked", "compared"])
 def test_every_form_of_a_pair_gives_the_same_two_documents(tmp_path, template, capsys):
     assert run(tmp_path, PAIRS.values(), template=template) == 0
-    pair = [f"{WHOLE}[well{END}]|", f"{WHOLE}[no{END}]|"]
+    pair = [f"{WHOLE}[well{END}]", f"{WHOLE}[no{END}]"]
     assert documents_of(tmp_path / "out") == pair * len(PAIRS)
     manifest = Manifest.load(tmp_path / "out")
     assert (manifest.group, manifest.num_groups) == (2, len(PAIRS))
@@ -130,8 +130,8 @@ def test_answers_of_several_turns_are_targets_from_the_first_difference_on(tmp_p
     }
     assert run(tmp_path, [record]) == 0
     assert documents_of(tmp_path / "out") == [
-        f"{WHOLE}[well{END}]<user>why?<assistant>[sun{END}]|",
-        f"{WHOLE}[no{END}]<user>oh|",
+        f"{WHOLE}[well{END}]<user>why?<assistant>[sun{END}]",
+        f"{WHOLE}[no{END}]<user>oh",
     ]
 
 
@@ -170,7 +170,7 @@ def test_plain_text_with_a_template_becomes_turns(tmp_path):
     record = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
     assert run(tmp_path, [record]) == 0
     before = "<user>2+2=<assistant>"
-    assert documents_of(tmp_path / "out") == [f"{before}[4{END}]|", f"{before}[five{END}]|"]
+    assert documents_of(tmp_path / "out") == [f"{before}[4{END}]", f"{before}[five{END}]"]
 
 
 def test_margins_are_kept_if_they_are_asked_for(tmp_path, capsys):
@@ -198,9 +198,9 @@ def test_answers_with_a_label_are_single_documents_with_a_number(tmp_path, capsy
     ]
     assert run(tmp_path, records) == 0
     assert documents_of(tmp_path / "out") == [
-        f"{WHOLE}[well{END}]|",
-        f"<user>how?<assistant>[no{END}]|",
-        f"{WHOLE}[well{END}]|",
+        f"{WHOLE}[well{END}]",
+        f"<user>how?<assistant>[no{END}]",
+        f"{WHOLE}[well{END}]",
     ]
     shards = TokenShards.open(tmp_path / "out")
     assert (shards.group, shards.values(np.arange(3)).tolist()) == (1, [1, -1, 1])
@@ -345,7 +345,6 @@ def test_a_text_of_a_pair_writes_no_special_token(tmp_path, capsys):
     [
         (["--columns", "best=win"], "--columns best=win: must be NAME=COLUMN, and NAME one of pr"),
         (["--columns", "chosen"], "--columns chosen: must be NAME=COLUMN"),
-        (["--eod", "none"], "--eod none: a pair is two documents, each with an end mark. Leave it"),
         (["--tokenizer", "bpe:300"], "--preferences: needs a tokenizer that is there, not one to"),
     ],
 )
@@ -419,15 +418,15 @@ MAP = ["--map", "user={q} ({about.tone})", "chosen={good}", "rejected={bad}"]
 def test_columns_become_pairs_by_a_map(tmp_path, capsys):
     assert run(tmp_path, [MAPPED], *MAP, "--margin", "--columns", "margin=gap") == 0
     before = "<user>2+2= (short)<assistant>"
-    assert documents_of(tmp_path / "out") == [f"{before}[4{END}]|", f"{before}[5{END}]|"]
+    assert documents_of(tmp_path / "out") == [f"{before}[4{END}]", f"{before}[5{END}]"]
     assert TokenShards.open(tmp_path / "out").values(np.arange(2)).tolist() == [0.5, 0.5]
     assert "preferences: pairs with a prompt, messages" in capsys.readouterr().out
     told = ["--system", "Be kind."]
     assert run(tmp_path, [MAPPED], *MAP, *told, out="told") == 0
-    assert documents_of(tmp_path / "told")[1] == f"<system>Be kind.{before}[5{END}]|"
+    assert documents_of(tmp_path / "told")[1] == f"<system>Be kind.{before}[5{END}]"
     # Those that need no map have the system message, too, before what both have in common.
     assert run(tmp_path, [PAIRS["implicit messages"]], *told, out="plain") == 0
-    assert documents_of(tmp_path / "plain")[0] == f"<system>Be kind.{WHOLE}[well{END}]|"
+    assert documents_of(tmp_path / "plain")[0] == f"<system>Be kind.{WHOLE}[well{END}]"
     other = {name: value for name, value in MAPPED.items() if name != "bad"}
     capsys.readouterr()
     assert run(tmp_path, [MAPPED, other], *MAP, out="missing") == 65
@@ -441,7 +440,7 @@ def test_columns_become_answers_with_a_label_by_a_map(tmp_path):
     record = MAPPED | {"up": False}
     more = ["--map", str(tmp_path / "map.json"), "--columns", "label=up"]
     assert run(tmp_path, [record], *more) == 0
-    assert documents_of(tmp_path / "out") == [f"<user>2+2=<assistant>[4{END}]|"]
+    assert documents_of(tmp_path / "out") == [f"<user>2+2=<assistant>[4{END}]"]
     assert TokenShards.open(tmp_path / "out").values(np.arange(1)).tolist() == [-1]
 
 

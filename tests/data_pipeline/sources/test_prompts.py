@@ -38,8 +38,9 @@ def texts(out):
     found = []
     for number in range(shards.num_documents):
         ids = shards.read(*shards.document(number))
-        assert ids[-1] == tokenizer.eod_id
-        found.append(tokenizer.decode(ids[:-1]))
+        # A template's prompts end where the answer begins; plain text has an end mark behind it.
+        assert (ids[-1] == tokenizer.eod_id) == (not shards.is_rendered)
+        found.append(tokenizer.decode(ids))
     return found, shards.columns(range(shards.num_documents))
 
 
