@@ -265,7 +265,7 @@ def render_spans(
         nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """
-    (spans,) = render_all(template, [(messages, tools, 0)])
+    (spans,) = render_all(template, [(messages, tools, [])])
     if isinstance(spans, ChatError):
         raise spans
     return spans

@@ -12,14 +12,15 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.extras import load_package
 
 # Text, and whether it is a training target.
 Span = tuple[str, bool]
-# Messages; tools; and how many of the messages, the first ones, hold no target.
-Conversation = tuple[list[dict[str, Any]], list[Any] | None, int]
+# Messages; tools; and the numbers of the messages that hold no target.
+Conversation = tuple[list[dict[str, Any]], list[Any] | None, list[int]]
 # Everything random that jinja2 has.
 RANDOM_FILTERS = frozenset(["random"])
 RANDOM_NAMES = frozenset(["lipsum"])
@@ -39,6 +40,8 @@ _UNTOLD = (
     "as in {% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
 )
 _PROMPT = "add_generation_prompt"
+# The role whose text is learnt.
+_SAYS = "assistant"
 _CHANGES = f"the chat template writes a turn differently when more messages follow, {_UNTOLD}"
 
 
@@ -268,15 +271,12 @@ def render_spans(
     template: Template,
     messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
-    untaught: int = 0,
+    untaught: Sequence[int] = (),
 ) -> list[Span]:
-    """See `chat.render_spans`; nothing in the first `untaught` messages is a target."""
+    """See `chat.render_spans`; nothing in the messages of the numbers `untaught` is a target."""
     text = _render(template, messages, tools)
     if is_marked(template.source_for(tools)):
-        blocks = 0
-        if untaught:
-            # Blocks, not text: a template may write a turn differently when more messages follow.
-            blocks = _render(template, messages[:untaught], tools).count(_BEGIN)
+        blocks = _blocks_of(template, messages, tools, untaught, text.count(_BEGIN))
         spans = _split_at_marks(text, blocks)
     else:
         spans = _compare(template, messages, tools, text, untaught)
@@ -286,20 +286,51 @@ def render_spans(
     return spans
 
 
-def _split_at_marks(text: str, untaught: int) -> list[Span]:
-    """Spans of a text with marks around what generation blocks hold, of which the first so many are
-    no targets."""
+def _blocks_of(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    numbers: Sequence[int],
+    num_blocks: int,
+) -> set[int]:
+    """Return which generation blocks, counted from 0, the template writes for messages of these
+    numbers, out of all `num_blocks` blocks."""
+    # Blocks are counted, not text compared: a template may write a turn differently when more
+    # messages follow.
+    found = set()
+    wanted = set(numbers)
+    starts = [number for number in numbers if number - 1 not in wanted]
+    stops = [number + 1 for number in numbers if number + 1 not in wanted]
+    try:
+        for start, stop in zip(starts, stops, strict=True):
+            before = 0
+            if start:
+                before = _render(template, messages[:start], tools).count(_BEGIN)
+            found.update(range(before, _render(template, messages[:stop], tools).count(_BEGIN)))
+    except ChatError:
+        # The template refuses a part of the conversation. Then each answer has a block, or nothing
+        # is known.
+        said = [number for number, message in enumerate(messages) if message["role"] == _SAYS]
+        if len(said) != num_blocks:
+            raise
+        found = {block for block, number in enumerate(said) if number in wanted}
+    return found
+
+
+def _split_at_marks(text: str, untaught: set[int]) -> list[Span]:
+    """Spans of a text with marks around what generation blocks hold, of which those of the numbers
+    `untaught`, from 0 on, are no targets."""
     spans: list[Span] = []
     depth = 0
-    blocks = 0
+    block = -1
     for part in re.split(f"({MARKS.pattern})", text):
         if part == _BEGIN:
             depth += 1
-            blocks += 1
+            block += 1
         elif part == _END:
             depth -= 1
         else:
-            spans.append((part, depth > 0 and blocks > untaught))
+            spans.append((part, depth > 0 and block not in untaught))
     return spans
 
 
@@ -329,14 +360,14 @@ def _compare(
     messages: list[dict[str, Any]],
     tools: list[Any] | None,
     text: str,
-    untaught: int,
+    untaught: Sequence[int],
 ) -> list[Span]:
     """Spans of a template without generation blocks. An answer is the text that the template adds
-    when that message is added; those among the first `untaught` messages are no targets."""
+    when that message is added; messages of the numbers `untaught` are no targets."""
     spans: list[Span] = []
     at = 0
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < untaught:
+        if message["role"] != _SAYS or number in untaught:
             continue
         before, after = _around(template, messages[: number + 1], tools)
         if not text.startswith(after):

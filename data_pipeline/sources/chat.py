@@ -1,5 +1,5 @@
-"""Conversations: records with `messages`, or with `conversations` as ShareGPT has them, or with
-columns that a map makes messages of; written out by a chat template."""
+"""Conversations: records with messages in one of the forms of sources/messages.py, or with columns
+that a map makes messages of; written out by a chat template."""
 
 import functools
 from collections.abc import Iterator
@@ -10,18 +10,31 @@ from data_pipeline.errors import UsageError
 from data_pipeline.remote import address
 from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat_map import (
-    ROLES,
     SYSTEM_ROLES,
     ChatMap,
     MissingColumn,
+    advise_map,
     map_messages,
     read_list,
     refuse_answers,
     require_answer,
 )
-from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, checked_document
-
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+from data_pipeline.sources.document import (
+    EMPTY,
+    NO_WORDS,
+    Document,
+    Format,
+    Options,
+    Piece,
+    checked_document,
+)
+from data_pipeline.sources.messages import (
+    COLUMNS,
+    is_filled,
+    read_conversation,
+    read_messages,
+    split_untaught,
+)
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
@@ -71,18 +84,23 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
             if isinstance(record, str):
                 raise ChatError(record)
             problems: list[str] = []
-            messages = clean(_messages(record, options), template, problems)
+            said, untaught = _messages(record, options)
+            messages = clean(said, template, problems)
             tools = clean(find_tools(record, options.chat_map), template, problems)
             if not problems and not jsonl.is_utf8(raw):
                 problems.append("not UTF-8")
+            if _has_empty_answer(messages, untaught):
+                problems.append(NO_WORDS)
             if problems:
                 document = document._replace(problem=problems[0])
-            conversations.append((messages, tools, 0))
+            conversations.append((messages, tools, untaught))
             rendered.append(number)
         except ChatError as error:
             detail = ""
             if isinstance(record, dict) and _lacks_columns(record, error, options.chat_map):
                 detail = jsonl.list_keys(record)
+                if not options.chat_map:
+                    detail += advise_map(record, ("user", "assistant"))
             document = document._replace(problem=str(error), detail=detail)
         documents.append(document)
     for number, spans in zip(rendered, render_all(template, conversations), strict=True):
@@ -93,26 +111,38 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
     return documents
 
 
+def _has_empty_answer(messages: list[dict[str, Any]], untaught: list[int]) -> bool:
+    """Whether the assistant says nothing in a message that is learnt."""
+    for number, message in enumerate(messages):
+        is_learnt = message["role"] == "assistant" and number not in untaught
+        says = (message["content"] or "").strip() or message.get("tool_calls")
+        if is_learnt and not says and not message.get("reasoning"):
+            return True
+    return False
+
+
 def _lacks_columns(record: dict[str, Any], error: ChatError, chat_map: ChatMap | None) -> bool:
     """Whether what is wrong with a record is that it has other columns."""
     if chat_map:
         return isinstance(error, MissingColumn)
-    return "messages" not in record and "conversations" not in record
+    has_pair = is_filled(record.get("prompt")) and is_filled(record.get("completion"))
+    return not has_pair and not any(is_filled(record.get(name)) for name in COLUMNS)
 
 
-def _messages(record: dict[str, Any], options: Options) -> list[dict[str, Any]]:
-    """The messages of a row, each with `role` and `content`. ChatError: there are none, or they
-    can't be used."""
+def _messages(record: dict[str, Any], options: Options) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the messages of a row, each with `role` and `content`, and the numbers of those that
+    are not learnt. ChatError: there are none, or they can't be used."""
     if options.chat_map:
-        messages = map_messages(options.chat_map, record)
+        messages = read_messages(map_messages(options.chat_map, record))
     else:
-        rows = record.get("messages", record.get("conversations"))
-        if not isinstance(rows, list) or not rows:
-            raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
-        messages = read_messages(rows)
-    if not any(message["role"] == "assistant" for message in messages):
+        messages = read_conversation(record)
+    messages, untaught = split_untaught(with_system(messages, options.system))
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not said:
         raise ChatError("no assistant turn")
-    return with_system(messages, options.system)
+    if set(said) <= set(untaught):
+        raise ChatError("nothing is learnt: every message of the assistant has weight 0")
+    return messages, untaught
 
 
 def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
@@ -121,29 +151,6 @@ def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, A
     if not system or has_own:
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
-    """Messages as they are in JSON, or as ShareGPT has them, with `role` and `content`. ChatError:
-    one can't be used."""
-    messages = []
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ChatError("a message is not a JSON object")
-        role = row.get("role", row.get("from"))
-        if isinstance(role, str):
-            role = _SHAREGPT.get(role, role)
-        if role not in ROLES:
-            known = ", ".join((*ROLES, *_SHAREGPT))
-            raise ChatError(f"unknown role {str(role)[:40]!r}, not one of {known}")
-        content = row.get("content", row.get("value"))
-        if content is None and not row.get("tool_calls"):
-            raise ChatError("content of a message is null or missing")
-        if not isinstance(content, str | None):
-            raise ChatError("content of a message is not a string")
-        others = {key: value for key, value in row.items() if key not in ("from", "value")}
-        messages.append(others | {"role": role, "content": content})
-    return messages
 
 
 def find_tools(record: dict[str, Any], chat_map: ChatMap | None = None) -> list[Any] | None:

@@ -21,6 +21,7 @@ A map is a JSON object:
 
 import json
 import os
+import shlex
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -326,6 +327,26 @@ def map_prompt(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, A
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     return messages
+
+
+def advise_map(record: Mapping[str, Any], roles: Sequence[str]) -> str:
+    """Return how to make messages of these roles of the columns of a record, as the rest of an
+    error's sentence; empty: the record has too few columns of text."""
+    texts = [name for name, value in record.items() if isinstance(value, str) and value.strip()]
+    option = ""
+    if {"question", "answer"} <= set(texts) and "####" in str(record["answer"]):
+        option = "gsm8k"
+    elif {"instruction", "output"} <= set(texts):
+        option = "alpaca"
+    elif len(texts) >= len(roles):
+        words = []
+        for role, name in zip(roles, texts):
+            braces = name.replace("{", "{{").replace("}", "}}")
+            words.append(shlex.quote(f"{role}={{{braces}}}"))
+        option = " ".join(words)
+    if not option:
+        return ""
+    return f". Make messages of its columns, such as with --map {option}"
 
 
 def read_list(value: Any, name: str) -> list[Any] | None:

@@ -22,8 +22,9 @@ BOM = b"\xef\xbb\xbf"
 EMPTY = "empty, or only whitespace"
 MARKED = "byte order mark removed"
 SAME = "chosen and rejected are the same"
+NO_WORDS = "an answer without text is learnt"
 # Counted, but never an error.
-HARMLESS = (EMPTY, MARKED, SAME)
+HARMLESS = (EMPTY, MARKED, SAME, NO_WORDS)
 
 
 class PreferenceForm(NamedTuple):

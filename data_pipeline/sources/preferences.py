@@ -27,7 +27,6 @@ from data_pipeline.sources.chat import (
     clean,
     find_tools,
     mended_text,
-    read_messages,
     with_system,
     with_template,
 )
@@ -44,6 +43,13 @@ from data_pipeline.sources.document import (
     Options,
     Piece,
     PreferenceForm,
+)
+from data_pipeline.sources.messages import (
+    SYSTEM_COLUMNS,
+    is_filled,
+    read_messages,
+    split_untaught,
+    with_system_column,
 )
 
 NAMES = (
@@ -110,7 +116,8 @@ def find(pattern: str, options: Options) -> list[Piece]:
     else:
         form = _first_form(pattern, pieces, columns)
     beside: tuple[str, ...] = ()
-    if options.chat_template or options.system or form.content == _MESSAGES:
+    makes_messages = options.chat_template or options.system or form.content == _MESSAGES
+    if makes_messages or (not options.chat_map and _has_system(pieces)):
         options, beside = with_template(options, _OPTION)
     options = options._replace(preferences=form)
     return [piece._replace(options=options, beside=beside) for piece in pieces]
@@ -142,6 +149,14 @@ def _first_form(pattern: str, pieces: list[Piece], columns: dict[str, str]) -> P
     raise DataError(f"{_OPTION} {pattern}: {what}{keys}. {_MEND}.")
 
 
+def _has_system(pieces: list[Piece]) -> bool:
+    """Whether the first record has a system message in a column of its own."""
+    for piece in pieces:
+        for record in records.first_records(piece):
+            return any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS)
+    return False
+
+
 def _form(record: dict[str, Any], columns: dict[str, str]) -> PreferenceForm | None:
     """The form of a record; None: it lacks columns."""
     prompt = record.get(columns["prompt"])
@@ -169,7 +184,10 @@ def _continues(rows: list[Any]) -> bool:
     """Whether messages begin with the assistant, so that a prompt comes before them."""
     if not rows or not isinstance(rows[0], dict):
         return False
-    return rows[0].get("role", rows[0].get("from")) in ("assistant", "gpt")
+    role = rows[0].get("role")
+    if role is None:
+        role = rows[0].get("from")
+    return role in ("assistant", "gpt")
 
 
 def documents(piece: Piece) -> Iterator[Document]:
@@ -196,10 +214,15 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
             document = document._replace(value=_value(record, columns, options))
             if template:
                 tools = clean(find_tools(record, options.chat_map), template, problems)
-                for messages, untaught in _conversations(example, options.system):
+                # The columns of a map are those that it names.
+                others = record if options.chat_map is None else {}
+                for messages, untaught in _conversations(example, options.system, others):
                     conversations.append((clean(messages, template, problems), tools, untaught))
                     rendered.append(number)
             else:
+                if any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS):
+                    what = "a system message, and no --chat-template"
+                    raise ChatError(f"{what}, for the first record is text")
                 members = [_mended(spans, problems) for spans in _plain(example)]
                 document = _with_members(document, members)._replace(apart=True)
             if not problems and not jsonl.is_utf8(raw):
@@ -308,11 +331,19 @@ def _number(record: dict[str, Any], column: str) -> float:
     return float(value)
 
 
-def _conversations(example: _Example, system: str) -> list[tuple[list[dict[str, Any]], int]]:
-    """The messages of each answer with those of its prompt, and how many of them are no answer.
+def _conversations(
+    example: _Example, system: str, record: dict[str, Any]
+) -> list[tuple[list[dict[str, Any]], list[int]]]:
+    """Return the messages of each answer with those of its prompt, and the numbers of those that
+    are not learnt.
 
-    `system`: the system message of those that have none; empty: none. ChatError: they are not
-    messages, or an answer is missing.
+    Args:
+        example: prompt and answers.
+        system: the system message of those that have none; empty: none.
+        record: whose columns may have a system message.
+
+    Raises:
+        ChatError: they are not messages, or an answer is missing.
     """
     found = [_messages(example.prompt, answer) for answer in example.answers]
     if len(found) == 2 and found[0][0] == found[1][0]:
@@ -324,8 +355,14 @@ def _conversations(example: _Example, system: str) -> list[tuple[list[dict[str, 
     for messages, untaught in found:
         assert untaught is not None, "of both answers, or of none, the prompt is known"
         _check_answers(messages, untaught)
-        whole = with_system(messages, system)
-        result.append((whole, untaught + len(whole) - len(messages)))
+        whole = with_system(with_system_column(messages, record), system)
+        whole, marked = split_untaught(whole)
+        of_prompt = range(untaught + len(whole) - len(messages))
+        numbers = sorted({*of_prompt, *marked})
+        said = [number for number, item in enumerate(whole) if _role(item) == "assistant"]
+        if set(said) <= set(numbers):
+            raise ChatError("nothing is learnt: every message of an answer has weight 0")
+        result.append((whole, numbers))
     return result
 
 

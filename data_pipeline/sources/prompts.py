@@ -13,12 +13,25 @@ from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat import (
     clean,
     find_tools,
-    read_messages,
     with_system,
     with_template,
 )
-from data_pipeline.sources.chat_map import MissingColumn, map_prompt, refuse_answers
+from data_pipeline.sources.chat_map import (
+    MissingColumn,
+    advise_map,
+    map_prompt,
+    refuse_answers,
+)
 from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
+from data_pipeline.sources.messages import (
+    COLUMNS,
+    SYSTEM_COLUMNS,
+    find_messages,
+    is_filled,
+    read_messages,
+    split_untaught,
+    with_system_column,
+)
 
 # In the columns of a document: the prompt as it came, text or messages.
 PROMPT = "prompt"
@@ -46,10 +59,13 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
 
 def _has_messages(pieces: list[Piece]) -> bool:
-    """Whether the first record is a conversation."""
+    """Whether the first record is a conversation, or has a system message."""
     for piece in pieces:
         for record in records.first_records(piece):
-            return not isinstance(record.get(PROMPT), str)
+            has_system = any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS)
+            has_rows = any(isinstance(record.get(name), list) for name in COLUMNS)
+            is_text = isinstance(record.get(PROMPT), str)
+            return has_system or (not is_text and (has_rows or is_filled(record.get(PROMPT))))
     return False
 
 
@@ -71,11 +87,10 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
         except ChatError as error:
             detail = ""
             if options.chat_map:
-                lacks_columns = isinstance(error, MissingColumn)
-            else:
-                lacks_columns = PROMPT not in record and "messages" not in record
-            if lacks_columns:
-                detail = jsonl.list_keys(record)
+                if isinstance(error, MissingColumn):
+                    detail = jsonl.list_keys(record)
+            elif not any(is_filled(record.get(name)) for name in (PROMPT, *COLUMNS)):
+                detail = jsonl.list_keys(record) + advise_map(record, ("user",))
             found.append(Document(None, "", str(error), detail=detail))
     return found
 
@@ -85,8 +100,10 @@ def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
     chat_map = options.chat_map
     if chat_map:
         prompt = map_prompt(chat_map, record)
+    elif is_filled(record.get(PROMPT)) or isinstance(record.get(PROMPT), str):
+        prompt = record[PROMPT]
     else:
-        prompt = record.get(PROMPT, record.get("messages"))
+        prompt = find_messages(record)
     if prompt is None:
         raise ChatError("no prompt: neither `prompt` nor `messages`")
     template = options.template
@@ -94,19 +111,26 @@ def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
     if template is None:
         if not isinstance(prompt, str):
             raise ChatError("messages, and no --chat-template, for the first record is text")
+        if any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS):
+            raise ChatError(
+                "a system message, and no --chat-template, for the first record is text"
+            )
         document = checked_document(prompt, "", 0)
         prompt = document.text
         if document.problem:
             problems.append(document.problem)
     else:
-        messages = with_system(_messages(prompt), options.system)
+        messages = _messages(prompt)
+        if not chat_map:
+            messages = with_system_column(messages, record)
+        messages, _ = split_untaught(with_system(messages, options.system))
         prompt = clean(messages, template, problems)
         tools = clean(find_tools(record, chat_map), template, problems)
         text = render(template, prompt, tools, prompt=True)
         document = Document(None, "", spans=[(text, True)])
     if not problems and not jsonl.is_utf8(raw):
         problems.append("not UTF-8")
-    others = {name: value for name, value in record.items() if name not in (PROMPT, "messages")}
+    others = {name: value for name, value in record.items() if name not in (PROMPT, *COLUMNS)}
     columns = json.dumps({PROMPT: prompt, **others})
     return document._replace(problem="".join(problems[:1]), columns=columns)
 

@@ -245,20 +245,67 @@ BAD = [
     ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role", None),
     (
         {"conversations": [{"from": "function_call", "value": "x"}]},
-        "unknown role 'function_call'",
+        "a tool call is not JSON",
         None,
     ),
     (said(None), "content of a message is null or missing", None),
-    (said([{"type": "text", "text": "x"}]), "content of a message is not a string", None),
+    (
+        said([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]),
+        "content of a message has a part of type 'image_url', and only text is read",
+        None,
+    ),
+    (said([3]), "a part of the content of a message is not text", None),
+    (said({"text": "x"}), "content of a message is not a string", None),
     ({"messages": GOOD["messages"][:1]}, "no assistant turn", None),
     ({**GOOD, "tools": 3}, "tools is not a list", None),
     ({**GOOD, "tools": "["}, "tools is not JSON", None),
     ({**GOOD, "tools": [{}]}, "the chat template refuses it (chatml has no form for tools)", None),
     (
-        said(None, tool_calls=[1]),
+        said(None, tool_calls=[{"name": "f"}]),
         "the chat template refuses it (chatml has no form for tool_calls)",
         None,
     ),
+    (said(None, tool_calls=[1]), "a tool call is not a JSON object", None),
+    (said(None, tool_calls=[{"id": "1"}]), "a tool call has no name of a function", None),
+    (
+        said(None, tool_calls=[{"name": "f", "arguments": "[1]"}]),
+        "arguments of a tool call are [1], not a JSON object",
+        None,
+    ),
+    (
+        said(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        "arguments of a tool call are not JSON",
+        None,
+    ),
+    (said("x", function_call={"name": "f"}), "key 'function_call' of a message is not read", None),
+    (said("x", reasoning="a", thinking="b"), "reasoning and thinking of a message are diff", None),
+    (said("x", reasoning=3), "reasoning of a message is not a string", None),
+    (said("x", weight=0.5), "weight 0.5 of a message is neither 0 nor 1", None),
+    (said("x", weight="0"), "weight 0 of a message is neither 0 nor 1", None),
+    (said("x", train=1), "train 1 of a message is neither true nor false", None),
+    (said("x", train=True, weight=0), "weight and train of a message contradict", None),
+    (said("x", weight=0), "nothing is learnt: every message of the assistant has weight 0", None),
+    (
+        {"messages": [{"role": "user", "content": "x", "train": True}, *GOOD["messages"]]},
+        "train of a message of user asks to learn it",
+        None,
+    ),
+    ({**GOOD, "conversations": SHAREGPT["conversations"]}, "columns 'messages' and 'conv", None),
+    ({**GOOD, "system": 3}, "column 'system' is not text", None),
+    (
+        {
+            "messages": [{"role": "system", "content": "a"}, *GOOD["messages"]],
+            "system": "b",
+        },
+        "column 'system' has another system message than the messages",
+        None,
+    ),
+    (
+        {**GOOD, "system": "a", "system_prompt": "b"},
+        "columns 'system' and 'system_prompt' have different system messages",
+        None,
+    ),
+    ({"prompt": "x", "completion": 3}, "column 'completion' is neither text nor a list", None),
     (said("a" + END + "b"), f"text spells the special token {END}", "a\ufffd|im_end|>b" + END),
     (
         said("a<|endoftext|>"),
@@ -288,11 +335,148 @@ def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended
         assert f"1 x {problem}" in capsys.readouterr().out
 
 
+def turns(*said):
+    return [{"role": role, "content": content} for role, content in said]
+
+
+HI = turns(("user", "hi"), ("assistant", "yo"))
+AS_HI = f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\nyo{END}\n"
+SYSTEM = f"<|im_start|>system\nbe{END}\n"
+TRIED = turns(("user", "hi"), ("assistant", "bad"), ("user", "more"), ("assistant", "yo"))
+GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+FORMS = {
+    "null beside the other column": ({"messages": None, "conversations": GPT}, AS_HI),
+    "empty beside the other column": ({"conversations": [], "messages": HI}, AS_HI),
+    "the same in both columns": ({"conversations": GPT, "messages": HI}, AS_HI),
+    "singular": ({"conversation": GPT}, AS_HI),
+    "JSON in text": ({"messages": json.dumps(HI)}, AS_HI),
+    "nulls in messages": (
+        {"messages": [m | {"tool_calls": None, "name": None, "from": None} for m in HI]},
+        AS_HI,
+    ),
+    "a system column": ({"messages": HI, "system": "be"}, SYSTEM + AS_HI),
+    "system_prompt": ({"conversations": GPT, "system_prompt": "be", "system": ""}, SYSTEM + AS_HI),
+    "the same system message twice": (
+        {"messages": [*turns(("system", "be")), *HI], "system": "be "},
+        SYSTEM + AS_HI,
+    ),
+    "parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "h"}, "i"]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "yo"}]},
+            ]
+        },
+        AS_HI,
+    ),
+    "prompt and completion": ({"prompt": "hi", "completion": "yo"}, AS_HI),
+    "messages of prompt and completion": (
+        {"prompt": HI[:1], "completion": HI[1:], "messages": None},
+        AS_HI,
+    ),
+    "weights": (
+        {"messages": [m | {"weight": w} for m, w in zip(TRIED, (0, 0, None, 1))]},
+        AS_HI.replace("yo", "bad") + AS_HI.replace("hi", "more"),
+    ),
+    "train": (
+        {"conversations": [m | {"train": m["content"] == "yo"} for m in TRIED]},
+        AS_HI.replace("yo", "bad") + AS_HI.replace("hi", "more"),
+    ),
+    "answers in a prompt": (
+        {"prompt": TRIED[:3], "completion": "yo"},
+        AS_HI.replace("yo", "bad") + AS_HI.replace("hi", "more"),
+    ),
+}
+
+
+@pytest.mark.parametrize("template", ["marked", "compared"])
+def test_records_in_every_usual_form_are_read(tmp_path, tokenizer, template):
+    """The same answer alone is learnt, whatever the form."""
+    write(tmp_path / "a.jsonl", [record for record, _ in FORMS.values()])
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    own = ["--chat-template", "chatml" if template == "marked" else str(tmp_path / "own.jinja")]
+    assert prepare.main([*command(tmp_path, tokenizer), *own]) == 0
+    found = dict(zip(FORMS, conversations(tmp_path / "out"), strict=True))
+    assert found == {name: (text, f"yo{END}") for name, (_, text) in FORMS.items()}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_has_the_name_that_the_template_reads(tmp_path, tokenizer, name):
+    write(tmp_path / "a.jsonl", [{"messages": [HI[0], HI[1] | {name: "two and two"}]}])
+    texts = set()
+    for read in ("reasoning", "reasoning_content", "thinking"):
+        (tmp_path / "own.jinja").write_text(
+            "{% for m in messages %}<|im_start|>{{ m.role + (m." + read + " or '') + m.content }}"
+            f"{END}{{% endfor %}}"
+        )
+        own = ["--overwrite", "--chat-template", str(tmp_path / "own.jinja")]
+        assert prepare.main([*command(tmp_path, tokenizer), *own]) == 0
+        ((text, _),) = conversations(tmp_path / "out")
+        texts.add(text)
+    assert texts == {f"<|im_start|>userhi{END}<|im_start|>assistanttwo and twoyo{END}"}
+
+
+CALLS = {
+    "text": {"function": {"name": "f", "arguments": '{"a": "b"}'}},
+    "object": {"id": None, "function": {"name": "f", "arguments": {"a": "b"}}},
+    "bare": {"name": "f", "arguments": '{"a": "b"}'},
+}
+
+
+@pytest.mark.parametrize("form", [*CALLS, "sharegpt"])
+def test_arguments_of_tool_calls_are_objects_whatever_their_form(tmp_path, tokenizer, form):
+    if form == "sharegpt":
+        call = {"from": "function_call", "value": json.dumps(CALLS["bare"])}
+        record = {"conversations": [GPT[0], call, {"from": "observation", "value": "c"}, GPT[1]]}
+    else:
+        call = {"role": "assistant", "content": None, "tool_calls": [CALLS[form]]}
+        record = {"messages": [HI[0], call, *turns(("function", "c")), HI[1]]}
+    write(tmp_path / "a.jsonl", [record | {"tools": json.dumps([{"name": "f"}])}])
+    (tmp_path / "own.jinja").write_text(
+        "{{ tools | length }}{% for m in messages %}<|im_start|>{{ m.role }}{% for c in "
+        "m.tool_calls or [] %}{{ (c.function or c).arguments | tojson }}{% endfor %}"
+        f"{{{{ m.content or '' }}}}{END}{{% endfor %}}"
+    )
+    own = ["--chat-template", str(tmp_path / "own.jinja")]
+    assert prepare.main([*command(tmp_path, tokenizer), *own]) == 0
+    ((text, _),) = conversations(tmp_path / "out")
+    assert text.startswith(
+        f'1<|im_start|>userhi{END}<|im_start|>assistant{{"a": "b"}}{END}<|im_start|>toolc{END}'
+    )
+
+
+def test_an_answer_without_text_is_counted(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD, said("")])
+    assert prepare.main(command(tmp_path, tokenizer)) == 0
+    assert "1 x an answer without text is learnt" in capsys.readouterr().out
+    assert Manifest.load(tmp_path / "out").num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"question": "a", "answer": "b\n#### 1"}, "--map gsm8k"),
+        ({"question": "a", "my answer": "b"}, "--map 'user={question}' 'assistant={my answer}'"),
+        ({"instruction": "a", "output": "b"}, "--map alpaca"),
+    ],
+)
+def test_columns_that_are_no_messages_lead_to_a_map(tmp_path, tokenizer, capsys, record, advice):
+    write(tmp_path / "a.jsonl", [record])
+    assert prepare.main(command(tmp_path, tokenizer)) == 65
+    assert advice in capsys.readouterr().err
+
+
 def test_no_key_or_name_forges_a_special_token_either(tmp_path, tokenizer, capsys):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
     write(
         tmp_path / "a.jsonl",
-        [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [{END: 1}]}]}],
+        [
+            {
+                "messages": [
+                    {"role": "assistant", "content": "x", "tool_calls": [{"name": "f", END: 1}]}
+                ]
+            }
+        ],
     )
     assert (
         prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "t.jinja")])
