@@ -3,13 +3,23 @@
 
 import glob
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.inner_names import why_outside
 from data_pipeline.remote import is_url, place
-from data_pipeline.sources.columns import arrow, check_column, damaged, native, values
+from data_pipeline.sources.columns import (
+    arrow,
+    batch_rows,
+    check_column,
+    damaged,
+    json_columns,
+    json_rows,
+    native,
+    values,
+)
 from data_pipeline.sources.document import (
     Document,
     Format,
@@ -38,7 +48,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
         UsageError: pyarrow is missing.
     """
     pyarrow, errors = arrow("ipc", f"--arrow {pattern}")
-    files = _saved(pattern, options)
+    files = saved_files(pattern, options, "arrow")
     if not files:
         files = find_files(pattern, "arrow", options, ".arrow")
     pieces = []
@@ -57,29 +67,81 @@ def documents(piece: Piece) -> Iterator[Document]:
     return record_documents(piece, values(piece, 0, _columns(pyarrow, piece)), *errors)
 
 
-def _saved(folder: str, options: Options) -> list[Piece]:
-    """The files that a dataset on disk consists of; none if the folder is no dataset."""
+def find_records(piece: Piece, wanted_by: str) -> Piece:
+    """A file whose rows are records, in rows.
+
+    Raises:
+        DataError: it is not Arrow's, or two columns have one name, or none has values that JSON
+            has.
+        UsageError: pyarrow is missing.
+    """
+    pyarrow, errors = arrow("ipc", wanted_by)
+    rows = 0
+    try:
+        schema = None
+        for batch in _batches(pyarrow, piece, None):
+            schema = batch.schema
+            rows += batch.num_rows
+    except (*errors, EOFError) as error:
+        raise damaged(piece.path, error, "an Arrow file") from error
+    if schema is not None:
+        names = schema.names
+        if not json_columns(pyarrow, schema) or len(set(names)) < len(names):
+            rule = "has two columns with one name, or none with values that JSON has"
+            listed = ", ".join(names) or "none"
+            raise DataError(f"{piece.path}: {rule}; columns: {listed}. Write it with others.")
+    return piece._replace(stop=rows, scale=piece.size / max(rows, 1))
+
+
+def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
+    """What `records` raises when a file is damaged."""
+    _, errors = arrow("ipc", piece.path)
+    return (*errors, EOFError)
+
+
+def records(piece: Piece) -> Iterator[bytes]:
+    """The rows of the piece, as of `columns.json_rows`."""
+    pyarrow, _ = arrow("ipc", piece.path)
+    step = batch_rows(piece)
+    first = 0
+    for batch in _batches(pyarrow, piece, None):
+        wanted = batch.select(json_columns(pyarrow, batch.schema))
+        low = max(piece.start - first, 0)
+        high = min(piece.stop - first, batch.num_rows)
+        for at in range(low, high, step):
+            yield from json_rows(wanted.slice(at, min(step, high - at)))
+        first += batch.num_rows
+        if first >= piece.stop:
+            return
+
+
+def saved_files(folder: str, options: Options, format: str) -> list[Piece]:
+    """The files that a dataset on disk consists of, for the option of a format; none if the folder
+    is no dataset.
+
+    DataError: it has several splits, or only selects rows, or a file is missing.
+    """
     if is_url(folder) and glob.has_magic(folder):
         return []
     splits = os.path.join(folder, _SPLITS)
     if place(splits).exists():
         folders = [os.path.join(folder, name) for name in _load(splits, _split_names)]
-        names = " or ".join(f"--arrow {path}" for path in folders)
+        names = " or ".join(f"--{format} {shlex.quote(path)}" for path in folders)
         rule = "is a DatasetDict of several splits"
-        raise DataError(f"--arrow {folder}: {rule}. Name one of them: {names}.")
+        raise DataError(f"--{format} {folder}: {rule}. Name one of them: {names}.")
     state = os.path.join(folder, _STATE)
     if not place(state).exists():
         return []
     if _load(state, _indices_files):
         mend = "Save it with flatten_indices().save_to_disk(DIR)"
-        raise DataError(f"--arrow {folder}: selects rows of its files. {mend}.")
+        raise DataError(f"--{format} {folder}: selects rows of its files. {mend}.")
     pieces = []
     for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
             mend = "Restore it from a copy, or save the dataset again"
             raise DataError(f"{path}: is missing, but {state} lists it. {mend}.")
-        for piece in find_files(glob.escape(path), "arrow", options):
+        for piece in find_files(glob.escape(path), format, options):
             pieces.append(piece._replace(name=name, beside=(state,)))
     return pieces
 
@@ -135,23 +197,34 @@ def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
         DataError: there is no such column.
         EOFError: the file is cut short, or is of another format.
     """
+    for batch in _batches(pyarrow, piece, piece.options.key):
+        yield batch.column(0)
+
+
+def _batches(pyarrow: Any, piece: Piece, key: str | None) -> Iterator[Any]:
+    """The batches of a file with the column `key` alone (None: with all), mapped into memory.
+
+    Raises:
+        DataError: there is no such column.
+        EOFError: the file is cut short, or is of another format.
+    """
     has_file_layout = _has_file_layout(piece)
     opener = pyarrow.ipc.open_stream
     if has_file_layout:
         opener = pyarrow.ipc.open_file
     source = native(pyarrow, piece, mapped=True)
-    schema = opener(source).schema
-    check_column(schema, piece)
-    source.seek(0)
-    field = schema.get_field_index(piece.options.key)
-    options = pyarrow.ipc.IpcReadOptions(included_fields=[field])
+    options = None
+    if key is not None:
+        schema = opener(source).schema
+        check_column(schema, piece)
+        source.seek(0)
+        field = schema.get_field_index(key)
+        options = pyarrow.ipc.IpcReadOptions(included_fields=[field])
     reader = opener(source, options=options)
     if has_file_layout:
-        batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield from map(reader.get_batch, range(reader.num_record_batches))
     else:
-        batches = iter(reader)
-    for batch in batches:
-        yield batch.column(0)
+        yield from reader
 
 
 def _has_file_layout(piece: Piece) -> bool:

@@ -1,6 +1,10 @@
 """Columns of text in Arrow's memory layout: what Parquet and Arrow files share. Only pyarrow's
 objects come in here."""
 
+import datetime
+import decimal
+import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -90,3 +94,64 @@ def _as_bytes(part: Any) -> list[bytes | None]:
     part = part.view(_BYTES[str(part.type)])
     part.validate(full=True)
     return part.cast("large_binary").to_pylist()
+
+
+def json_columns(package: Any, schema: Any) -> list[str]:
+    """The columns that have something JSON has a form for: all but those of bytes alone."""
+    return [field.name for field in schema if _has_json(package.types, field.type)]
+
+
+def _has_json(types: Any, kind: Any) -> bool:
+    """Whether some of the values of a type are, or become, values of JSON; `types` is
+    pyarrow.types."""
+    if types.is_dictionary(kind):
+        return _has_json(types, kind.value_type)
+    if types.is_struct(kind):
+        return not kind.num_fields or any(_has_json(types, field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _has_json(types, kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    is_other = types.is_boolean(kind) or types.is_null(kind)
+    return is_text or is_number or is_other or types.is_temporal(kind) or types.is_map(kind)
+
+
+def json_rows(batch: Any) -> Iterator[bytes]:
+    """The rows of a batch, each an object in JSON with a key for each column.
+
+    Objects inside have no keys that are null, since Arrow gives all objects of a column the keys of
+    all of them. NaN, with which pandas says that there is nothing, and infinity are null. Dates and
+    times are text as in ISO 8601, and decimal numbers are text with all of their digits. Bytes are
+    text if they are UTF-8, and else null.
+    """
+    # pyarrow does not look where values lie when it makes objects of them.
+    batch.validate(full=True)
+    try:
+        rows = batch.to_pylist()
+    except ValueError as error:
+        # Such as a time with nanoseconds, which no object of Python has.
+        raise OSError(str(error)) from error
+    for row in rows:
+        whole = {name: _in_json(value) for name, value in row.items()}
+        yield json.dumps(whole).encode()
+
+
+def _in_json(value: Any) -> Any:
+    """A value of a column as a record in JSON would have it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list | tuple):
+        return [_in_json(each) for each in value]
+    if isinstance(value, dict):
+        known = {name: _in_json(each) for name, each in value.items()}
+        return {name: each for name, each in known.items() if each is not None}
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | datetime.timedelta):
+        return str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return value

@@ -4,6 +4,7 @@ nor shards."""
 import glob
 import hashlib
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -212,9 +213,9 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
     if is_url(pattern):
         return _find_remote(pattern, format, options, ending)
     if os.path.isdir(pattern):
-        files = os.path.join(pattern, "**", f"*{ending}")
+        quoted = shlex.quote(os.path.join(pattern, "**", f"*{ending}"))
         raise DataError(
-            f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'"
+            f"--{format} {pattern}: is a directory. Name its files: --{format} {quoted}"
         )
     fixed = Path(*_fixed_parts(Path(pattern).parts[:-1]))
     found = {}
@@ -233,9 +234,9 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
 def _find_remote(pattern: str, format: str, options: Options, ending: str) -> list[Piece]:
     found = remote.find(pattern)
     if not found and remote.RemotePath(pattern).is_dir():
-        files = f"{pattern.rstrip('/')}/**/*{ending}"
+        quoted = shlex.quote(f"{pattern.rstrip('/')}/**/*{ending}")
         raise DataError(
-            f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'"
+            f"--{format} {pattern}: is a directory. Name its files: --{format} {quoted}"
         )
     if not found:
         mend = "Check bucket and path; quote globs; ** looks into folders"

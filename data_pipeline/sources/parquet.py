@@ -2,13 +2,20 @@
 formats, a record of all of its columns."""
 
 import itertools
-import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.columns import arrow, batch_rows, check_column, damaged, native, values
+from data_pipeline.sources.columns import (
+    arrow,
+    batch_rows,
+    check_column,
+    damaged,
+    json_columns,
+    json_rows,
+    native,
+    values,
+)
 from data_pipeline.sources.document import (
     Document,
     Format,
@@ -45,7 +52,7 @@ def find_records(piece: Piece, wanted_by: str) -> Piece:
     """
     pyarrow, errors = arrow("parquet", wanted_by)
     schema, metadata = _open(pyarrow, errors, piece)
-    columns = _json_columns(pyarrow, schema)
+    columns = json_columns(pyarrow, schema)
     if not columns or len(set(schema.names)) < len(schema.names):
         names = ", ".join(schema.names) or "none"
         rule = "has two columns with one name, or none with values that JSON has"
@@ -66,24 +73,14 @@ def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
 
 
 def records(piece: Piece) -> Iterator[bytes]:
-    """The rows of the piece, in JSON: an object with a key for each column whose values JSON
-    has.
-
-    Objects inside have no keys that are null, since Arrow gives all objects of a column the keys of
-    all of them. NaN, with which pandas says that there is nothing, and infinity are null.
-    """
+    """The rows of the piece, as of `columns.json_rows`."""
     pyarrow, _ = arrow("parquet", piece.path)
     with _file(pyarrow, piece) as file:
-        columns = _json_columns(pyarrow, file.schema_arrow)
+        columns = json_columns(pyarrow, file.schema_arrow)
         for first, batch in _batches(piece, file, columns):
             low = max(piece.start - first, 0)
             high = min(piece.stop - first, batch.num_rows)
-            part = batch.slice(low, max(high - low, 0))
-            # pyarrow does not look where values lie when it makes objects of them.
-            part.validate(full=True)
-            for row in part.to_pylist():
-                whole = {name: _in_json(value) for name, value in row.items()}
-                yield json.dumps(whole).encode()
+            yield from json_rows(batch.slice(low, max(high - low, 0)))
 
 
 def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tuple[Any, Any]:
@@ -106,37 +103,6 @@ def _in_rows(piece: Piece, metadata: Any, columns: Sequence[str]) -> Piece:
                 size += metadata.row_group(group).column(number).total_uncompressed_size
     rows = metadata.num_rows
     return piece._replace(stop=rows, scale=size / max(rows, 1))
-
-
-def _json_columns(pyarrow: Any, schema: Any) -> list[str]:
-    """The columns whose values JSON has: text, numbers, true and false, lists and objects of
-    them."""
-    return [field.name for field in schema if _is_json(pyarrow.types, field.type)]
-
-
-def _is_json(types: Any, kind: Any) -> bool:
-    """Whether JSON has the values of a type; `types` is pyarrow.types."""
-    if types.is_dictionary(kind):
-        return _is_json(types, kind.value_type)
-    if types.is_struct(kind):
-        return all(_is_json(types, field.type) for field in kind)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_json(types, kind.value_type)
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    is_number = types.is_integer(kind) or types.is_floating(kind)
-    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
-
-
-def _in_json(value: Any) -> Any:
-    """A value of a column as a record in JSON would have it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list):
-        return [_in_json(each) for each in value]
-    if isinstance(value, dict):
-        known = {name: _in_json(each) for name, each in value.items()}
-        return {name: each for name, each in known.items() if each is not None}
-    return value
 
 
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:

@@ -1,7 +1,10 @@
-"""Conversations and prompts in Parquet are those of the same rows in JSON lines; what JSON has no form
-for is left out, and what is damaged is named."""
+"""Conversations and prompts in Parquet or Arrow are those of the same rows in JSON lines; what JSON has
+no form for becomes text or is left out, and what is damaged is named."""
 
+import datetime
+import decimal
 import json
+import shlex
 
 import pytest
 
@@ -57,7 +60,7 @@ def test_rows_are_what_lines_are(tmp_path, prepared, options):
         assert len(prepared.read(of_rows)) == 300
     found = TokenShards.open(of_rows, "full").columns(range(300))
     assert [record | {"prompt": None} for record in found] == [
-        record | {"prompt": None} for record in records
+        record | {"prompt": None, "day": "1970-01-01"} for record in records
     ]
 
 
@@ -177,3 +180,77 @@ def test_a_list_of_objects_is_read_like_lines(tmp_path, prepared, options):
     ):
         whole.write_text(content)
         assert message in prepared.error(65, "--chat", whole, *options)
+
+
+def saved(folder, table):
+    """A folder as Hugging Face's save_to_disk makes it."""
+    folder.mkdir(parents=True)
+    name = "data-00000-of-00001.arrow"
+    with pyarrow.ipc.new_stream(str(folder / name), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    state = {"_data_files": [{"filename": name}], "_indices_files": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_saved_dataset_is_read_like_lines(tmp_path, prepared, options):
+    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": [says[0], says[1] | {"content": f"b{n}"}]} for n in range(40)]
+    lines, _ = write(tmp_path, records)
+    folder = saved(tmp_path / "it's saved" / "train", pyarrow.Table.from_pylist(records))
+    of_lines = prepared.texts("--chat", lines, *options)
+    assert prepared.texts("--chat", folder, *options) == of_lines
+    assert prepared.texts("--chat", folder / "*.arrow", *options) == of_lines
+    tail = prepared.out("--chat", folder, *options, "--holdout", "0.1", "--holdout-by", "tail")
+    assert len(prepared.read(tail / "eval")) == 4
+    splits = json.dumps({"splits": ["train", "test"]})
+    (folder.parent / "dataset_dict.json").write_text(splits)
+    error = prepared.error(65, "--chat", folder.parent, *options)
+    # The shell reads what is printed as the path again.
+    words = shlex.split(error.partition("Name one of them: ")[2].partition(" or ")[0])
+    assert words == ["--chat", str(folder)]
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": f"c{n}"} for n in range(5)]
+    folder = saved(tmp_path / "pairs", pyarrow.Table.from_pylist(pairs))
+    lines, _ = write(tmp_path, pairs)
+    plain = ["--tokenizer", "bytes"]
+    of_lines = prepared.texts("--preferences", lines, *plain)
+    assert prepared.texts("--preferences", folder, *plain) == of_lines
+    prompts = [{"prompt": "a", "level": n} for n in range(5)]
+    folder = saved(tmp_path / "prompts", pyarrow.Table.from_pylist(prompts))
+    shards = TokenShards.open(prepared.out("--prompts", folder))
+    assert shards.columns([4]) == [prompts[4]]
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"ARROW1 broken")
+    assert "is not an Arrow file" in prepared.error(65, "--prompts", folder)
+
+
+WHEN = datetime.datetime(2026, 1, 2, 3, 4, 5)
+# Values that JSON has no form for, and what is read of them.
+OTHERS = {
+    "timestamp": (WHEN, "2026-01-02T03:04:05"),
+    "zone": (WHEN.replace(tzinfo=datetime.UTC), "2026-01-02T03:04:05+00:00"),
+    "date": (WHEN.date(), "2026-01-02"),
+    "time": (WHEN.time(), "03:04:05"),
+    "decimal": (decimal.Decimal("1.50"), "1.50"),
+    "bytes": (b"ab", "ab"),
+    "other bytes": (b"\xff", ""),
+    "inside": ({"at": [{"when": WHEN, "no": None}]}, '{"at": [{"when": "2026-01-02T03:04:05"}]}'),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("place", ["parquet", "saved"])
+def test_messages_with_values_that_json_has_no_form_for_are_read(
+    tmp_path, prepared, options, kind, place
+):
+    value, expected = OTHERS[kind]
+    says = [{"role": "user", "content": "a", "at": value}, {"role": "assistant", "content": "b"}]
+    table = pyarrow.Table.from_pylist([{"messages": says}])
+    file = tmp_path / "b.parquet"
+    if place == "saved":
+        file = saved(tmp_path / "saved", table)
+    else:
+        pyarrow.parquet.write_table(table, file)
+    shown = "{% if m.at %}{{ m.at if m.at is string else m.at | tojson }}{% endif %}{{ m.role }}"
+    options[-1].write_text(PLAIN.replace("{{ m.role }}", shown))
+    (text,) = prepared.texts("--chat", file, *options)
+    assert text == f"{expected}usera" + "assistantb"
