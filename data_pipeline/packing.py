@@ -8,8 +8,8 @@ that have a row each into rows that they share; documents that belong together (
 before, and stay together. Each document is a segment of its own.
 
 Where documents have end marks (`eod: append`), the segment of a position is the document of its
-TARGET: the end-of-document token that ends one document is, as input, the begin mark of the next and
-sits in its segment; a row of documents begins with one too. Where they have none (`eod: none`), it
+TARGET: the end-of-document token that ends one document is, as input, the begin mark of the next
+and sits in its segment; a row of documents begins with one too. Where they have none (`eod: none`), it
 is the document of its INPUT, so that a segment begins with the first token of its document and no
 token of another. Nothing predicts that first token: as a target, beside the last input of the
 document before, its loss mask is 0.
@@ -228,8 +228,8 @@ def _of_documents(
 def _as_targets(array: np.ndarray, has_marks: np.ndarray, goes_on: np.ndarray) -> np.ndarray:
     """Move what belongs to tokens [B, T] to the positions that have these tokens as targets.
 
-    In rows with end marks, bool [B], these are the positions of the tokens. In others they are those
-    before, and a token with which no document goes on, bool [B, T], is no target.
+    In rows with end marks, bool [B], these are the positions of the tokens. In others they are
+    those before, and a token with which no document goes on, bool [B, T], is no target.
     """
     behind = np.zeros_like(array)
     behind[:, :-1] = np.where(goes_on[:, 1:], array[:, 1:], 0)

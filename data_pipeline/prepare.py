@@ -439,8 +439,8 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
 def _default_eod(spec: str, pieces: list[Piece]) -> str:
     """Return whether documents end with an end-of-document token, where no option says so.
 
-    Where a chat template wrote the documents, nothing is added: they begin with the template's first
-    token and end as the template ends them, as at inference. Text for a tokenizer of characters has
+    Where a chat template wrote the documents, nothing is added: they begin with the template's
+    first token and end as the template ends them, as at inference. Text for a tokenizer of characters has
     no such token either.
 
     Raises:
@@ -451,8 +451,8 @@ def _default_eod(spec: str, pieces: list[Piece]) -> str:
     if rendered and others:
         raise UsageError(
             f"--{rendered[0]} is written by a chat template and begins with its first token, and "
-            f"--{others[0]} begins after an end-of-document token. Prepare each into a directory of "
-            "its own, or give --eod append to have that token in both, or --eod none."
+            f"--{others[0]} begins after an end-of-document token. Prepare each into a directory "
+            "of its own, or give --eod append to have that token in both, or --eod none."
         )
     if rendered or spec == "chars":
         return "none"

@@ -110,8 +110,8 @@ def row_beginning(shards: TokenShards, tokenizer: Tokenizer, number: int = 0) ->
 
 
 def _warn_of_endless_answers(shards: TokenShards) -> Iterator[str]:
-    """Lines about answers that are learnt without the token that ends them: a model that learns from
-    them does not learn to stop. Looks at the first documents."""
+    """Lines about answers that are learnt without the token that ends them: a model that learns
+    from them does not learn to stop. Looks at the first documents."""
     tokenizer = load_tokenizer(shards.path)
     names = {number: name for name, number in tokenizer.special.items()}
     if tokenizer.eod_id is not None:

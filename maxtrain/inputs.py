@@ -297,8 +297,8 @@ def have_end_marks(data: TrainingData) -> bool:
 
 
 def _require_same_ends(read: Mapping[str, TokenShards]) -> None:
-    """ConfigError: some of the data was prepared with end marks, and some without: the last token of
-    an answer, where its reward is, would not be the same token everywhere."""
+    """ConfigError: some of the data was prepared with end marks, and some without: the last token
+    of an answer, where its reward is, would not be the same token everywhere."""
     first, *others = read.items()
     for other in others:
         if first[1].manifest.eod == other[1].manifest.eod:

@@ -1,5 +1,5 @@
-"""Messages of records in the forms in which people have them: those of OpenAI's API, of ShareGPT, of
-LLaMA-Factory and of TRL become messages as chat templates expect them.
+"""Messages of records in the forms in which people have them: those of OpenAI's API, of ShareGPT,
+of LLaMA-Factory and of TRL become messages as chat templates expect them.
 
 A message has `role` and `content`, text or null. Arguments of tool calls are objects. Reasoning has
 all the names that templates read it by. A message of the assistant that is not to be learnt has
@@ -40,8 +40,8 @@ _REFUSED = {
 
 
 def read_conversation(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record that has a column with messages, or `prompt` and `completion`,
-    with the system message of a column of its own.
+    """Return the messages of a record that has a column with messages, or `prompt` and
+    `completion`, with the system message of a column of its own.
 
     Only the completion of a prompt is learnt.
 
@@ -255,8 +255,8 @@ def split_untaught(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _calls_of_text(text: str | None) -> list[Any]:
-    """The tool calls that a message has as text: an object in JSON, or a list of them. ChatError: it
-    has none."""
+    """The tool calls that a message has as text: an object in JSON, or a list of them. ChatError:
+    it has none."""
     try:
         calls = loads(text or "")
     except ValueError as error:
