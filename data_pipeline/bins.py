@@ -3,8 +3,8 @@
 A document takes a position of a row for each of its tokens, the end mark too. `bins` puts documents
 into rows of `length` positions by best fit, the longest first; `pad` gives each a row of its own. A
 document is in at most one row and never divided. One that is longer than a row has a row of its
-own, cut, or is left out, or is refused. Its targets are its tokens; without end marks (`eod: none`) all
-but its first.
+own, cut, or is left out, or is refused. Its targets are its tokens; without end marks (`eod: none`)
+all but its first.
 
 `bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian
 int64: the number of long documents, the tokens of the others, the number of rows, their offsets and

@@ -9,9 +9,9 @@ before, and stay together. Each document is a segment of its own.
 
 Where documents have end marks (`eod: append`), the segment of a position is the document of its
 TARGET: the end-of-document token that ends one document is, as input, the begin mark of the next
-and sits in its segment; a row of documents begins with one too. Where they have none (`eod: none`), it
-is the document of its INPUT, so that a segment begins with the first token of its document and no
-token of another. Nothing predicts that first token: as a target, beside the last input of the
+and sits in its segment; a row of documents begins with one too. Where they have none (`eod: none`),
+it is the document of its INPUT, so that a segment begins with the first token of its document and
+no token of another. Nothing predicts that first token: as a target, beside the last input of the
 document before, its loss mask is 0.
 
 Segments count from 1 within a row; 0 is padding, only ever at the row's end. The loss mask is the

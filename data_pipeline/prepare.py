@@ -440,8 +440,8 @@ def _default_eod(spec: str, pieces: list[Piece]) -> str:
     """Return whether documents end with an end-of-document token, where no option says so.
 
     Where a chat template wrote the documents, nothing is added: they begin with the template's
-    first token and end as the template ends them, as at inference. Text for a tokenizer of characters has
-    no such token either.
+    first token and end as the template ends them, as at inference. Text for a tokenizer of
+    characters has no such token either.
 
     Raises:
         UsageError: a template wrote some of the documents and not the others.

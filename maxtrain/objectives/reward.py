@@ -3,8 +3,8 @@ one.
 
 Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, behind its
 prompt, and the score at its last token is its reward. Where documents have end marks, the targets
-of a row are the tokens of its documents, of which the last is the end mark. Where they have none, as
-what a chat template wrote, the inputs of a row are the tokens of its documents.
+of a row are the tokens of its documents, of which the last is the end mark. Where they have none,
+as what a chat template wrote, the inputs of a row are the tokens of its documents.
 
 Source: Ouyang et al., https://arxiv.org/abs/2203.02155; the loss and the regulariser name theirs in
     ops/preference.py.
