@@ -80,6 +80,8 @@ def url_of(step: Path) -> RemotePath | None:
     """Where a step directory of this host has come from; None: nowhere, it is the step itself, or
     it is a copy that another process has made."""
     written = _written_url(step)
+    if written is None:
+        return None
     real = Path(os.path.realpath(step))
     # A step, or `frozen/HASH/00000000`.
     for directory in (real.parent, *real.parents[2:3]):
