@@ -15,7 +15,7 @@ import socket
 import sys
 import types
 import unittest
-from typing import Any
+from typing import Any, NoReturn
 
 from maxtrain.rl.rewards.sandbox.assertions import (
     Assertions,
@@ -219,7 +219,7 @@ class _Channel:
         if "loaded" not in message:
             self.fail(str(message.get("failed", "the program ended")))
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str) -> NoReturn:
         """The program has failed."""
         self.failure = self.failure or why
         raise Stop
