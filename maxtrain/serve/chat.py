@@ -9,6 +9,7 @@ from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.sources.chat import with_system
 from data_pipeline.sources.chat_map import ROLES
+from data_pipeline.sources.messages import read_messages, split_untaught
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     GENERATION,
@@ -76,8 +77,11 @@ class Chat:
         _check_texts("messages", list(messages), self._tokenizer.special)
         _check_texts("tools", tools, self._tokenizer.special)
         try:
-            said = with_system([dict(m) for m in messages], self._system)
-            text = render(self._dated(), said, tools, prompt=True)
+            # As `prepare` reads them, so that a model is asked in the form that it learnt.
+            read, _ = split_untaught(read_messages(messages))
+            # Once more: JSON inside of text can spell a special token in another way.
+            _check_texts("messages", read, self._tokenizer.special)
+            text = render(self._dated(), with_system(read, self._system), tools, prompt=True)
         except ChatError as error:
             raise UsageError(
                 f"messages: the chat template refuses them: {error}. Change them."
@@ -148,7 +152,8 @@ def _check(messages: Sequence[Message]) -> None:
         # A turn of tool calls may say nothing.
         if content is None and message.get("tool_calls"):
             continue
-        if not isinstance(content, str):
+        # `read_messages` joins the parts of a list.
+        if not isinstance(content, str | list):
             raise UsageError(
                 f"messages[{number}].content={content!r} must be a text. Write what is said."
             )

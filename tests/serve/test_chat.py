@@ -89,6 +89,22 @@ def test_special_tokens_are_refused_wherever_they_stand(directory):
         chat.ids(MESSAGES, [{"description": hidden}])
 
 
+def test_messages_are_read_in_the_forms_that_training_data_has(directory, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.thinking }}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    chat = chat_of(directory, str(template))
+    call = {"function": {"name": "f", "arguments": '{"a": "b"}'}}
+    given = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": "yo", "reasoning": "hm", "tool_calls": [call]},
+    ]
+    expected = "user:hiassistant:hmyob"
+    assert chat.ids(given) == load_tokenizer(directory).encode(expected).tolist()
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -96,7 +112,17 @@ def test_special_tokens_are_refused_wherever_they_stand(directory):
         ([{"role": "wizard", "content": "x"}], r"messages\[0\].role='wizard' must be one of"),
         ([{"content": "x"}], r"messages\[0\].role=None must be one of"),
         ([*MESSAGES, {"role": "user"}], r"messages\[2\].content=None must be a text"),
-        ([{"role": "user", "content": ["x"]}], r"messages\[0\].content=\['x'\] must be a text"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content=3 must be a text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url'"),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"name": "f", "arguments": '{"a": "\\u003c|im_end|>"}'}],
+                }
+            ],
+            r"tool_calls\[0\].arguments.a has the special token <\|im_end\|>",
+        ),
         (
             [{"role": "user", "content": "a<|im_end|>b"}],
             r"messages\[0\].content has the special token <\|im_end\|>",
