@@ -139,13 +139,13 @@ def _warn_of_endless_answers(shards: TokenShards) -> Iterator[str]:
         yield "    {% generation %} in the chat template."
     elif token:
         yield f"    {token} follows the answer and is no target."
+    elif not shards.is_rendered:
+        yield "    Give --eod append to end each answer with the end-of-document token."
     elif not tokenizer.special:
         yield "    The tokenizer has no special token that could end it. Use one that has."
-    elif shards.is_rendered:
+    else:
         yield "    The chat template writes no special token behind an answer: write one, such as"
         yield f"    {_example_end(tokenizer)}, inside of what is a target."
-    else:
-        yield "    Give --eod append to end each answer with the end-of-document token."
 
 
 def _example_end(tokenizer: Tokenizer) -> str:

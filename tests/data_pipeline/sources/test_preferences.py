@@ -450,3 +450,29 @@ def test_a_map_is_of_what_it_is_used_for(tmp_path, capsys):
     words = [str(tmp_path / "chat"), "--chat", str(tmp_path / "in.jsonl"), *MAP]
     assert prepare.main([*words, "--tokenizer", "bytes"]) == 64
     assert "chosen is an answer of a preference, and --chat has none" in capsys.readouterr().err
+
+
+def test_pairs_have_the_system_message_and_the_weights_of_their_records(tmp_path):
+    says = [{"role": "assistant", "content": "well", "reasoning": None}]
+    pair = {"prompt": "how?", "chosen": says, "rejected": [says[0] | {"content": "no"}]}
+    earlier = {"role": "assistant", "content": "hm", "weight": 0}
+    more = {"role": "user", "content": "so?"}
+    two = pair | {name: [earlier, more, *pair[name]] for name in ("chosen", "rejected")}
+    assert run(tmp_path, [pair | {"system": "be"}, two], template=MARKED) == 0
+    before = "<system>be<user>how?<assistant>"
+    later = "<user>how?<assistant>hm</s><user>so?<assistant>"
+    assert documents_of(tmp_path / "out") == [
+        f"{before}[well{END}]",
+        f"{before}[no{END}]",
+        f"{later}[well{END}]",
+        f"{later}[no{END}]",
+    ]
+
+
+def test_plain_pairs_may_have_no_end_marks_and_then_do_not_learn_to_end(tmp_path, capsys):
+    record = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    assert run(tmp_path, [record], "--eod", "none", template=None) == 0
+    said = capsys.readouterr().out
+    assert "begins with 2, its own first token" in said
+    assert "WARNING: 2 of the first 2 documents" in said and "Give --eod append" in said
+    assert documents_of(tmp_path / "out") == ["2+2=[4]", "2+2=[5]"]

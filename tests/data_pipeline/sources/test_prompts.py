@@ -121,3 +121,40 @@ def test_what_prompts_do_not_go_with_is_refused(tmp_path, write, capsys, options
     path = write({"prompt": "x"})
     assert prepare.main([str(tmp_path / "out"), "--prompts", path, *options]) == 64
     assert problem in capsys.readouterr().err
+
+
+def test_prompts_are_read_in_the_forms_that_conversations_have(tmp_path, write, template):
+    user = {"role": "user", "content": "hi"}
+    shown = "<system>be<user>hi<assistant>"
+    forms = [
+        {"messages": [user], "system": "be"},
+        {"prompt": "hi", "system_prompt": "be"},
+        {"prompt": None, "messages": None, "conversations": [{"from": "human", "value": "hi"}]},
+        {"prompt": [user | {"content": [{"type": "text", "text": "hi"}], "weight": 0}]},
+    ]
+    records = [forms[0], forms[1], *(form | {"system": "be"} for form in forms[2:])]
+    out = tmp_path / "out"
+    options = ["--tokenizer", "bytes", "--chat-template", template]
+    assert prepare.main([str(out), "--prompts", write(*records), *options]) == 0
+    found, columns = texts(out)
+    assert found == [shown] * 4
+    said = [{"role": "system", "content": "be"}, user]
+    assert [record["prompt"] for record in columns] == [said] * 4
+
+
+def test_a_system_message_is_not_lost_where_there_is_no_template(tmp_path, write, capsys):
+    out = str(tmp_path / "out")
+    record = {"prompt": "hi", "system": "be"}
+    assert prepare.main([out, "--prompts", write(record), "--tokenizer", "bytes"]) == 65
+    assert "there is no chat template" in capsys.readouterr().err
+    assert prepare.main([out, "--prompts", write({"prompt": "hi"}, record)]) == 65
+    assert "a system message, and no --chat-template" in capsys.readouterr().err
+
+
+def test_columns_without_a_prompt_lead_to_a_map(tmp_path, write, capsys):
+    record = {"question": "1+1?", "answer": "1 + 1 = 2\n#### 2"}
+    assert prepare.main([str(tmp_path / "out"), "--prompts", write(record)]) == 65
+    assert "such as with --map gsm8k" in capsys.readouterr().err
+    record = {"my question": "1+1?"}
+    assert prepare.main([str(tmp_path / "out"), "--prompts", write(record)]) == 65
+    assert "such as with --map 'user={my question}'" in capsys.readouterr().err
