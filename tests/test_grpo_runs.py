@@ -302,10 +302,10 @@ FUNCTIONS = "tests.rl.rewards.functions"
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["always_raises", "always_none"])
-def test_a_run_whose_rewards_never_apply_ends_with_an_error(config, name):
-    rewards = f"grpo.rewards=['{FUNCTIONS}:{name}']"
-    with pytest.raises(DataError, match=f"{name} .*completions of this rollout"):
-        train(config, name, rewards)
+def test_a_run_whose_rewards_never_apply_ends_with_an_error(config, name, capfd):
+    assert train(config, name, f"grpo.rewards=['{FUNCTIONS}:{name}']") == DataError.exit_code
+    assert f"{FUNCTIONS}:{name}" in capfd.readouterr().err
+    assert not saved_digests(config.parent / "runs" / name / "checkpoints")
 
 
 @pytest.mark.long
