@@ -927,9 +927,10 @@ def _other_tokens(data: TrainingData, cursor: dict[str, Any]) -> list[str]:
     new = []
     for name, shards in zip(data.plan.names, data.shards):
         if shards.uid not in known:
-            new.append(f"data.sources.{name}.path={shards.path}")
+            new.append(f"data.sources.{name}.path={shards.path} (digest {shards.uid})")
     if gone and new:
-        return [f"{path} holds other tokens than the run has read" for path in new]
+        known = f"digest {', '.join(gone)}"
+        return [f"{path} holds other tokens than the run has read ({known})" for path in new]
     return [f"{path} is a source that the run has not read" for path in new]
 
 

@@ -575,7 +575,7 @@ def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) 
         mend = "Set it to where the stage ends"
         return f"{where}.until=null, but only the last stage may be open. {mend}."
     if stage.unit != "fraction":
-        return ""
+        return _whole_number_problem(where, stage.until, stage.unit)
     if steps == "auto":
         rule = "is a fraction of `steps`, which is auto"
     elif not 0 < stage.until <= 1:
@@ -584,6 +584,21 @@ def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) 
         return ""
     mend = "Set steps to a number, or unit to steps or tokens"
     return f"{where}.until={stage.until:g} {rule}. {mend}."
+
+
+def _whole_number_problem(where: str, until: float, unit: str) -> str:
+    """What is wrong with the end of a stage in steps or tokens; empty: nothing."""
+    if until == int(until):
+        return ""
+    if until < 1:
+        return (
+            f"{where}.until={until:g} must be a whole number of {unit} (unit: {unit}). "
+            f"Write {{until: {until:g}, unit: fraction}} for that share of the run's steps."
+        )
+    return (
+        f"{where}.until={until:.17g} must be a whole number of {unit} (unit: {unit}). "
+        f"Set it to {round(until)}."
+    )
 
 
 def _end_step(stage: StageConfig, steps: Steps, step: int, tokens: int, step_tokens: int) -> int:

@@ -3,12 +3,10 @@
 
 import argparse
 
-from data_pipeline.errors import DataError, UsageError
-from data_pipeline.remote import place
-from data_pipeline.shards import Manifest
-from data_pipeline.tokenizer import Tokenizer
-from maxtrain.config.schema import RunConfig
-from maxtrain.model_source import read_run_config, tell_on_stderr, tokenizer_place
+from data_pipeline.errors import UsageError
+from data_pipeline.tokenizer import CHAT_TEMPLATE, Carried, Tokenizer
+from data_pipeline.tokenizer.carried import MORE_TEMPLATES
+from maxtrain.model_source import carried_tokenizer, tell_on_stderr, tokenizer_place
 from maxtrain.serve.chat import Chat
 
 
@@ -44,35 +42,32 @@ def find_chat(asked: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
     """
     if asked.hf is not None:
         return Chat(tokenizer, asked.hf, asked.chat_template, system=asked.system or "")
-    config = read_run_config(asked.run)
+    place = tokenizer_place(asked.run)
+    carried = carried_tokenizer(asked.run)
     system = asked.system
     if system is None:
-        system = system_message(config)
-    beside = tokenizer_place(asked.run, config)
-    chat = Chat(tokenizer, beside, asked.chat_template, system=system)
+        system = system_message(carried)
+    chat = Chat(tokenizer, place, asked.chat_template, system=system)
     if system and asked.system is None:
         tell_on_stderr(f"system (of the run's data): {system}")
+    others = [f"{place}/{name}" for name in carried.files if name.startswith(MORE_TEMPLATES)]
+    if others and not asked.chat_template:
+        tell_on_stderr(
+            f"chat template: {place}/{CHAT_TEMPLATE}. Other sources of the run were rendered by "
+            f"others; use --chat-template for one of {', '.join(others)}."
+        )
     return chat
 
 
-def system_message(config: RunConfig) -> str:
+def system_message(carried: Carried) -> str:
     """The system message that the data of a run was prepared with, for conversations that had none;
-    empty: there is none, or the data is no longer there.
+    empty: there is none.
 
     UsageError: sources have different ones.
     """
-    found: dict[str, str] = {}
-    for name, source in config.data.sources.items():
-        try:
-            settings = Manifest.load(place(source.path)).settings
-        except DataError:
-            continue
-        # Others hold no conversations.
-        if "chat_template" in settings:
-            found[name] = settings.get("system", "")
-    different = set(found.values())
+    different = set(carried.system.values())
     if len(different) > 1:
-        listed = "; ".join(f"{name}: {text or 'none'}" for name, text in found.items())
+        listed = "; ".join(f"{name}: {text or 'none'}" for name, text in carried.system.items())
         raise UsageError(
             f"the sources of this run were prepared with different system messages ({listed}). "
             "Choose with --system TEXT, or --system '' for none."

@@ -7,7 +7,6 @@ nothing in the two configs explains the difference.
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,11 @@ from rich.text import Text
 from data_pipeline.errors import DataError, DifferentError, run_command
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
-from maxtrain.observe.metrics import read_metrics, same
+from maxtrain.observe.metrics import OF_THE_MACHINE, read_metrics, same
 from maxtrain.storage.reading import readable
 
-_OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|\w+_bytes|kind|step|set")
+# What says which record it is, and what equal runs may differ in.
+_NOT_COMPARED = OF_THE_MACHINE | {"kind", "step", "set"}
 # Names of arrays, or keys, that are shown.
 _MOST = 12
 # Columns of a table.
@@ -62,7 +62,7 @@ def compare_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) ->
         x = of_ours[key]
         y = of_theirs[key]
         for name in x:
-            if name in y and not _OF_THE_CLOCK.fullmatch(name):
+            if name in y and name not in _NOT_COMPARED:
                 field = f"{key.set_name} {name}".strip()
                 pairs.setdefault(field, []).append((key.step, x[name], y[name]))
     return [_field(name, values) for name, values in pairs.items()]

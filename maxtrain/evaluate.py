@@ -25,8 +25,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from data_pipeline.config import DataConfig, EvalSetConfig
-from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
+from data_pipeline.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    UsageError,
+    run_command,
+)
 from data_pipeline.loader import EvaluationData, open_evaluation
+from data_pipeline.remote import is_url
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain import harness
 from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
@@ -165,7 +172,10 @@ def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> 
     data = dataclasses.replace(
         config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length
     )
-    sets = _named(asked.set) or config.eval.sets
+    sets = _named(asked.set)
+    if not sets:
+        sets = config.eval.sets
+        _require_sets(run, sets)
     if not sets:
         raise UsageError(
             f"{run} has no evaluation sets. Name one with --set NAME=DIR, made by `prepare`."
@@ -179,6 +189,20 @@ def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> 
         asked.batch_size or config.eval.batch_size or config.data.batch_size,
         batches or -1,
     )
+
+
+def _require_sets(run: Path, sets: Mapping[str, EvalSetConfig]) -> None:
+    """DataError: the data of evaluation sets of a run is not on this machine."""
+    missing = [
+        f"eval.sets.{name}.path={each.path}"
+        for name, each in sets.items()
+        if not is_url(each.path) and not Path(each.path).exists()
+    ]
+    if missing:
+        raise DataError(
+            f"{run} is evaluated on {', '.join(missing)}, which is not on this machine. Copy that "
+            "data here, or name a set with --set NAME=DIR."
+        )
 
 
 def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:

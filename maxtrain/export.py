@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if config.optimizer.ema_decay is not None:
             which += ", averaged weights (optimizer.ema_decay)"
         print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
-        place = tokenizer_place(asked.run, config)
+        place = tokenizer_place(asked.run)
         # With the vocabulary of the data, which the config may leave open.
         with_vocabulary = dataclasses.replace(model.config, lora=config.model.lora)
         config = dataclasses.replace(config, model=with_vocabulary)
@@ -365,7 +365,7 @@ def _export_gguf(
     written = export_gguf(
         model,
         tokenizer,
-        tokenizer_place(asked.run, config),
+        tokenizer_place(asked.run),
         out,
         quant,
         config.run_name,

@@ -25,7 +25,13 @@ from maxtrain.config.across.pipeline import layer_problems
 from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.config.sections.dpo import UNPAIRED
-from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
+from maxtrain.model_source import (
+    load_run_tokenizer,
+    read_run_config,
+    restore_variables,
+    step_of,
+    tokenizer_place,
+)
 from maxtrain.models.families.directory import FREE, read_config, read_json
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import REFERENCE, Objective
@@ -122,10 +128,13 @@ class FrozenModel:
 
     def require_same_tokenizer(self, sha256: str) -> None:
         """ConfigError: it was trained with another tokenizer than the one with this hash."""
-        place = self.directory
-        if self.run is not None:
-            place = tokenizer_place(self.directory, self.run)
-        if load_tokenizer(place).sha256 != sha256:
+        place = str(self.directory)
+        if self.run is None:
+            theirs = load_tokenizer(place)
+        else:
+            place = tokenizer_place(self.directory)
+            theirs = load_run_tokenizer(self.directory, self.step)
+        if theirs.sha256 != sha256:
             raise ConfigError(
                 f"{self.name} has another tokenizer than the data, so that ids "
                 f"would mean different text. Prepare the data with `--tokenizer {place}`, or "

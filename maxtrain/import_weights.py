@@ -23,7 +23,12 @@ from flax import nnx
 
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, StorageError, run_command
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.tokenizer import (
+    TOKENIZER_FOLDER,
+    Tokenizer,
+    carry_imported,
+    load_tokenizer,
+)
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import to_yaml
 from maxtrain.config.paths import expand_paths
@@ -49,7 +54,6 @@ from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
 from maxtrain.weights.hf import load_weights
-from maxtrain.weights.start import TOKENIZER_FOLDER
 
 # The one source of an imported run's config, which has a tokenizer and no data.
 _SOURCE = "imported"
@@ -148,13 +152,14 @@ def _write(
 ) -> None:
     """All files of the run; what makes it one, config.yaml, comes last."""
     folder = staged / TOKENIZER_FOLDER
-    folder.mkdir()
-    tokenizer.save(folder)
+    carry_imported(folder, tokenizer)
     identity = RunFolder(staged)
     identity.begin(lambda text: None)
     params, buffers = split_buffers(variables)
     source = config.checkpoint.init_from or ""
-    record = imported_record(identity.id, source, to_yaml(config), stored_as(source))
+    record = imported_record(
+        identity.id, source, to_yaml(config), tokenizer.sha256, stored_as(source)
+    )
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:
         state = {"params": params, "buffers": buffers}

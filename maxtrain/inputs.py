@@ -1,6 +1,7 @@
 """What a run reads, opened and held against its config; no jax."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,17 @@ import numpy as np
 from data_pipeline import strict_yaml
 from data_pipeline.bins import document_targets
 from data_pipeline.config import DataConfig
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, resume_training
 from data_pipeline.one_tokenizer import require_one_tokenizer
-from data_pipeline.shards import TokenShards
+from data_pipeline.remote import is_url, place
+from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.teacher_files import StoredTeacher, TeacherFiles, folder_of
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
+from maxtrain.config.paths import MADE, path_keys
+from maxtrain.config.run_path import run_path
 from maxtrain.config.sections.dpo import UNPAIRED
 from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.models.cost import relative_quadratic
@@ -44,6 +48,8 @@ def open_data(
     """
     if saved is None and config.checkpoint.init_adapters is not None:
         require_same_settings(Path(config.checkpoint.init_adapters), config.model.lora)
+    if saved is not None:
+        _require_tokenizer_of_run(config, saved)
     try:
         data = open_training_data(config, saved)
     except DataError as error:
@@ -60,6 +66,28 @@ def open_data(
     if config.observe.prompts:
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
+
+
+def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
+    """ConfigError: a run would go on with data of another tokenizer than it has been trained
+    with."""
+    if not saved.tokenizer:
+        return
+    for name, source in config.data.sources.items():
+        try:
+            theirs = Manifest.load(place(source.path)).tokenizer
+        except UserError:
+            # What is wrong with the data is for its reader to say.
+            continue
+        if theirs["sha256"] != saved.tokenizer:
+            own = run_path(config) / TOKENIZER_FOLDER
+            raise ConfigError(
+                f"data.sources.{name}.path={source.path} was made with another tokenizer "
+                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than this run has been trained "
+                f"with until step {saved.step:,} (sha256 {saved.tokenizer[:12]}), so that ids would "
+                f"mean different text. Prepare the data with `--tokenizer {own}`, or set run_name "
+                "to a new name to start afresh."
+            )
 
 
 def _how_prepared(config: RunConfig) -> str:
@@ -111,6 +139,87 @@ def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -
             raise ConfigError(f"{key} {rule}. {mend}.")
 
 
+def inputs_on_record(
+    data: TrainingData, sets: Mapping[str, EvaluationData]
+) -> dict[str, dict[str, str]]:
+    """The digest of the content of each source and set, by its key: what a launch records."""
+    found = {}
+    for name, shards in zip(data.plan.names, data.shards):
+        found[f"data.sources.{name}.path"] = shards.uid
+    for name, eval_set in sets.items():
+        found[f"eval.sets.{name}.path"] = eval_set.manifest.uid
+    return {"inputs": found}
+
+
+def with_recorded_inputs(
+    config: RunConfig, launches: Sequence[Mapping[str, Any]]
+) -> tuple[RunConfig, list[str]]:
+    """The config of a run that goes on, with relative paths of data and models as its earlier
+    launches meant them, if they are missing here or lead to other data here; and a line about each
+    that is changed.
+
+    Args:
+        config: of this launch.
+        launches: those before, as launches.jsonl has them.
+    """
+    folders = list(dict.fromkeys(str(launch.get("folder", "")) for launch in reversed(launches)))
+    digests: dict[str, str] = {}
+    for launch in launches:
+        digests |= launch.get("inputs") or {}
+    notes = []
+    for entry in path_keys(config):
+        path = entry.value
+        if entry.key in MADE or not path or is_url(path) or os.path.isabs(path):
+            continue
+        expected = digests.get(entry.key)
+        if os.path.exists(path) and (
+            expected is None or config.data.accept_changes or _digest_of_data(path) == expected
+        ):
+            continue
+        for folder in filter(None, folders):
+            absolute = os.path.normpath(os.path.join(folder, path))
+            is_same = os.path.exists(absolute) and (
+                expected is None or _digest_of_data(absolute) == expected
+            )
+            if is_same:
+                config = _with_path(config, entry.key, absolute)
+                notes.append(_moved_note(entry.key, path, absolute, expected))
+                break
+    return config, notes
+
+
+def _moved_note(key: str, path: str, absolute: str, expected: str | None) -> str:
+    """A line about a path that is taken as seen from the folder of an earlier launch."""
+    if not os.path.exists(path):
+        return (
+            f"{key}={path} is not in {os.getcwd()}; the run goes on with {absolute}, which it has "
+            "used before."
+        )
+    return (
+        f"{key}={path} is other data in {os.getcwd()} (digest {_digest_of_data(path)}) than the "
+        f"run has read before (digest {expected}); the run goes on with that, {absolute}. For "
+        "other data, set data.accept_changes=true."
+    )
+
+
+def _digest_of_data(path: str) -> str:
+    """The digest of the content of prepared data; empty: it can't be read."""
+    try:
+        return Manifest.load(Path(path)).uid
+    except UserError:
+        return ""
+
+
+def _with_path(section: Any, key: str, value: str) -> Any:
+    """A section of a config with another value for one of its paths."""
+    name, _, below = key.partition(".")
+    if isinstance(section, dict):
+        return {**section, name: _with_path(section[name], below, value)}
+    if below:
+        value = _with_path(getattr(section, name), below, value)
+    return dataclasses.replace(section, **{name: value})
+
+
 def data_section(config: RunConfig) -> DataConfig:
     """The section `data`, with the cost of documents by the model's layers where it has none."""
     data = config.data
@@ -147,10 +256,14 @@ def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
         key = "seed" if config.data.seed is None else "data.seed"
         changes.append(f"{key} was {seed_before} and is {data_seed(config)}")
     # Stages that are fractions of the run depend on its steps.
+    # Their ends are the cause then, though their values are what they were.
     stages = [*(before["data"].get("stages") or ()), *now["data"]["stages"]]
     in_fractions = any(stage.get("unit") == "fraction" for stage in stages)
     if in_fractions and before.get("steps") != now["steps"]:
-        changes.append(f"steps was {before.get('steps')} and is {now['steps']}")
+        changes.append(
+            f"steps was {before.get('steps')} and is {now['steps']}, and a stage of data.stages "
+            "ends at a fraction of the steps"
+        )
     default = strict_yaml.loads(to_yaml(RunConfig()))
     values_before = _by_path(default["data"] | before["data"], "data")
     values_now = _by_path(default["data"] | now["data"], "data")

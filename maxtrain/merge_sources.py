@@ -162,7 +162,7 @@ def _open_run(place: str, run: Path, step: str) -> Tensors:
         write_config(out, model.config, dtype, tokenizer)
 
     def write_own_tokenizer(out: Path) -> None:
-        write_tokenizer(out, tokenizer_place(run, config), tokenizer, model.config)
+        write_tokenizer(out, tokenizer_place(run), tokenizer, model.config)
 
     return Tensors(
         place,

@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.hub import download_hint
-from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from data_pipeline.tokenizer import (
+    TOKENIZER_FOLDER,
+    Carried,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
@@ -25,7 +31,7 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import CONFIG as RUN_CONFIG
 from maxtrain.run_folder import require_own_config
-from maxtrain.run_state import config_of
+from maxtrain.run_state import config_of, tokenizer_of
 from maxtrain.storage.reading import readable
 from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
@@ -191,7 +197,7 @@ def require_fitting_tokenizer(
 def comes_from_elsewhere(asked: argparse.Namespace) -> bool:
     """Whether the arguments name a model that another program trained, so that texts begin as its
     tokenizer says: a Hugging Face directory, or a run that was made of one."""
-    return asked.hf is not None or own_tokenizer(asked.run) is not None
+    return asked.hf is not None or carried_tokenizer(asked.run).is_imported
 
 
 def text_beginning(asked: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
@@ -265,14 +271,48 @@ def step_of(directory: str | Path, step: int | None) -> int | None:
     return max(complete(Path(directory).expanduser() / "checkpoints"), default=None)
 
 
-def tokenizer_place(directory: str | Path, config: RunConfig) -> str:
-    """Where the tokenizer of a run is: in its own folder, if that was made by `import`; else in the
-    prepared data, all of whose sources have the same."""
+def tokenizer_place(directory: str | Path) -> str:
+    """The folder with the tokenizer that a run carries. DataError: it is missing or incomplete."""
     own = own_tokenizer(directory)
-    if own is not None:
-        return str(own)
-    first = next(iter(config.data.sources.values()))
-    return first.path
+    if own is None:
+        folder = Path(directory).expanduser() / TOKENIZER_FOLDER
+        raise DataError(
+            f"{folder}: is missing or incomplete, and {directory} carries its tokenizer there. "
+            "Copy it again from where the run was made, or run the training command again where "
+            "its data is: it writes the folder anew, also when all steps are done."
+        )
+    return str(own)
+
+
+def carried_tokenizer(directory: str | Path) -> Carried:
+    """What a run says of its tokenizer and of conversations. DataError: that is missing or
+    damaged."""
+    return Carried.load(Path(tokenizer_place(directory)))
+
+
+def load_run_tokenizer(directory: str | Path, step: int | None = None) -> Tokenizer:
+    """The tokenizer that a run carries.
+
+    Args:
+        directory: of the run.
+        step: checkpoint whose model is used with it; None: the newest.
+
+    Raises:
+        DataError: it is missing, damaged, or not the one that the checkpoint was trained with.
+    """
+    place = tokenizer_place(directory)
+    tokenizer = load_tokenizer(place)
+    path = complete(Path(directory).expanduser() / "checkpoints").get(step_of(directory, step) or 0)
+    trained_with = ""
+    if path is not None:
+        trained_with = tokenizer_of(read_record(path))
+    if trained_with not in ("", tokenizer.sha256):
+        raise DataError(
+            f"{place}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:12]}) is not the "
+            f"one that {path} was trained with (sha256 {trained_with[:12]}): ids would mean other "
+            "text. Copy the folder again from where the run was made."
+        )
+    return tokenizer
 
 
 def load_run(
@@ -280,14 +320,18 @@ def load_run(
 ) -> tuple[Decoder, Tokenizer]:
     """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
 
-    `mesh`: that the parameters are split over; None: all on this process's first device.
+    Args:
+        directory: of the run, or its URL. The data of the run need not be there.
+        step: the checkpoint.
+        mesh: that the parameters are split over; None: all on this process's first device.
 
     Raises:
         UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
-            or its data.
+            or its tokenizer.
     """
+    directory = readable(directory)
     config = config_of_step(directory, step)
-    tokenizer = load_tokenizer(tokenizer_place(directory, config))
+    tokenizer = load_run_tokenizer(directory, step)
     require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])

@@ -4,6 +4,7 @@ The loop itself is in `train.py`, and what follows each step in `hooks.py`. Here
 from a checkpoint, makes a step, rolls back, saves and stops.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -19,8 +20,10 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
+from maxtrain.config.resumed import changed_state_settings
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.grpo import FROM_REWARDS
+from maxtrain.config.words import show
 from maxtrain.frozen_model import (
     frozen_digests,
     require_same_frozen_model,
@@ -253,7 +256,8 @@ class Run:
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
             self._require_same_frozen(step)
-            state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
+            with self._naming_settings_of_state(saved):
+                state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
             state = self.job.with_frozen_model(state, frozen)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if has_other_data:
@@ -270,6 +274,25 @@ class Run:
                 style="yellow",
             )
         return state
+
+    @contextlib.contextmanager
+    def _naming_settings_of_state(self, saved: RunState) -> Iterator[None]:
+        """Adds to a ConfigError, that a checkpoint holds other arrays than this config makes, the
+        settings that make the difference."""
+        try:
+            yield
+        except ConfigError as error:
+            changed = changed_state_settings(saved.config, self.config)
+            if not changed:
+                raise
+            problems = [
+                f"{key}={show(now)} was {show(before)} until step {saved.step:,} of this run, whose "
+                f"checkpoint holds other arrays than this needs. Set {key}={show(before)} to go on. "
+                "Or begin a new run with its weights: set run_name=NAME and "
+                f"checkpoint.init_from={self.folder.path}."
+                for key, before, now in changed
+            ]
+            raise ConfigError([*problems, *error.problems]) from error
 
     def _require_same_frozen(self, step: int) -> None:
         """ConfigError: the checkpoint is of a run that trained other parameters."""
@@ -722,11 +745,9 @@ class Run:
             constant = constant_part(self.state)
             record = self.remembered().to_record()
             uploaded = uploaded or self.checkpoints.uploads(self.step, record)
-            if self.checkpoints.save(self.step, changing, record, constant, uploaded):
-                where = "" if uploaded else ", on the disks of the hosts"
-                self.progress.message(f"checkpoint: step {self.step:,}{where}", style="dim")
-                if jax.process_index() == 0:
-                    report_step(self.step)
+            is_new = self.checkpoints.save(self.step, changing, record, constant, uploaded)
+            if is_new and jax.process_index() == 0:
+                report_step(self.step)
             if self.checkpoints.slow_upload:
                 self.progress.message(self.checkpoints.slow_upload, style="yellow")
         return True
@@ -747,6 +768,7 @@ class Run:
             kept=self.job.kept,
             config=to_yaml(self.config),
             frozen_models=self._frozen_models,
+            tokenizer=self.data.shards[0].manifest.tokenizer["sha256"],
         )
 
     def newest(self) -> str:

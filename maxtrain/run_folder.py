@@ -9,8 +9,8 @@ and the books of observe/books.py) is put aside, and the run goes on.
 import contextlib
 import json
 import os
-import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -21,10 +21,12 @@ from typing import Any
 from data_pipeline import strict_json
 from data_pipeline.errors import ConfigError, StorageError
 from data_pipeline.shards import write_atomic
+from data_pipeline.tokenizer import TOKENIZER_FOLDER
 from maxtrain.checkpoint import rollback
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.config import RunConfig
 from maxtrain.config.load import load_config
+from maxtrain.config.started import header, read_header
 from maxtrain.observe import launches, metrics
 from maxtrain.observe.attempts import attempts
 from maxtrain.observe.books import put_aside
@@ -34,7 +36,6 @@ from maxtrain.run_state import RunState, run_of
 
 FILE_NAME = "run.json"
 CONFIG = "config.yaml"
-_HEADER = re.compile(r"# run: (\w+)\n")
 _MOST_SUPERVISORS = 4096
 
 
@@ -140,7 +141,8 @@ class RunFolder:
         its run began leaves no run. To be called by the process that holds the lock."""
         with contextlib.suppress(OSError):
             names = {name for name in os.listdir(self.path) if not name.startswith(".")}
-            if self._made_here and names == {LOCK, FILE_NAME}:
+            if self._made_here and names <= {LOCK, FILE_NAME, TOKENIZER_FOLDER}:
+                shutil.rmtree(self.path / TOKENIZER_FOLDER, ignore_errors=True)
                 (self.path / FILE_NAME).unlink()
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
@@ -177,8 +179,9 @@ class RunFolder:
             self._write()
 
     def write_config(self, text: str) -> None:
-        """RUN/config.yaml, with the run's id in its first line."""
-        write_atomic(self.path / CONFIG, f"# run: {self.id}\n{text}".encode(), private=True)
+        """RUN/config.yaml, with the run's id and the folder here in its first lines."""
+        content = header(self.id, os.getcwd()) + text
+        write_atomic(self.path / CONFIG, content.encode(), private=True)
 
     def _write(self) -> None:
         content = {"run": self.id, "saved": self.saved, "adopted": self._adopted}
@@ -282,20 +285,15 @@ def launched_config(
         overrides = [f"model.attention={kernel}", *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, CONFIG)
-        path.write_text(launch["config"], encoding="utf-8")
+        text = header("", launch.get("folder", "")) + launch["config"]
+        path.write_text(text, encoding="utf-8")
         return load_config([f"config={path}", *overrides])
 
 
 def config_owner(run: Path) -> str:
     """The id of the run that RUN/config.yaml is of; empty if it does not say, or is not there."""
-    try:
-        with (run / CONFIG).open(encoding="utf-8", errors="replace") as file:
-            found = _HEADER.match(file.readline())
-    except OSError:
-        return ""
-    if not found:
-        return ""
-    return found[1]
+    owner, _ = read_header(run / CONFIG)
+    return owner
 
 
 def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:

@@ -104,6 +104,7 @@ class RunState:
             attention named.
         frozen_models: digests of the models that the policy learnt from or was compared with, by
             their roles.
+        tokenizer: the SHA-256 of the tokenizer that the data was made with; empty: not known.
         imported: where `maxtrain import` found these weights, which nothing was trained of yet;
             None: it did not make this run.
     """
@@ -121,6 +122,7 @@ class RunState:
     kept: Mapping[str, Any] | None = None
     config: str = ""
     frozen_models: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
     imported: str | None = None
 
     def attention(self) -> str | None:
@@ -167,10 +169,13 @@ class RunState:
             "seed": self.seed,
             "kept": self.kept,
             "config": self.config,
+            "tokenizer": self.tokenizer,
             **self.frozen_models,
         }
         if self.kept is None:
             del record["kept"]
+        if not self.tokenizer:
+            del record["tokenizer"]
         return record
 
     @classmethod
@@ -226,6 +231,7 @@ class RunState:
             kept=_value(record, "kept", None, dict),
             config=config_of(record),
             frozen_models=_frozen_models(record),
+            tokenizer=tokenizer_of(record),
             imported=_value(record, "imported", None, str),
         )
 
@@ -239,13 +245,24 @@ class RunState:
 
 
 def imported_record(
-    run: str, source: str | None, config: str, stored_as: str = ""
+    run: str, source: str | None, config: str, tokenizer: str, stored_as: str = ""
 ) -> dict[str, Any]:
-    """The record of step 0 of a run that `maxtrain import` makes of `source`.
+    """The record of step 0 of a run that `maxtrain import` makes.
 
-    `stored_as` says for people how the weights there were quantised; empty: they were not.
+    Args:
+        run: id of the run.
+        source: where the weights were found.
+        config: of the run, as YAML.
+        tokenizer: the SHA-256 of its tokenizer.
+        stored_as: for people, how the weights there were quantised; empty: they were not.
     """
-    record = {"run": run, "step": 0, "imported": source, "config": config}
+    record = {
+        "run": run,
+        "step": 0,
+        "imported": source,
+        "config": config,
+        "tokenizer": tokenizer,
+    }
     if stored_as:
         record["stored_as"] = stored_as
     return record
@@ -259,6 +276,11 @@ def run_of(record: Mapping[str, Any]) -> str:
 def config_of(record: Mapping[str, Any]) -> str:
     """The config, as YAML, that a record was saved with; empty if it does not say."""
     return _value(record, "config", "", str)
+
+
+def tokenizer_of(record: Mapping[str, Any]) -> str:
+    """The SHA-256 of the tokenizer that a record was saved with; empty if it does not say."""
+    return _value(record, "tokenizer", "", str)
 
 
 def best_steps(record: Mapping[str, Any]) -> dict[str, Any]:

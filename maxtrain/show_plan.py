@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtrain.config import RunConfig
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.run_path import run_path, run_url
 from maxtrain.plan_options import PlanOptions, read_options
 
@@ -153,6 +154,11 @@ def _data_as_read(
         config = launched_config(run, launch, options.overrides)
     recorded = {n: batch for n, batch in recorded.items() if launch_of(launches, n) is launch}
     near = {n: recorded[n] for n in _nearest(recorded, step)}
+    planned = None
+    if rollout_settings(config) is not None:
+        # What is on record of their batches is of completions, and not of the prompts in the data.
+        near = {}
+        planned = launch and launch["data"]
     problems: list[UserError] = []
     for start in _starts(run, config, step):
         try:
@@ -160,7 +166,11 @@ def _data_as_read(
         except UserError as error:
             problems.append(error)
             continue
+        if planned and data.fingerprint_at(data.plan.num_steps) != planned:
+            continue
         if _has_step(data, step) and _gives(data, near):
+            if planned:
+                return data, "Prompts of the step, as the launch that made it has them on record."
             return data, _how_known(list(near), step)
     if problems:
         raise problems[0]

@@ -19,10 +19,13 @@ if __name__ == "__main__":
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", MODELS)
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -30,6 +33,7 @@ from flax import nnx
 from data_pipeline.errors import (
     ConfigError,
     DamagedError,
+    DataError,
     DivergedError,
     LostProcessError,
     StorageError,
@@ -37,6 +41,7 @@ from data_pipeline.errors import (
     run_command,
 )
 from data_pipeline.loader import HostBatch
+from data_pipeline.tokenizer import BESIDE, TOKENIZER_FOLDER, carry_data
 from maxtrain import failpoints
 from maxtrain.accumulation import decide
 from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
@@ -44,18 +49,25 @@ from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.local import LocalSteps, OtherStep
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
+from maxtrain.config.resumed import changed_settings
 from maxtrain.config.run_path import local_folder, run_path, run_url
 from maxtrain.config.sections.mesh import num_stages, slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
+from maxtrain.inputs import inputs_on_record, with_recorded_inputs
 from maxtrain.job import ACCUMULATION, Job, launch_fields, open_job
 from maxtrain.models.pipeline import form_for
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
-from maxtrain.observe.launches import append_launch, launch_record, revision_around
+from maxtrain.observe.launches import (
+    append_launch,
+    launch_record,
+    read_launches,
+    revision_around,
+)
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.mesh_lines import mesh_lines
 from maxtrain.observe.metrics import Stopwatch
@@ -161,21 +173,13 @@ def launch(
     run_folder.require_checkpoints(config.checkpoint.start_over)
     if rollbacks is None:
         rollbacks = list(saved.rollbacks) if saved else []
+    launches = read_launches(folder)
     with clock.during("start"):
-        job = open_job(config, saved)
+        job = open_with_records(config, saved, launches)
     if attempt == 0:
         require_whole(store.local, saved, newest)
     config = job.config
     is_primary = jax.process_index() == 0
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        config.checkpoint,
-        second,
-        run_folder.note_saved,
-        store.checkpoints,
-        store.publish,
-        store.local,
-    )
     rows = job.data.describe_rows
     board = Board("watchdog") if jax.process_count() > 1 else None
     shown = config.observe.progress if is_primary else "off"
@@ -185,6 +189,15 @@ def launch(
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
         Progress(shown, job.data.plan.num_steps, units=job.units) as progress,
     ):
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            config.checkpoint,
+            second,
+            functools.partial(note_checkpoint, run_folder, progress),
+            store.checkpoints,
+            store.publish,
+            store.local,
+        )
         describe(progress, job)
         tell_passed_over(progress, store.local, saved)
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
@@ -198,7 +211,7 @@ def launch(
         job = decided.job
         describe_micro_batches(progress, job, decided.line)
         # Not before it is known that all go on: this makes the folder.
-        begin_folder(held, store, second, run_folder, progress, job.kept.get(ACCUMULATION))
+        begin_folder(held, store, second, run_folder, progress, job)
         for line in put_aside_incomplete(checkpoints.directory):
             progress.message(line, style="bold red")
         run = Run(
@@ -215,6 +228,7 @@ def launch(
         )
         try:
             run.restore(saved)
+            tell_changed_settings(run, saved, launches)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
             begin_books(run, watchdog, saved is None)
             begin_trackers(run, trackers)
@@ -448,22 +462,27 @@ def begin_folder(
     second: Path | None,
     run_folder: RunFolder,
     progress: Progress,
-    accumulation: int | None,
+    job: Job,
 ) -> None:
-    """Has process 0 lock the run until `held` is closed, and make the folder its own.
-
-    Args:
-        accumulation: as of `RunFolder.begin`.
+    """Has process 0 lock the run until `held` is closed, make the folder its own, and put the
+    tokenizer of the data into it.
 
     Raises:
-        ConfigError, StorageError, TryAgainError: in all processes: that failed.
+        ConfigError, DataError, StorageError, TryAgainError: in all processes: that failed.
     """
-    with raising_together(ConfigError, StorageError, TryAgainError, OSError):
+    with raising_together(ConfigError, DataError, StorageError, TryAgainError, OSError):
         if jax.process_index() == 0:
             told = functools.partial(progress.message, style="bold red")
             take_locks(held, store, second, told)
             held.callback(run_folder.withdraw)
-            run_folder.begin(told, accumulation)
+            run_folder.begin(told, job.kept.get(ACCUMULATION))
+            carried = carry_data(
+                run_folder.path / TOKENIZER_FOLDER,
+                {name: source.path for name, source in job.config.data.sources.items()},
+                BESIDE,
+            )
+            if carried:
+                told(carried)
 
 
 def take_locks(
@@ -476,6 +495,56 @@ def take_locks(
     store.hold(held, tell)
     if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
         held.enter_context(RunLock(second.parent, needed=False))
+
+
+def open_with_records(
+    config: RunConfig, saved: RunState | None, launches: Sequence[Mapping[str, Any]]
+) -> Job:
+    """As `open_job`, with data and models from where earlier launches of the run had them."""
+    config, notes = with_recorded_inputs(config, launches)
+    job = open_job(config, saved)
+    return dataclasses.replace(job, notes=(*notes, *job.notes))
+
+
+def tell_changed_settings(
+    run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]]
+) -> None:
+    """A line about each setting that is not that of the last of the launches before, where the run
+    goes on from a checkpoint."""
+    if saved is None or not launches:
+        return
+    changes = changed_settings(str(launches[-1]["config"]), run.job.asked)
+    if not run.done():
+        for change in changes:
+            line = f"changed since the last launch: {change.describe(run.step, run.num_steps)}"
+            run.progress.message(line, style="yellow")
+        return
+    words = "; ".join(change.words() for change in changes if change.has_effect())
+    if not words:
+        return
+    fix = "Set run_name to another name to begin a run with them"
+    if not run.health.ending:
+        fix = f"Set steps to more than {run.step:,} to go on with them, or run_name=NAME to begin anew"
+    run.progress.message(
+        f"changed since the last launch, and without effect, because the run has nothing left to "
+        f"do: {words}. {fix}.",
+        style="yellow",
+    )
+
+
+def note_checkpoint(
+    run_folder: RunFolder, progress: Progress, step: int, is_uploaded: bool
+) -> None:
+    """Records and prints that a checkpoint of this step is complete, on process 0.
+
+    Args:
+        is_uploaded: it is where the run is kept, and not on the disks of the hosts alone.
+    """
+    where = ", on the disks of the hosts"
+    if is_uploaded:
+        run_folder.note_saved(step)
+        where = ""
+    progress.message(f"checkpoint: step {step:,}{where}", style="dim")
 
 
 def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
@@ -529,6 +598,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:
         record["units"] = job.units
+    record["folder"] = os.getcwd()
+    record |= inputs_on_record(job.data, job.sets)
     append_launch(run_folder.path, record | {RUN: run_folder.id})
 
 

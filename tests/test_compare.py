@@ -10,7 +10,8 @@ from maxtrain.checkpoint.integrity import FORMAT, encode_commit
 from maxtrain.compare import values_in_words
 from maxtrain.config import to_yaml
 from maxtrain.config.schema import OptimizerConfig, RunConfig
-from maxtrain.observe.metrics import MetricsLog
+from maxtrain.observe.metrics import OF_THE_MACHINE, MetricsLog
+from maxtrain.observe.stragglers import HostTime, OwnTime, Slowest, in_record
 
 
 def launch(config, jax="1.0"):
@@ -167,3 +168,28 @@ def test_not_a_number_is_like_another(one, tmp_path, capsys, monkeypatch):
         compared(a, make_run(tmp_path / "c", {1: float("nan"), 2: 1.0}), capsys, monkeypatch)[0]
         == 70
     )
+
+
+def test_what_depends_on_the_machine_is_not_compared(tmp_path, capsys, monkeypatch):
+    """Equal runs of several processes differ in these, and in nothing else."""
+    own = OwnTime(0.5, 0.25)
+    of_host = in_record(Slowest(HostTime(3, "host-3", own), 0.125), 2)
+    assert of_host.keys() <= OF_THE_MACHINE
+    for folder, value in (("a", 1), ("b", 2)):
+        log = MetricsLog(tmp_path / folder)
+        measured = dict.fromkeys(OF_THE_MACHINE, value) | {"slowest_host": f"host-{value}"}
+        log.append(1, {"loss": 1.0, **measured})
+        log.append(1, {"set": "held", "nll": 2.0, "seconds": value}, "eval")
+        log.close()
+    code, said = compared(tmp_path / "a", tmp_path / "b", capsys, monkeypatch)
+    assert code == 0 and "The same bit for bit: 2 numbers" in said
+
+
+@pytest.mark.parametrize("name", ["loss/second", "reward/seconds_taken", "epochs/mfu", "kl_bytes"])
+def test_names_that_sound_like_the_clock_are_compared(name, tmp_path, capsys, monkeypatch):
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        log = MetricsLog(tmp_path / folder)
+        log.append(1, {name: value})
+        log.close()
+    code, said = compared(tmp_path / "a", tmp_path / "b", capsys, monkeypatch)
+    assert code == 70 and name in said

@@ -15,20 +15,21 @@ import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
 from data_pipeline.tokenizer import (
+    BESIDE,
     ByteTokenizer,
     CharTokenizer,
     JsonTokenizer,
+    carry_data,
     load_tokenizer,
 )
-from maxtrain import chat_source, model_source, server
 from maxtrain import generate as job
+from maxtrain import model_source, server
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RunConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.generate import complete, generate
 from maxtrain.model_source import load_run
 from maxtrain.models.registry import build_model
@@ -660,9 +661,8 @@ def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, m
         return ["yes"]
 
     def talk(*words, sources=("kind",)):
-        paths = {name: SourceConfig(str(tmp_path / name)) for name in sources}
-        config = RunConfig(data=DataConfig(sources=paths))
-        monkeypatch.setattr(chat_source, "read_run_config", lambda run: config)
+        paths = {name: str(tmp_path / name) for name in sources}
+        carry_data(tmp_path / "tokenizer", paths, BESIDE)
         arguments = job._parse(
             [str(tmp_path), "--chat", "--prompt", "a?", "--chat-template", str(template), *words],
             "generate",

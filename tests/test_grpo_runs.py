@@ -10,7 +10,7 @@ import pytest
 from benchmarks.additions import task
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError, DataError
-from maxtrain import replay
+from maxtrain import cli, replay
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -314,3 +314,12 @@ def test_the_first_failure_of_a_reward_is_printed(config, capfd):
     assert train(config, "one-fails", rewards, "steps=2") == 0
     said = capfd.readouterr()
     assert (said.out + said.err).count("no such judge") == 1
+
+
+@pytest.mark.long
+def test_what_a_step_read_can_be_shown(config, straight, capsys):
+    run = str(config.parent / "runs" / "straight")
+    for step in (1, STEPS):
+        assert cli.main(["plan", run, "--step", str(step)]) == 0
+        assert "Prompts of the step" in capsys.readouterr().out
+    assert cli.main(["plan", run]) == 0

@@ -113,7 +113,7 @@ def test_tokens_that_end_an_answer_are_those_of_the_directory(pretrained_directo
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     run = tmp_path / "run"
     import_run(source, run)
-    place = tokenizer_place(run, read_run_config(run))
+    place = tokenizer_place(run)
     ours = Chat(load_tokenizer(place), place, "chatml")
     theirs = Chat(load_tokenizer(source), source, "chatml")
     assert ours.stop_ids == theirs.stop_ids

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.additions import task
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
-from maxtrain import evaluate, replay
+from maxtrain import cli, evaluate, replay
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -197,3 +197,10 @@ def test_what_can_not_work_is_refused(tmp_path, tiny_run, overrides, rule, mend)
     with pytest.raises(ConfigError, match=mend) as error:
         load_config([f"config={path}", *on_policy(path, *overrides)])
     assert rule in str(error.value)
+
+
+@pytest.mark.long
+def test_what_a_step_read_can_be_shown(config, straight, capsys):
+    run = str(config.parent / "runs" / "straight")
+    assert cli.main(["plan", run, "--step", "1"]) == 0
+    assert "Prompts of the step" in capsys.readouterr().out

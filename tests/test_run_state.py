@@ -51,6 +51,7 @@ STATE = RunState(
     kept={"schedule.warmup_steps": 4},
     config="seed: 1\n",
     frozen_models={"teacher": "digest"},
+    tokenizer="ab12",
 )
 
 
@@ -80,7 +81,7 @@ def test_every_field_comes_back_typed():
 
 
 def test_the_keys_are_those_of_the_stored_format():
-    assert set(stored(STATE)) == {*KEYS, "teacher"}
+    assert set(stored(STATE)) == {*KEYS, "teacher", "tokenizer"}
     # A run that never had a teacher, and one whose settings were not kept, do not say so.
     assert set(stored(RunState(kept={}))) == KEYS
     assert set(stored(RunState())) == KEYS - {"kept"}
@@ -106,7 +107,8 @@ def test_what_needs_no_run_can_be_asked_of_any_record():
 
 
 def test_a_run_of_imported_weights_says_where_they_are_of():
-    state = RunState.from_record(imported_record("a", "models/one", "seed: 1\n"))
+    state = RunState.from_record(imported_record("a", "models/one", "seed: 1\n", "ab12"))
+    assert state.tokenizer == "ab12"
     assert (state.run, state.imported, state.config) == ("a", "models/one", "seed: 1\n")
     assert RunState.from_record(stored(STATE)).imported is None
 

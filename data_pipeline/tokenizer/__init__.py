@@ -17,18 +17,21 @@ from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, MAX_VOCABULARY, Tokenizer
+from data_pipeline.tokenizer.carried import CHAT_TEMPLATE, Carried, carry_data, carry_imported
+from data_pipeline.tokenizer.carried import FILE_NAME as CARRIED
 from data_pipeline.tokenizer.huggingface import JsonTokenizer, bpe_entries, train_bpe
 from data_pipeline.tokenizer.plain import ByteTokenizer, CharTokenizer
 from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
 from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
 
 __all__ = [
-    "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "CharTokenizer", "JsonTokenizer",
-    "SentencePieceTokenizer", "TiktokenTokenizer", "Tokenizer", "bpe_entries",
-    "load_tokenizer", "train_bpe",
+    "CARRIED", "CHAT_TEMPLATE", "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "Carried",
+    "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer", "Tokenizer",
+    "bpe_entries", "carry_data", "carry_imported", "load_tokenizer", "train_bpe",
 ]  # fmt: skip
 SETTINGS = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
+# The folder of a run that carries its tokenizer.
+TOKENIZER_FOLDER = "tokenizer"
 # Says, among other things, which tokens end an answer.
 GENERATION = "generation_config.json"
 # What transformers keeps beside a tokenizer.json.
@@ -55,6 +58,10 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = tokenizer_path(spec)
+    carried = None
+    if path.name == TOKENIZER and path.with_name(CARRIED).exists():
+        # Before the file is read, so that damage is named as such.
+        carried = Carried.load(path.parent)
     mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
     mend += "a directory that has one, or `bytes`."
     try:
@@ -79,6 +86,9 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
             )
         tokenizer.name = entry["name"]
         tokenizer.eod_id = entry["special_ids"]["eod"]
+    elif carried is not None:
+        tokenizer.name = carried.name
+        tokenizer.eod_id = carried.eod_id
     if isinstance(tokenizer, JsonTokenizer):
         tokenizer.beside = _files_beside(path)
     return tokenizer
@@ -100,7 +110,7 @@ def _files_beside(path: Path | RemotePath) -> dict[str, bytes]:
 
 def tokenizer_path(spec: str | Path | RemotePath) -> Any:
     """The file that holds a tokenizer: the one given, or that of a directory, or of the part train
-    in it."""
+    in it, or the one that a run carries."""
     path = place(spec)
     if not path.is_dir():
         return path
@@ -112,6 +122,8 @@ def tokenizer_path(spec: str | Path | RemotePath) -> Any:
     train = path / PARTS[0] / TOKENIZER
     if train.exists():
         return train
+    if (path / TOKENIZER_FOLDER / CARRIED).exists():
+        return path / TOKENIZER_FOLDER / TOKENIZER
     return path / TOKENIZER
 
 

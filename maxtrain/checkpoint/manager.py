@@ -58,8 +58,9 @@ class Checkpoints:
     """Saving, finding, restoring and removing the checkpoints below one directory.
 
     The first checkpoint makes the directory. Those below a second directory are found and restored
-    as well, and new ones are copied there. `on_commit` is called on process 0, in the background,
-    with each step that has come to count. With a `home`, the steps are those at that URL, each
+    as well, and new ones are copied there. `on_commit` is called on process 0 with each step that
+    has come to count, and whether it is where the run is kept, or on the disks of hosts alone: as
+    soon as it does, in the background, or for the latter when all hosts have said so. With a `home`, the steps are those at that URL, each
     process has a directory of its own, and `before_commit` is called on process 0 before a step
     counts there. Steps that are saved without an upload are on the disks of hosts, as `local` has
     them; None: there are none.
@@ -73,7 +74,7 @@ class Checkpoints:
         directory: str | Path,
         config: CheckpointConfig,
         second: Path | None = None,
-        on_commit: Callable[[int], object] | None = None,
+        on_commit: Callable[[int, bool], object] | None = None,
         home: RemotePath | None = None,
         before_commit: Callable[[], object] | None = None,
         local: LocalSteps | None = None,
@@ -260,7 +261,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         if self._on_commit:
-            self._on_commit(step.number)
+            self._on_commit(step.number, True)
         self._best = set(best_steps(json.loads(step.record)).values())
         self._retire()
         self.copy_newest()
@@ -474,6 +475,8 @@ class Checkpoints:
         else:
             assert self.local is not None
             self.local.note_saved(locally)
+            if self._on_commit and jax.process_index() == 0:
+                self._on_commit(locally, False)
 
     def drop_local(self) -> None:
         """Removes the steps on the disk of this host that are not newer than what is uploaded: the

@@ -42,6 +42,7 @@ from maxtrain.config.paths import expand_paths, with_default_paths
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import ModelConfig, RunConfig
 from maxtrain.config.shipped import available, find_file, shipped_configs
+from maxtrain.config.started import read_header, with_inputs_of
 from maxtrain.config.values import MAX_LISTED, ValueProblem, section_from, section_leaves
 from maxtrain.config.words import show
 
@@ -156,7 +157,11 @@ def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded
     tree = {}
     if reference:
         try:
-            tree = read_config(find_file(reference))
+            file = find_file(reference)
+            tree = read_config(file)
+            if file.suffix != ".py":
+                _, started_in = read_header(file)
+                tree = with_inputs_of(tree, started_in)
         except ConfigError as error:
             problems.append(ValueProblem("", error.problems[0]))
     file_tree = copy.deepcopy(tree)

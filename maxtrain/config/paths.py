@@ -11,7 +11,7 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 
 # Directories that a run makes.
-_MADE = (
+MADE = (
     "output_dir",
     "local_dir",
     "data.cache",
@@ -141,7 +141,7 @@ def _problem(path_key: PathKey) -> str | None:
             f"and {user} is nobody's. "
             f"Write the whole path, or {key}=./{value} for a folder of that name."
         )
-    if key in _MADE and value:
+    if key in MADE and value:
         file = file_above(value)
         if file:
             return (

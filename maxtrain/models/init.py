@@ -214,7 +214,9 @@ class Initializer(NamedTuple):
             return "uniform"
         if name == "normal":
             return "normal"
-        return "truncated"
+        if name.endswith("normal"):
+            return "truncated"
+        raise AssertionError(f"init.name={name} has no distribution")
 
     def scale(self, size: int, role: Role = "norm", offset: float = 0.0) -> nnx.Param:
         """The scale of a norm: 1 times the multiplier that is folded into it, less `offset`."""
@@ -254,7 +256,7 @@ class Initializer(NamedTuple):
         elif rule == "xavier":
             std = scale * math.sqrt(2 / (fan_in + fan_out))
         else:
-            assert init.std is not None
+            assert init.std is not None and init.name in ("truncated_normal", "normal"), init.name
             std = scale * init.std
         if role in WIDE:
             std *= math.sqrt(ratios.width)

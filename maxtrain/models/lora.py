@@ -34,6 +34,8 @@ def scale_of(lora: LoraConfig) -> float:
     assert lora.rank is not None
     if lora.scaling == "root":
         return lora.alpha / math.sqrt(lora.rank)
+    if lora.scaling != "rank":
+        raise AssertionError(f"model.lora.scaling={lora.scaling} is not known")
     return lora.alpha / lora.rank
 
 

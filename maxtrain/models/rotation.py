@@ -61,7 +61,9 @@ def _frequencies(rope: RopeSpec) -> np.ndarray:
             rope.beta_slow,
             rope.truncate,
         )
-    return frequencies
+    if rope.scaling == "none":
+        return frequencies
+    raise AssertionError(f"rope_scaling={rope.scaling} has no frequencies")
 
 
 def _frequencies_of_rows(rope: RopeSpec, lengths: Int[Array, " B"]) -> Float[Array, "B F"]:
@@ -69,6 +71,8 @@ def _frequencies_of_rows(rope: RopeSpec, lengths: Int[Array, " B"]) -> Float[Arr
     frequencies = rope_frequencies(rope.head_dim, rope.theta)
     if rope.scaling == "dynamic":
         return dynamic_frequencies(frequencies, rope.factor, rope.original_length, lengths)
+    if rope.scaling != "longrope":
+        raise AssertionError(f"rope_scaling={rope.scaling} has no frequencies of rows")
     return longrope_frequencies(
         frequencies, rope.short_factors, rope.long_factors, rope.original_length, lengths
     )

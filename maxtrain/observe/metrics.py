@@ -57,17 +57,25 @@ FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-# Names of records of training and of evaluations that nothing else may have.
-TAKEN = frozenset(
+# Numbers of records that depend on the machine and its load, not on config, data and seed alone:
+# equal runs differ in them.
+OF_THE_MACHINE = frozenset(
     (
-        *("kind", "step", "time"),
-        *("loss", "step_loss", "objective", "grad_norm", "learning_rate", "skipped", "loss_scale"),
-        *("weight_norm", "batch", "tokens_seen", "fill", "step_seconds", "data_wait_seconds"),
-        *("tokens_per_second", "positions_per_second", "mfu", "mfu_causal"),
-        *("host_bytes", "device_bytes", "device_peak_bytes", "targets", "empty_rows"),
+        *("time", "seconds", "step_seconds", "data_wait_seconds", "rollout_seconds"),
+        *("sampling_seconds", "reward_seconds", "scoring_seconds"),
+        *("tokens_per_second", "positions_per_second", "sampled_tokens_per_second"),
+        *("mfu", "mfu_causal", "host_bytes", "device_bytes", "device_peak_bytes"),
         *("slowest_process", "slowest_host", "slowest_host_seconds"),
         *("slowest_host_data_wait_seconds", "other_hosts_seconds"),
-        *("set", "nll", "perplexity", "tokens", "bits_per_byte", "best_step", "data", "seconds"),
+    )
+)
+# Names of records of training and of evaluations that nothing else may have.
+TAKEN = OF_THE_MACHINE | frozenset(
+    (
+        *("kind", "step"),
+        *("loss", "step_loss", "objective", "grad_norm", "learning_rate", "skipped", "loss_scale"),
+        *("weight_norm", "batch", "tokens_seen", "fill", "targets", "empty_rows"),
+        *("set", "nll", "perplexity", "tokens", "bits_per_byte", "best_step", "data"),
     )
 )
 KINDS = ("train", "eval", "end", "norms", "sample")

@@ -106,6 +106,12 @@ def divergence(
     return _chunked(student, teacher, weights, mask, form)
 
 
+def _require_mixture(kind: str) -> None:
+    """AssertionError: a divergence that is neither forward nor reverse is not that of a mixture."""
+    if kind != "jsd":
+        raise AssertionError(f"kind={kind} is not known")
+
+
 def plain_divergence(
     student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
 ) -> TokenDivergence:
@@ -121,6 +127,7 @@ def plain_divergence(
     elif form.kind == "reverse":
         each = kl(log_s, log_t)
     else:
+        _require_mixture(form.kind)
         log_m = mixture(log_s, log_t, form.beta)
         each = form.beta * kl(log_t, log_m) + (1 - form.beta) * kl(log_s, log_m)
     same = of_student.argmax(-1) == of_teacher.argmax(-1)
@@ -263,6 +270,7 @@ def _forward(
             each = kl(log_s, log_t)
             dlogits = probability * (log_s - log_t - each[..., None])
         else:
+            _require_mixture(form.kind)
             log_m = mixture(log_s, log_t, form.beta)
             from_mixture = kl(log_s, log_m)
             each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture

@@ -245,6 +245,8 @@ def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Ar
             precision=_precision(x),
             preferred_element_type=jnp.float32,
         )
+    if kernel != "blocks":
+        raise AssertionError(f"model.routing.kernel={kernel} has no product")
 
     def matrix_of(expert: Array) -> Array:
         return w[expert]

@@ -75,9 +75,11 @@ def choose(
     if scores == "softmax":
         values = jax.nn.softmax(logits, axis=-1)
         shares = values
-    else:
+    elif scores == "sigmoid":
         values = jax.nn.sigmoid(logits)
         shares = values / (values.sum(-1, keepdims=True) + _TINY)
+    else:
+        raise AssertionError(f"scores={scores} is not known")
     ranked = values
     if correction is not None:
         ranked = ranked + correction
@@ -125,7 +127,7 @@ def with_noise(
         return logits + scale * _drawn(jax.random.normal, keys, logits.shape)
     if noise == "gumbel":
         return logits + scale * _drawn(jax.random.gumbel, keys, logits.shape)
-    return logits
+    raise AssertionError(f"noise={noise} is none of logits")
 
 
 def jittered(

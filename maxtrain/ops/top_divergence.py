@@ -165,6 +165,8 @@ def _of_outcomes(outcomes: _Outcomes, form: TopForm) -> _Divergence:
     if form.kind == "reverse":
         each = kl(log_s, log_t)
         return _Divergence(each, log_s - log_t - each[..., None])
+    if form.kind != "jsd":
+        raise AssertionError(f"kind={form.kind} is not known")
     log_m = mixture(log_s, log_t, form.beta)
     from_mixture = kl(log_s, log_m)
     each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture

@@ -36,6 +36,8 @@ def divergence(
     apart = reference.astype(np.float64) - log_probs.astype(np.float64)
     if estimator == "k1":
         return -apart
+    if estimator != "k3":
+        raise AssertionError(f"kl_estimator={estimator} is not known")
     return np.expm1(apart) - apart
 
 

@@ -51,6 +51,8 @@ def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) 
     """After a step whose scaled gradients were all finite, or not."""
     if config.mode == "static":
         return state
+    if config.mode != "dynamic":
+        raise AssertionError(f"loss_scale.mode={config.mode} does not say how to advance")
     patience = jnp.where(finite, state.patience, jnp.maximum(state.patience - 1, 0))
     row = jnp.where(finite, state.finite_in_row + 1, 0)
     grow = row >= config.window

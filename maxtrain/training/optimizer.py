@@ -8,7 +8,7 @@ vector nor one matrix of many.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,8 @@ def make_optimizer(
         params: the parameters, which may be abstract: paths, logical axes and shapes are read.
         factors: a number for each variable, which multiplies its learning rate but not its decay
             (models.init.learning_rate_factors); a group's own factor multiplies both.
-        clips: false: its gradients are clipped before (`make_clipping`); its state is the same.
+        clips: false: its gradients are clipped before (`make_clipping`). The arrays of the state are
+            the same.
 
     Raises:
         ConfigError: a pattern that matches nothing, parameters in two groups, pieces of a schedule
@@ -73,18 +74,26 @@ def make_optimizer(
         optax.masked(optax.scale(rate), _where(rates, rate))
         for rate in sorted(set(rates.values()) - {1.0})
     ]
-    direction = [_direction(config)]
+    before = []
+    if clips:
+        before += _clipping(config)
+    after = []
     if factors is not None:
-        direction.append(scale_by_factors(factors))
-    parts = _clipping(config)
-    if not clips:
-        parts = [optax.identity() for _ in parts]
+        after.append(scale_by_factors(factors))
     if config.name in COUPLED:
-        parts += [*decays, *direction, *scales]
+        before += decays
     else:
-        parts += [*direction, *decays, *scales]
+        after += decays
+    after += scales
     learning_rate = make_schedule(schedule, config.learning_rate, num_steps)
-    optimizer = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+    # Always four parts. All that keep a state have the same place and the same name in checkpoints
+    # whatever is clipped and decayed, so that a run may go on with other such settings.
+    optimizer = optax.chain(
+        _stateless_chain(before),
+        _direction(config),
+        _stateless_chain(after),
+        optax.scale_by_learning_rate(learning_rate),
+    )
     if config.ema_decay is None:
         return optimizer
     return _averaged(optimizer, config.ema_decay)
@@ -92,7 +101,14 @@ def make_optimizer(
 
 def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     """What `make_optimizer` does to gradients before all else; it keeps nothing."""
-    return optax.chain(optax.identity(), *_clipping(config))
+    return _stateless_chain(_clipping(config))
+
+
+def _stateless_chain(
+    parts: Sequence[optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """One transformation after another; none of them keeps a state, and there may be none."""
+    return optax.chain(optax.identity(), *parts)
 
 
 def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
@@ -244,7 +260,9 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
             return _each_matrix(optax.chain(factored, optax.clip_by_block_rms(1.0)))
         case "muon":
             return _muon(config)
-    return optax.identity()
+        case "sgd":
+            return optax.identity()
+    raise AssertionError(f"optimizer.name={config.name} has no direction")
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformation:

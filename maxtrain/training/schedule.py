@@ -110,10 +110,11 @@ def _curve(piece: _Piece) -> optax.Schedule:
         return _inverse_sqrt(piece)
     if piece.name == "cosine":
         return _cosine(start, end, span)
-    power = 1.0
+    if piece.name == "linear":
+        return optax.polynomial_schedule(start, end, 1.0, span)
     if piece.name == "polynomial":
-        power = piece.power
-    return optax.polynomial_schedule(start, end, power, span)
+        return optax.polynomial_schedule(start, end, piece.power, span)
+    raise AssertionError(f"schedule.name={piece.name} has no curve")
 
 
 def _inverse_sqrt(piece: _Piece) -> optax.Schedule:

@@ -25,9 +25,11 @@ from data_pipeline.remote import RemotePath
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
 from data_pipeline.tokenizer import (
     BESIDE,
+    CARRIED,
     CHAT_TEMPLATE,
     GENERATION,
     SETTINGS,
+    Carried,
     JsonTokenizer,
     Tokenizer,
     named_token,
@@ -349,10 +351,13 @@ def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str
 
 def _was_rendered(tokenizer: Path | RemotePath) -> bool:
     """Whether a chat template wrote the text of the prepared data that has this tokenizer."""
+    if "chat_template" in read_settings(tokenizer):
+        return False
+    if tokenizer.with_name(CARRIED).exists():
+        return Carried.load(tokenizer.parent).is_rendered
     if not tokenizer.with_name(MANIFEST).exists():
         return False
-    settings = Manifest.load(tokenizer.parent).settings
-    return bool(settings.get("chat_template")) and "chat_template" not in read_settings(tokenizer)
+    return bool(Manifest.load(tokenizer.parent).settings.get("chat_template"))
 
 
 def _as_json(values: Mapping[str, Any]) -> bytes:

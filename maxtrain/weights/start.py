@@ -19,7 +19,7 @@ from data_pipeline import strict_yaml
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.hub import download_hint
 from data_pipeline.shards import TOKENIZER
-from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, load_tokenizer
 from maxtrain.checkpoint.at_url import url_of
 from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
@@ -47,8 +47,6 @@ from maxtrain.weights.hf import differing_keys, load_weights
 from maxtrain.weights.peft import read_adapters
 from maxtrain.weights.peft_settings import dropout_note, require_same_settings
 
-# What `import` keeps in the folder of a run, since there are no data that have it.
-TOKENIZER_FOLDER = "tokenizer"
 # Keys of `model` that shapes of arrays show.
 _SHAPES = {
     "num_layers",
@@ -76,10 +74,9 @@ def _no_more() -> nnx.State:
 
 
 def own_tokenizer(run: str | Path) -> Path | None:
-    """The folder with the tokenizer of a run that was made by `import`; None: the run's data have
-    it."""
+    """The folder with the tokenizer that a run carries; None: it is missing or incomplete."""
     folder = Path(run).expanduser() / TOKENIZER_FOLDER
-    if folder.is_dir():
+    if (folder / CARRIED).exists():
         return folder
     return None
 
@@ -243,11 +240,7 @@ def starting_variables(
                 f"and checkpoint.init_from={config.init_from} is none. Set "
                 "checkpoint.init_partial=[]."
             )
-        if not directory.exists():
-            raise ConfigError(
-                f"checkpoint.init_from={config.init_from}: is not there. Name a run, one of its "
-                f"checkpoints, or a Hugging Face directory.{download_hint(config.init_from)}"
-            )
+        _require_there(directory, config)
         loaded = load_weights(variables, directory, model, tell, without_head=without_head)
         return join(loaded, new_score)
     commit, record = read_step(path)
@@ -511,6 +504,15 @@ def _require_same_model(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _require_there(directory: Path, config: CheckpointConfig) -> None:
+    """ConfigError: nothing is where checkpoint.init_from says."""
+    if not directory.exists():
+        raise ConfigError(
+            f"checkpoint.init_from={config.init_from}: is not there. Name a run, one of its "
+            f"checkpoints, or a Hugging Face directory.{download_hint(config.init_from)}"
+        )
 
 
 def _compare(
