@@ -230,7 +230,7 @@ def test_a_window_that_is_used_is_refused_if_its_size_is_left_out_too(case, tmp_
         ("num_attention_heads", 10**9),
         ("max_position_embeddings", 2**31),
         ("rms_norm_eps", 10**400),
-        ("rope_theta", 1e300),
+        ("rope_parameters", {"rope_theta": 1e300}),
         ("tie_word_embeddings", "false"),
         ("layer_types", ["full_attention"] * 100_000),
         ("architectures", ["x" * 100_000]),

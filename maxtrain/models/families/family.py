@@ -3,6 +3,7 @@ and weights at Hugging Face."""
 
 import dataclasses
 import re
+import reprlib
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -136,10 +137,10 @@ class Settings:
         """Refuses a key that is there, not null, and none of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
-            need = " or ".join(show(repr(each)) for each in allowed) or "null"
+            need = " or ".join(map(_repr, allowed)) or "null"
             raise DataError(
-                f"{self.path}: {name}={show(value)} is not supported, only {need}. Choose a model with "
-                f"{name}={need}."
+                f"{self.path}: {name}={_repr(value)} is not supported, only {need}. Choose a model "
+                f"with {name}={need}."
             )
 
     def rope(self, max_length: int) -> dict[str, Any]:
@@ -207,8 +208,8 @@ class Settings:
         if kind not in _ROPE_TYPES or not is_one_set:
             known = choices(map(repr, _ROPE_TYPES))
             raise DataError(
-                f"{self.path}: rope_parameters (or rope_scaling) {show(given)} are not supported, only "
-                f"one set for all layers, of type {known}. Choose a model with one of these."
+                f"{self.path}: rope_parameters (or rope_scaling) {show(given)} are not supported, "
+                f"only one set for all layers, of type {known}. Choose a model with one of these."
             )
         return kind
 
@@ -333,6 +334,11 @@ def _longrope_parameters(config: ModelConfig) -> dict[str, Any]:
     if factor is not None:
         parameters["attention_factor"] = factor
     return parameters
+
+
+def _repr(value: Any) -> str:
+    """A value as Python writes it, shortened: a stranger's list may have any length."""
+    return reprlib.Repr(maxstring=100, maxother=100).repr(value)
 
 
 def _same(name: str) -> str:
