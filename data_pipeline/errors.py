@@ -21,6 +21,7 @@ from typing import TextIO
 
 from data_pipeline.interrupts import INTERRUPTED, MESSAGE, ending_at_ctrl_c
 from data_pipeline.masking import masked
+from data_pipeline.terminal import escape_terminals, visible
 
 # Errors of the file itself, which stay as they are.
 _LASTING = {
@@ -263,6 +264,7 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    escape_terminals()
     again = "the same command again."
     if resumes:
         again = "the same command again: it goes on where it was."
@@ -300,5 +302,5 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     # Nothing is wrong with an interrupted command.
     if isinstance(error, TryAgainError):
         message = str(error)
-    print(masked(message), file=sys.stderr)
+    print(visible(masked(message)), file=sys.stderr)
     return error.exit_code

@@ -37,6 +37,7 @@ from data_pipeline.build import (
 )
 from data_pipeline.cache import Cache
 from data_pipeline.config import CACHE
+from data_pipeline.console import SafeConsole
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.masking import masked_values
@@ -874,7 +875,7 @@ def _build(
     units = {part: make_units(pieces) for part, pieces in request.parts.items()}
     for left in list(work.rglob(f"{ATTEMPT}*")):
         shutil.rmtree(left, ignore_errors=True)
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=SafeConsole(stderr=True)) as progress:
 
         def task(name: str, units: list[Unit]) -> Callable[[int], None]:
             total = sum(unit_bytes(unit) for unit in units)
@@ -1041,7 +1042,7 @@ def _show_group(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
 
 
 def _print_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, group: int) -> None:
-    console = Console(highlight=False)
+    console = SafeConsole()
     for text in describe_row(arrays, tokenizer, not _has_colours(console), group):
         console.print(text, soft_wrap=True)
 
@@ -1060,7 +1061,7 @@ def _show_document(
     print(f"document {number} of {shards.num_documents:,}: {size}; {begins}", file=sys.stderr)
     (is_target,) = shards.mask(np.array([first]), length)
     ids = shards.read(first, length)
-    console = Console(highlight=False)
+    console = SafeConsole()
     count = np.count_nonzero(is_target)
     if by_token:
         print(f"{count:,} of them are targets", file=sys.stderr)

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from data_pipeline import chat_template, strict_json
+from data_pipeline.bare_environment import bare_environment
 from data_pipeline.errors import DataError, TryAgainError, UsageError
 
 # For one request, of a few conversations; one conversation takes some 100 microseconds.
@@ -50,7 +51,7 @@ class _Process:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONHASHSEED": "0", "TZ": "UTC"},
+            env=bare_environment(PYTHONHASHSEED="0", TZ="UTC"),
             # Ctrl-C goes to this process alone, whose end closes the pipe.
             start_new_session=True,
         )

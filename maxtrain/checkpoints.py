@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from data_pipeline.remote import is_url
 from maxtrain.checkpoint.at_url import drop_arrays, fetch, home_of, url_of
@@ -446,7 +447,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked = parser.parse_args(argv)
-        console = Console(highlight=False, markup=False)
+        console = SafeConsole()
         for name, low in (("step", 0), ("keep", 1), ("keep_every", 1)):
             value = getattr(asked, name, None)
             if value is not None and value < low:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DataError, DifferentError, run_command
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     def job() -> None:
         nonlocal code
         ours, theirs = map(readable, parser.parse_args(argv).runs)
-        code = compare(ours, theirs, Console(highlight=False))
+        code = compare(ours, theirs, SafeConsole())
 
     failed = run_command(job, resumes=False)
     return failed or code

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from data_pipeline.config import DataConfig, EvalSetConfig
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import (
     ConfigError,
     DataError,
@@ -444,7 +445,7 @@ def _print(
     table: Callable[[Mapping[str, Answered]], RenderableType],
 ) -> None:
     """The same for people; `table` is that of completions."""
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(what, markup=False)
     if results:
         console.print(_table(results))
@@ -487,7 +488,7 @@ def _evaluate_texts(asked: argparse.Namespace) -> None:
         record = {"model": what, "texts": texts, "all": everything, "first_counts": bool(begin)}
         print(json.dumps(record, allow_nan=False))
     else:
-        console = Console(highlight=False)
+        console = SafeConsole()
         console.print(what, markup=False)
         console.print(table_of(measured))
     for name, part in measured.items():
@@ -512,7 +513,7 @@ def _evaluate_tasks(asked: argparse.Namespace) -> None:
     if asked.json:
         print(json.dumps({"model": what} | found, default=str))
     else:
-        console = Console(highlight=False)
+        console = SafeConsole()
         console.print(what, markup=False)
         console.print(harness.table_of(found))
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.run_path import run_path, run_url
@@ -122,7 +122,7 @@ def finish(
             loss=loss,
         )
     comparison = _compare_with_gzip(sets, data.tokenizer)
-    console = Console(highlight=False)
+    console = SafeConsole()
     if config.observe.prompts and model is not None and not problem:
         show(console, config.observe.prompts, completions(config, data.tokenizer, model))
     made_by = ""

@@ -17,6 +17,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError, run_command
 from data_pipeline.loader import TrainingData
 from data_pipeline.shards import write_atomic
@@ -43,7 +44,7 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
     Raises:
         ConfigError: the step does not fit, or nothing that was tried does.
     """
-    console = Console(highlight=False)
+    console = SafeConsole()
     devices = described_devices(asked.topology)
     mesh = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
     distributed.start(mesh, None, config.determinism == "full")

@@ -105,7 +105,11 @@ def memory_table(found: Fit) -> Table:
     if total is not None:
         words = size(total)
         share = f"{total / found.limit:.1%}"
-    table.add_row(f"[bold]needed[/], of {size(found.limit)}: {verdict}", f"[bold]{words}[/]", share)
+    table.add_row(
+        Text.from_markup(f"[bold]needed[/], of {size(found.limit)}: {verdict}"),
+        Text.from_markup(f"[bold]{words}[/]"),
+        share,
+    )
     return table
 
 
@@ -115,7 +119,7 @@ def host_memory_table(found: Fit) -> Table:
     for kind, count in found.on_host.items():
         table.add_row(kind, size(count))
     total = sum(found.on_host.values())
-    table.add_row("[bold]needed[/]", f"[bold]{size(total)}[/]")
+    table.add_row(Text.from_markup("[bold]needed[/]"), Text.from_markup(f"[bold]{size(total)}[/]"))
     table.add_row("copied in a step, there and back", size(int(found.host_traffic)), style="dim")
     return table
 
@@ -145,7 +149,11 @@ def times_table(found: Fit) -> Table:
     sent = sum(line.num_bytes for line in found.lines)
     table.add_row("network", duration(times.network), f"{size(sent)} sent")
     speed = f"{human.count(found.tokens_per_second)} tokens/s a device, {found.utilisation:.0%} MFU"
-    table.add_row("[bold]a step[/], if all overlaps", f"[bold]{duration(times.seconds)}[/]", speed)
+    table.add_row(
+        Text.from_markup("[bold]a step[/], if all overlaps"),
+        Text.from_markup(f"[bold]{duration(times.seconds)}[/]"),
+        speed,
+    )
     table.add_row("if nothing overlaps", duration(times.without_overlap), "")
     of_step = flops(found.model.full * found.tokens)
     table.add_row("the model, a token", flops(found.model.full), f"{of_step} a step")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DivergedError, UsageError, run_command
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.chat_source import add_chat_arguments, find_chat
@@ -429,7 +430,7 @@ def _continue(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -
             "is forgotten.",
             file=sys.stderr,
         )
-    console = Console(highlight=False)
+    console = SafeConsole()
     speed: list[Speed] = []
     options = {"begin": begin, "report": speed.append, "stop": asked.stop, **_options_of(asked)}
     if len(asked.prompt) == 1:
@@ -446,7 +447,7 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
     """Answers to --prompt, each the first message of a conversation; or to what is typed, in one
     conversation, until the input ends."""
     chat = find_chat(asked, tokenizer)
-    console = Console(highlight=False)
+    console = SafeConsole()
 
     def answer(messages: list[dict[str, str]]) -> str:
         ids = chat.ids(messages)

@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from data_pipeline.errors import DataError, StorageError, run_command
 from data_pipeline.shards import write_atomic
+from data_pipeline.terminal import unescaped
 from maxtrain import __version__
 from maxtrain.export import MAX_SHARD_BYTES, add_shard_size
 from maxtrain.merge_sources import Tensors, open_model
@@ -197,7 +198,7 @@ def _merge_one(
             )
     result = merged(recipe, name, arrays, layers)
     if told:
-        print(told, end="", file=sys.stderr, flush=True)
+        print(told, end="", file=unescaped(sys.stderr), flush=True)
     return result
 
 

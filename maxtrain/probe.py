@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import (
     ConfigError,
     DataError,
@@ -284,7 +285,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     Args:
         arguments: those of the config, to be printed with what was found.
     """
-    console = Console(highlight=False)
+    console = SafeConsole()
     what = asked.what
     if what is None:
         what = "batch" if asked.topology else "both"

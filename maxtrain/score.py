@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
-from rich.console import Console
 from rich.table import Table
 
 from data_pipeline import strict_json
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DataError, DivergedError, UsageError, run_command
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import MeshConfig, ObserveConfig
@@ -426,7 +426,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
                 "is not scored.",
                 file=sys.stderr,
             )
-        console = Console(highlight=False)
+        console = SafeConsole()
         for text, scored in zip(texts, score_long(model, [text.row for text in texts])):
             if not np.isfinite(scored.logprobs).all():
                 raise DivergedError(

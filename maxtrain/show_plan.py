@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.console import SafeConsole
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.run_path import run_path, run_url
@@ -19,7 +20,6 @@ from maxtrain.plan_options import PlanOptions, read_options
 if __name__ == "__main__":
     OPTIONS = read_options(sys.argv[1:], "python -m maxtrain.show_plan")
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -95,7 +95,7 @@ def show(config: RunConfig, run: Path) -> None:
 
     UserError: what can't be planned.
     """
-    console = Console(highlight=False)
+    console = SafeConsole()
     data, _ = open_data(config, _newest_state(run, config))
     with_vocabulary(config, data.vocab_size)
     plan = data.plan
@@ -109,7 +109,7 @@ def show_step(options: PlanOptions, run: Path, step: int) -> None:
 
     UserError: there is none, or that can't be told any more.
     """
-    console = Console(highlight=False)
+    console = SafeConsole()
     data, known = step_data(options, run, step)
     for line in describe_step(data, step - 1, options.rows, min(max(console.width, 80), 160)):
         console.print(Text(line), soft_wrap=True)

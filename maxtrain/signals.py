@@ -27,6 +27,7 @@ from types import FrameType
 import jax
 
 from data_pipeline.errors import TryAgainError, end_by_signal
+from data_pipeline.terminal import unescaped
 from maxtrain.parallel.agreement import gather
 
 # Seconds after which processes ask each other.
@@ -194,7 +195,7 @@ class StopRequest:
         # A progress line may have hidden the cursor.
         if sys.stderr.isatty():
             text = "\033[?25h" + text
-        where = {"file": sys.stderr, "flush": True}
+        where = {"file": unescaped(sys.stderr), "flush": True}
         teller = threading.Thread(target=print, args=(text,), kwargs=where, daemon=True)
         teller.start()
         teller.join(_AT_ONCE)

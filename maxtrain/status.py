@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DataError, run_command
 from maxtrain.observe.attempts import attempts as book_of_attempts
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
@@ -181,7 +182,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             help="folder or URL of a run; without it, those of runs/ are listed",
         )
         run = parser.parse_args(argv).run
-        console = Console(highlight=False)
+        console = SafeConsole()
         if run:
             status(readable(run), console, run)
         else:

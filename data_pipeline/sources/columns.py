@@ -13,6 +13,9 @@ from data_pipeline.remote import is_url
 from data_pipeline.sources.document import Piece, load_package, open_piece
 
 _BATCH_BYTES = 1 << 22
+# Of a batch whose rows become objects of Python together, and of one row.
+_LARGE_BATCH_BYTES = 1 << 26
+_LARGEST_ROW_BYTES = 1 << 28
 _BYTES = {  # the type that a column of text has without the promise of being UTF-8
     "string": "binary", "large_string": "large_binary", "string_view": "binary_view",
     "binary": "binary", "large_binary": "large_binary", "binary_view": "binary_view",
@@ -123,9 +126,28 @@ def json_rows(batch: Any) -> Iterator[bytes]:
     all of them. NaN, with which pandas says that there is nothing, and infinity are null. Dates and
     times are text as in ISO 8601, and decimal numbers are text with all of their digits. Bytes are
     text if they are UTF-8, and else null.
+
+    One list in a row may have any number of values, which take few bytes in a file and many as
+    Python objects. So rows of a large batch are converted one by one, up to a limit.
+
+    Raises:
+        OSError: a row is too large, or has a value that no object of Python has.
     """
     # pyarrow does not look where values lie when it makes objects of them.
     batch.validate(full=True)
+    if batch.nbytes <= _LARGE_BATCH_BYTES:
+        yield from _json_rows(batch)
+        return
+    for number in range(batch.num_rows):
+        row = batch.slice(number, 1)
+        if row.nbytes > _LARGEST_ROW_BYTES:
+            what = f"a row of {row.nbytes:,} bytes, more than {_LARGEST_ROW_BYTES:,}"
+            raise OSError(f"{what}: divide its lists")
+        yield from _json_rows(row)
+
+
+def _json_rows(batch: Any) -> Iterator[bytes]:
+    """As `json_rows`, all rows at once."""
     try:
         rows = batch.to_pylist()
     except ValueError as error:

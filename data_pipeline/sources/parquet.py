@@ -23,9 +23,18 @@ from data_pipeline.sources.document import (
     Piece,
     any_record,
     find_files,
+    open_piece,
     record_documents,
 )
 
+# Of values that may be repeated in one batch. A dictionary of one long value and a run length are a
+# few bytes in the file, and each row of a batch is a copy of that value.
+_REPEATED_BYTES = 1 << 26
+# Of a dictionary.
+_LARGEST_BYTES = 1 << 28
+# Of the elements of lists in a row group: a list of one row may be all of them.
+_MOST_ELEMENTS = 1 << 27
+_DICTIONARY_PAGE = 2
 # Of the compressed file; else a column of a whole row group would be read at once.
 _BUFFER_BYTES = 1 << 20
 
@@ -135,11 +144,72 @@ def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[
     if not groups:
         return
     first = starts[groups[0]]
-    for batch in file.iter_batches(batch_rows(piece), groups, list(columns), use_threads=False):
+    repeated = max(_dictionary_bytes(piece, file.metadata, groups, columns), 1)
+    rows = min(batch_rows(piece), max(_REPEATED_BYTES // repeated, 1))
+    for batch in file.iter_batches(rows, groups, list(columns), use_threads=False):
         yield first, batch
         first += batch.num_rows
         if first >= piece.stop:
             return
+
+
+def _dictionary_bytes(
+    piece: Piece, metadata: Any, groups: Sequence[int], columns: Sequence[str]
+) -> int:
+    """The size of the largest dictionary of these columns in these row groups.
+
+    Raises:
+        OSError: a dictionary or a list may be larger than is read.
+    """
+    largest = 0
+    with open_piece(piece) as file:
+        for number in range(metadata.num_columns):
+            path = metadata.schema.column(number).path
+            if path not in columns and path.partition(".")[0] not in columns:
+                continue
+            for group in groups:
+                chunk = metadata.row_group(group).column(number)
+                is_list = metadata.schema.column(number).max_repetition_level > 0
+                if is_list and chunk.num_values > _MOST_ELEMENTS:
+                    what = f"lists of a row group with {chunk.num_values:,} elements"
+                    mend = "write it with fewer rows in a row group"
+                    raise OSError(f"{what}, more than {_MOST_ELEMENTS:,}: {mend}")
+                start = chunk.data_page_offset
+                # A dictionary lies before the data, but some writers do not say where.
+                if chunk.has_dictionary_page:
+                    start = min(start, chunk.dictionary_page_offset)
+                file.seek(start)
+                kind, size = _page_header(file.read(32))
+                if kind == _DICTIONARY_PAGE:
+                    largest = max(largest, size)
+    if largest > _LARGEST_BYTES:
+        what = f"a dictionary of {largest:,} bytes"
+        raise OSError(f"{what} is larger than {_LARGEST_BYTES:,}: write it with shorter values")
+    return largest
+
+
+def _page_header(content: bytes) -> tuple[int, int]:
+    """The type of a page and its size after decompression: the first two fields of its header,
+    in Thrift's compact protocol. Zeros if it does not begin like that."""
+    fields = []
+    at = 0
+    for _ in range(2):
+        # The next field, an integer.
+        if content[at : at + 1] != b"\x15":
+            return 0, 0
+        at += 1
+        value = 0
+        shift = 0
+        while at < len(content):
+            value |= (content[at] & 0x7F) << shift
+            shift += 7
+            at += 1
+            if content[at - 1] < 0x80:
+                break
+        # Zigzag: the sign is the lowest bit.
+        fields.append((value >> 1) ^ -(value & 1))
+    kind, size = fields
+    return kind, size
 
 
 FORMAT = Format(

@@ -22,6 +22,7 @@ from data_pipeline.tokenizer.base import (
     end_of_documents,
     splits_at_cuts,
 )
+from data_pipeline.tokenizer.growth import MAX_NORMALIZED_BYTES, check_growth
 
 _PIECES_AT_ONCE = 64
 # How many words have their ids kept, and the most characters of such a word: some 30 MB in all.
@@ -134,6 +135,10 @@ class JsonTokenizer(Tokenizer):
         return splits_at_cuts(split)
 
     def _load(self) -> tokenizers.Tokenizer:
+        record = loads(self.content)
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        self._growth = check_growth(record.get("normalizer"))
         with _library_errors(ValueError, ""):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
         dropout = getattr(inner.model, "dropout", None)
@@ -145,6 +150,13 @@ class JsonTokenizer(Tokenizer):
         return inner
 
     def encode(self, text: str) -> np.ndarray:
+        # The library aborts the process if there is no memory for what its normalizer writes.
+        if len(text) * self._growth > MAX_NORMALIZED_BYTES:
+            rule = f"its normalizer can make it more than {MAX_NORMALIZED_BYTES:,} bytes"
+            raise DataError(
+                f"tokenizer {self.name}: can't encode a text of {len(text):,} characters: {rule}. "
+                "Divide the text, or take another tokenizer."
+            )
         with _library_errors(DataError, f"tokenizer {self.name}: can't encode a text: "):
             return self._encode(text)
 

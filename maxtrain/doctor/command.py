@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import LostProcessError, TryAgainError, UsageError, UserError, run_command
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.load import load_with_notes
@@ -109,7 +109,7 @@ def _examine(asked: argparse.Namespace) -> None:
             found = {"problems": broken, "notes": worth_a_look, "processes": reports}
             print(json.dumps(found, indent=1))
         else:
-            show(reports, broken, worth_a_look, Console(highlight=False))
+            show(reports, broken, worth_a_look, SafeConsole())
     if broken:
         count = f"{len(broken)} things are broken"
         if len(broken) == 1:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
@@ -57,9 +58,9 @@ def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Ta
         result.add_column(head, justify="right")
     result.add_column("", justify="left")
     for t in tries:
-        verdict = "[yellow]does not fit[/]"
+        verdict = Text.from_markup("[yellow]does not fit[/]")
         if t.fits:
-            verdict = "[green]fits[/]"
+            verdict = Text.from_markup("[green]fits[/]")
         result.add_row(
             f"{t.rows:,}",
             human.count(t.rows * length),
@@ -69,7 +70,7 @@ def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Ta
         )
     if pending:
         tokens = human.count(pending * length)
-        result.add_row(f"{pending:,}", tokens, "", "", "", "[dim]compiling[/]")
+        result.add_row(f"{pending:,}", tokens, "", "", "", Text.from_markup("[dim]compiling[/]"))
     return result
 
 

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from maxtrain.observe import human
 
 _LEFT_STANDING = 100  # records of a run, at most, above the live line
@@ -79,9 +80,7 @@ class Progress:
         console: Console | None = None,
         units: Mapping[str, str] | None = None,
     ):
-        self._console = console or Console(
-            force_terminal=True if mode == "rich" else None, highlight=False
-        )
+        self._console = console or SafeConsole(force_terminal=True if mode == "rich" else None)
         self._units = units or {}
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._total, self._step = total_steps, 0

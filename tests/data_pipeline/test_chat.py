@@ -270,6 +270,17 @@ def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
         render(Template("{{ 'x' * 67108865 }}"), [])
 
 
+def test_a_template_does_not_see_the_secrets_of_the_environment(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    template_process._close()
+    process = template_process._open()
+    environment = Path(f"/proc/{process._process.pid}/environ")
+    template_process.ask("examine", "{{ messages }}")
+    found = environment.read_bytes()
+    assert b"SOME_API_KEY" not in found and b"PYTHONHASHSEED=0" in found
+    template_process._close()
+
+
 def test_a_process_that_was_killed_is_told_and_replaced():
     assert render(Template("a"), []) == "a"
     template_process._running[0]._process.kill()

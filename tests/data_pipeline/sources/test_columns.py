@@ -5,7 +5,9 @@ import contextlib
 import io
 import itertools
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,8 @@ from hypothesis import strategies as st
 from data_pipeline.build import make_units
 from data_pipeline.errors import DataError
 from data_pipeline.extras import install_command
-from data_pipeline.sources import FORMATS, arrow
-from data_pipeline.sources.document import Options, held_out
+from data_pipeline.sources import FORMATS, arrow, columns, parquet
+from data_pipeline.sources.document import Options, find_files, held_out
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -250,3 +252,60 @@ def test_file_without_rows(tmp_path):
         assert piece.stop == piece.size == 0 and list(FORMATS[name].documents(piece)) == []
     with pytest.raises(DataError, match=r"matches no file\. Check the path"):
         FORMATS["parquet"].find(str(tmp_path / "absent*"), Options())
+
+
+DICTIONARY_BOMB = """
+import resource, sys
+import pyarrow as pa
+import pyarrow.parquet
+from data_pipeline.sources import parquet
+from data_pipeline.sources.document import Options, find_files
+
+words = pa.DictionaryArray.from_arrays(pa.array([0] * 8000, pa.int16()), pa.array(["x" * (1 << 20)]))
+pyarrow.parquet.write_table(pa.table({"text": words}), sys.argv[1], compression="zstd")
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+(piece,) = parquet.find(sys.argv[1], Options(key="text"))
+found = [len(document.text or "") for document in parquet.documents(piece)]
+assert found == [1 << 20] * 8000, found[:3]
+found = [len(row) for row in parquet.records(piece)]
+assert len(found) == 8000
+"""
+
+
+@pytest.mark.long
+def test_a_dictionary_whose_value_is_repeated_takes_little_memory(tmp_path):
+    """The file has some 500 bytes, and its rows 8 GB."""
+    file = str(tmp_path / "bomb.parquet")
+    subprocess.run([sys.executable, "-c", DICTIONARY_BOMB, file], check=True)
+    assert Path(file).stat().st_size < 10_000
+
+
+def test_lists_with_more_elements_than_are_read_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "_MOST_ELEMENTS", 99)
+    file = tmp_path / "lists.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"l": [[0] * 100]}), file)
+    (piece,) = find_files(str(file), "parquet", Options(key="l"), ".parquet")
+    with pytest.raises(OSError, match="fewer rows in a row group"):
+        list(parquet.records(parquet.find_records(piece, "test")))
+
+
+def test_rows_of_a_large_batch_are_converted_one_by_one_up_to_a_limit(tmp_path, monkeypatch):
+    file = tmp_path / "rows.parquet"
+    rows = [[0] * 10, [1] * 10, [2] * 100]
+    pyarrow.parquet.write_table(pyarrow.table({"l": rows}), file)
+    (piece,) = find_files(str(file), "parquet", Options(key="l"), ".parquet")
+    piece = parquet.find_records(piece, "test")
+    monkeypatch.setattr(columns, "_LARGE_BATCH_BYTES", 8)
+    assert [json.loads(row)["l"] for row in parquet.records(piece)] == rows
+    monkeypatch.setattr(columns, "_LARGEST_ROW_BYTES", 500)
+    with pytest.raises(OSError, match="divide its lists"):
+        list(parquet.records(piece))
+
+
+def test_a_dictionary_larger_than_is_read_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "words.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000] * 3}), file)
+    (piece,) = parquet.find(str(file), Options(key="text"))
+    monkeypatch.setattr(parquet, "_LARGEST_BYTES", 999)
+    (document,) = parquet.documents(piece)
+    assert document.text is None and "a dictionary of" in document.problem

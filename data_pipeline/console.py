@@ -1,0 +1,26 @@
+"""The console of rich that both packages print tables and styled text with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from data_pipeline.terminal import visible
+
+
+class SafeConsole(Console):
+    """A console on which text is text: it is never read as markup, and what would command the
+    terminal is shown escaped. Styles come from `Text` alone."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(visible(segment.text), segment.style)
