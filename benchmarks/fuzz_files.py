@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from data_pipeline import template_process
 from data_pipeline.chat import load_template, render
 from data_pipeline.errors import UserError
 from data_pipeline.sources import chat, preferences
@@ -43,6 +44,7 @@ from maxtrain.models.families.directory import read_config
 
 MEMORY_BYTES = 6 << 30
 CPU_SECONDS = 30
+TEMPLATE_SECONDS = 2
 KINDS = ("tokenizer", "config", "template", "chat", "preferences")
 TEXT = "Hello  world, 12345 caf\u00e9 \u6771 \U0001f642\n\tif x == 1: <|end|> aaaa"
 MESSAGES = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
@@ -302,6 +304,8 @@ def run(trial: Trial) -> tuple[str, Any]:
 
 def _child(trial: Trial, descriptor: int) -> None:
     """Write the outcome of reading to the descriptor, and end the process."""
+    # A bomb in a template takes all the time that it may.
+    template_process.CPU_SECONDS = TEMPLATE_SECONDS
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
