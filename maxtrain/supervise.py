@@ -9,8 +9,8 @@
 It gives up after several attempts in a row without progress, with 74 if storage failed and
 otherwise with 70. If one process of several was the first to end in all of them, and
 --min-processes allows it, the job continues without that process. SIGINT and SIGTERM are passed on
-to the command, and SIGHUP as SIGTERM; then it waits, and ends with the command's code. RUN/attempts.jsonl has a line for
-each attempt.
+to the command, and SIGHUP as SIGTERM; then it waits, and ends with the command's code.
+RUN/attempts.jsonl has a line for each attempt.
 """
 
 import argparse

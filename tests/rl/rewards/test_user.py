@@ -103,4 +103,6 @@ def test_some_failures_are_counted_and_are_no_error(pool):
 
 
 def test_nothing_to_reward_is_no_error(pool):
-    require_rewards(scores_of(pool, "always_raises", [], []), "completions")
+    found = scores_of(pool, "always_raises", [], [])
+    require_rewards(found, "completions")
+    assert failures(found) == {}
