@@ -234,13 +234,7 @@ def starting_variables(
         _, variables = split_score(variables)
         tell("The score of the model is new; no head is read.")
     if path is None:
-        if config.init_partial:
-            raise ConfigError(
-                f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, "
-                f"and checkpoint.init_from={config.init_from} is none. Set "
-                "checkpoint.init_partial=[]."
-            )
-        _require_there(directory, config)
+        _require_directory(directory, config)
         loaded = load_weights(variables, directory, model, tell, without_head=without_head)
         return join(loaded, new_score)
     commit, record = read_step(path)
@@ -506,8 +500,15 @@ def _require_same_model(
         raise ConfigError(problems)
 
 
-def _require_there(directory: Path, config: CheckpointConfig) -> None:
-    """ConfigError: nothing is where checkpoint.init_from says."""
+def _require_directory(directory: Path, config: CheckpointConfig) -> None:
+    """Check a model that is no run of maxtrain. ConfigError: it is not there, or
+    checkpoint.init_partial, which is for runs alone, is set."""
+    if config.init_partial:
+        raise ConfigError(
+            f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, "
+            f"and checkpoint.init_from={config.init_from} is none. Set "
+            "checkpoint.init_partial=[]."
+        )
     if not directory.exists():
         raise ConfigError(
             f"checkpoint.init_from={config.init_from}: is not there. Name a run, one of its "
