@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -218,13 +219,14 @@ def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
             what += f": {error.strerror}"
     program = "python -m data_pipeline.prepare"
     if directory.name not in PARTS:
-        return f"{what}. Make one with `{program} {directory} --text 'GLOB'`."
+        quoted = shlex.quote(str(directory))
+        return f"{what}. Make one with `{program} {quoted} --text 'GLOB'`."
     # prepare is told the folder above: it makes both parts itself.
     above = directory.parent
     if (above / MANIFEST).exists():
         mend = "Name that, or make both parts by `prepare --holdout`"
         return f"{what}, but {above} is, made without --holdout. {mend}."
-    command = f"{program} {above} --text 'GLOB' --holdout 0.05"
+    command = f"{program} {shlex.quote(str(above))} --text 'GLOB' --holdout 0.05"
     return f"{what}. Make one with `{command}`, which makes {' and '.join(PARTS)} in it."
 
 
