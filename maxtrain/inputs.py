@@ -81,12 +81,12 @@ def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
             continue
         if theirs["sha256"] != saved.tokenizer:
             own = run_path(config) / TOKENIZER_FOLDER
+            trained = f"until step {saved.step:,} (sha256 {saved.tokenizer[:12]})"
             raise ConfigError(
                 f"data.sources.{name}.path={source.path} was made with another tokenizer "
-                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than this run has been trained "
-                f"with until step {saved.step:,} (sha256 {saved.tokenizer[:12]}), so that ids would "
-                f"mean different text. Prepare the data with `--tokenizer {own}`, or set run_name "
-                "to a new name to start afresh."
+                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than this run has been "
+                f"trained with {trained}, so that ids would mean different text. Prepare the data "
+                f"with `--tokenizer {own}`, or set run_name to a new name to start afresh."
             )
 
 

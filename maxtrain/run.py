@@ -286,10 +286,10 @@ class Run:
             if not changed:
                 raise
             problems = [
-                f"{key}={show(now)} was {show(before)} until step {saved.step:,} of this run, whose "
-                f"checkpoint holds other arrays than this needs. Set {key}={show(before)} to go on. "
-                "Or begin a new run with its weights: set run_name=NAME and "
-                f"checkpoint.init_from={self.folder.path}."
+                f"{key}={show(now)} was {show(before)} until step {saved.step:,} of this run, "
+                "whose checkpoint holds other arrays than this needs. "
+                f"Set {key}={show(before)} to go on. Or begin a new run with its weights: set "
+                f"run_name=NAME and checkpoint.init_from={self.folder.path}."
                 for key, before, now in changed
             ]
             raise ConfigError([*problems, *error.problems]) from error

@@ -524,7 +524,8 @@ def tell_changed_settings(
         return
     fix = "Set run_name to another name to begin a run with them"
     if not run.health.ending:
-        fix = f"Set steps to more than {run.step:,} to go on with them, or run_name=NAME to begin anew"
+        more = f"Set steps to more than {run.step:,} to go on with them"
+        fix = f"{more}, or run_name=NAME for a new run"
     run.progress.message(
         f"changed since the last launch, and without effect, because the run has nothing left to "
         f"do: {words}. {fix}.",

@@ -24,7 +24,7 @@ def folder(tmp_path_factory, tiny_run) -> Path:
         schedule={"name": "constant", "warmup_steps": 1},
         mesh={"data": 1, "fsdp": 8},
         optimizer={"weight_decay": 0.1, "clip_norm": 1.0},
-        data={"stages": [{"until": 0.5, "unit": "fraction"}, {}]},
+        data={"stages": [{"until": 0.5, "unit": "fraction"}, {"batch_size": 16}]},
     )
     assert train(folder, "first") == 0
     return folder

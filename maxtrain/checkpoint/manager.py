@@ -60,10 +60,10 @@ class Checkpoints:
     The first checkpoint makes the directory. Those below a second directory are found and restored
     as well, and new ones are copied there. `on_commit` is called on process 0 with each step that
     has come to count, and whether it is where the run is kept, or on the disks of hosts alone: as
-    soon as it does, in the background, or for the latter when all hosts have said so. With a `home`, the steps are those at that URL, each
-    process has a directory of its own, and `before_commit` is called on process 0 before a step
-    counts there. Steps that are saved without an upload are on the disks of hosts, as `local` has
-    them; None: there are none.
+    soon as it does, in the background, or for the latter when all hosts have said so. With a
+    `home`, the steps are those at that URL, each process has a directory of its own, and
+    `before_commit` is called on process 0 before a step counts there. Steps that are saved without
+    an upload are on the disks of hosts, as `local` has them; None: there are none.
     """
 
     # Of the saves of this process, below any directory.

@@ -1,5 +1,5 @@
-"""What it means that a run goes on with other settings than before: which keys differ, and what each
-difference does."""
+"""What it means that a run goes on with other settings than before: which keys differ, and what
+each difference does."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _EVALUATION = "evaluations from step {next:,} on, and what stops a run because o
 # What a change of each key does, by patterns of dotted keys. The first that matches counts.
 EFFECTS: Mapping[str, str] = {
     r"steps": "the run ends at step {end:,}, and the schedule is recomputed for that",
-    r"schedule\..*": "the schedule is recomputed for {end:,} steps, and applies from step {next:,} on",
+    r"schedule\..*": "the schedule is recomputed for {end:,} steps; applies from step {next:,} on",
     r"seed": "other random choices from step {next:,} on; initial weights stay as they are",
     r"run_name|output_dir|local_dir": "where the run is kept: " + NO_EFFECT,
     r"log_interval|checkpoint_interval|(observe|watchdog|integrity)\..*": NO_EFFECT,
@@ -33,7 +33,7 @@ EFFECTS: Mapping[str, str] = {
     r"optimizer\.learning_rate": "applies from step {next:,} on, through the schedule",
     r"optimizer\.(accumulation|zero|on_host)": _ROUNDING,
     r"optimizer\..*": "applies from step {next:,} on; what the optimizer has summed up stays",
-    r"data\.sources\..*\.path": "where the data is read; its tokens are those that were read before",
+    r"data\.sources\..*\.path": "where the data is read; its tokens are those of before",
     r"data\.(workers|prefetch|verify|cache|cache_bytes)": NO_EFFECT,
     r"data\.accept_changes": "whether other data may be read from step {next:,} on",
     r"data\..*": "what is read from step {next:,} on",

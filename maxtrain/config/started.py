@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_pipeline import strict_json
 from data_pipeline.remote import is_url
 from maxtrain.config.keys import element
 from maxtrain.config.paths import MADE
@@ -46,7 +47,7 @@ def read_header(path: Path) -> tuple[str, str]:
     folder = ""
     if found["folder"]:
         try:
-            folder = json.loads(found["folder"])
+            folder = strict_json.loads(found["folder"].encode())
         except ValueError:
             folder = ""
     return found["run"], folder

@@ -54,8 +54,8 @@ def make_optimizer(
         params: the parameters, which may be abstract: paths, logical axes and shapes are read.
         factors: a number for each variable, which multiplies its learning rate but not its decay
             (models.init.learning_rate_factors); a group's own factor multiplies both.
-        clips: false: its gradients are clipped before (`make_clipping`). The arrays of the state are
-            the same.
+        clips: false: its gradients are clipped before (`make_clipping`). The arrays of the state
+            are the same.
 
     Raises:
         ConfigError: a pattern that matches nothing, parameters in two groups, pieces of a schedule
