@@ -35,6 +35,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.many_adapters import with_banks
 from maxtrain.models.unstack import for_generation
 from maxtrain.parallel.distributed import start
+from maxtrain.serve.constraints import Grammars
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
 from maxtrain.serve.sampling import Sampling
@@ -281,7 +282,7 @@ def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> 
     if asked.cache_tokens is not None:
         # A text that no page is left for could never be made.
         max_length = min(max_length, asked.cache_tokens - asked.cache_tokens % PAGE)
-    return Served(
+    served = Served(
         name=name,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -292,6 +293,7 @@ def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> 
         created=int(time.time()),
         longest_token=_longest_token(tokenizer),
     )
+    return served._replace(grammars=Grammars(tokenizer, served.stop_ids))
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -26,20 +25,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maxtrain.serve.generation import Reason
+from maxtrain.serve.answers import Answers, event
 from maxtrain.serve.protocol import (
-    Answers,
     ChatRequest,
     CompletionRequest,
     EncodedRequest,
     Served,
+    detokenize,
     encode,
     read_body,
     read_chat,
     read_completion,
+    tokenize,
 )
 from maxtrain.serve.request_error import RequestError, escape_controls, log_exception
-from maxtrain.serve.text import Token
 from maxtrain.serve.worker import Job, Part, Worker
 
 # Checks the values of a request.
@@ -48,6 +47,9 @@ _PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
     "/health",
     "/metrics",
 )
@@ -131,10 +133,13 @@ class _Texts:
                 options.sampling,
                 options.seed,
                 index,
-                server.served.stop_ids,
+                (*server.served.stop_ids, *options.stop_ids),
                 options.stop,
                 teller(index),
                 server.served.names.index(options.model),
+                constraint=request.constraints[index] if request.constraints else None,
+                scores_prompt=options.echo and options.logprobs is not None,
+                tokenizer=request.tokenizer,
             )
             self.jobs.append(job)
 
@@ -149,6 +154,12 @@ class _Texts:
         if part.reason is not None:
             self._open.discard(index)
             metrics.whole.observe(seconds)
+        if part.reason == "unconstrained":
+            raise RequestError(
+                "the schema is too complex to be followed, or no token of the model follows it. "
+                "Simplify it.",
+                param="response_format",
+            )
         if part.reason == "failed":
             raise RequestError(
                 "the model or its device failed; the server's log says more. Try again.", 500
@@ -201,6 +212,27 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
         return await self._answer(request, read_chat, is_chat=True)
+
+    async def tokenize(self, request: Request) -> Response:
+        """/tokenize: the ids of a text, in which special tokens become theirs."""
+        values = read_body(await self._body(request))
+        return JSONResponse(await asyncio.to_thread(tokenize, values, self.served))
+
+    async def detokenize(self, request: Request) -> Response:
+        """/detokenize: the text of ids."""
+        values = read_body(await self._body(request))
+        return JSONResponse(await asyncio.to_thread(detokenize, values, self.served))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """/tokenizer_info: special tokens and the chat template."""
+        del request
+        served = self.served
+        names = {i: token for token, i in served.tokenizer.special.items()}
+        values: dict[str, Any] = {"tokenizer_class": type(served.tokenizer).__name__}
+        values["eos_token"] = names.get(served.tokenizer.eod_id or -1)
+        values["bos_token"] = names.get(served.beginning[0]) if served.beginning else None
+        values["chat_template"] = served.chat.source if served.chat is not None else None
+        return JSONResponse(values)
 
     async def embeddings(self, request: Request) -> Response:
         """/v1/embeddings."""
@@ -359,36 +391,29 @@ class _Server:
 
     async def _whole(self, texts: _Texts, answers: Answers) -> Response:
         """All texts at once."""
-        count = len(texts.jobs)
-        written = [""] * count
-        tokens: list[list[Token]] = [[] for _ in range(count)]
-        reasons: list[Reason] = ["stop"] * count
+        parts: list[list[Part]] = [[] for _ in texts.jobs]
         while texts.is_open:
             index, part = await texts.parts.get()
             texts.note(index, part)
-            written[index] += part.text
-            tokens[index] += part.tokens
-            if part.reason is not None:
-                reasons[index] = part.reason
-        return JSONResponse(answers.whole(written, tokens, reasons))
+            parts[index].append(part)
+        return JSONResponse(answers.whole(parts))
 
     async def _parts(self, texts: _Texts, answers: Answers) -> AsyncIterator[str]:
         """Server-sent events."""
-        begun = set[int]()
         counted = 0
         try:
             while texts.is_open:
                 index, part = await texts.parts.get()
                 texts.note(index, part)
-                counted += len(part.tokens)
-                is_first = index not in begun
-                begun.add(index)
-                yield _event(answers.part(index, part.text, part.tokens, part.reason, is_first))
+                counted += answers.num_tokens(part)
+                told = answers.part(index, part)
+                if told is not None:
+                    yield event(told)
             if texts.request.options.counts_stream:
-                yield _event(answers.last_part(counted))
+                yield event(answers.last_part(counted))
             yield "data: [DONE]\n\n"
         except RequestError as error:
-            yield _event(error.body())
+            yield event(error.body())
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
@@ -411,10 +436,6 @@ async def _leaves(request: Request) -> None:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             return
-
-
-def _event(values: dict[str, Any]) -> str:
-    return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
 
 
 def make_app(served: Served, worker: Worker, limits: Limits) -> Starlette:
@@ -442,6 +463,9 @@ def make_app(served: Served, worker: Worker, limits: Limits) -> Starlette:
             route("/v1/completions", server.completions, "POST", False),
             route("/v1/chat/completions", server.chat, "POST", False),
             route("/v1/embeddings", server.embeddings, "POST", False),
+            route("/tokenize", server.tokenize, "POST", False),
+            route("/detokenize", server.detokenize, "POST", False),
+            route("/tokenizer_info", server.tokenizer_info, "GET", False),
             route("/v1/models", server.models, "GET", False),
             route("/v1/models/{name:path}", server.model, "GET", False),
             route("/health", server.health, "GET", True),

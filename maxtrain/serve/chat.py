@@ -23,6 +23,15 @@ Message = Mapping[str, Any]
 
 # An answer that no template writes by itself.
 _ANSWER = "maxtrain-answer"
+# Variables of templates that no request may set.
+_OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+)
 
 
 class Chat:
@@ -70,24 +79,55 @@ class Chat:
         """What the assistant's next turn follows.
 
         Raises:
-            UsageError: messages that no conversation has, special tokens anywhere in them or in
-                tools, or something that the template refuses.
+            UsageError: as of `text`.
+        """
+        return self.encode(self.text(messages, tools))
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text that the assistant's next turn follows, with special tokens.
+
+        Args:
+            messages: of the conversation. Arguments of tool calls may be JSON texts, as in OpenAI's
+                API; templates get the values.
+            tools: definitions of functions, as in OpenAI's API.
+            variables: more variables of the template, such as `enable_thinking`.
+
+        Raises:
+            UsageError: messages that no conversation has, special tokens anywhere in what is
+                given, or something that the template refuses.
         """
         _check(messages)
         _check_texts("messages", list(messages), self._tokenizer.special)
         _check_texts("tools", tools, self._tokenizer.special)
+        template = self._dated()
+        if variables:
+            _check_texts("chat_template_kwargs", variables, self._tokenizer.special)
+            template = _with_variables(template, variables)
         try:
             # As `prepare` reads them, so that a model is asked in the form that it learnt.
             read, _ = split_untaught(read_messages(messages))
             # Once more: JSON inside of text can spell a special token in another way.
             _check_texts("messages", read, self._tokenizer.special)
-            text = render(self._dated(), with_system(read, self._system), tools, prompt=True)
+            return render(template, with_system(read, self._system), tools, prompt=True)
         except ChatError as error:
             raise UsageError(
                 f"messages: the chat template refuses them: {error}. Change them."
             ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text of the template, in which special tokens become their ids."""
         ids, _, _ = self._tokenizer.locate(text)
         return ids.tolist()
+
+    @property
+    def source(self) -> str:
+        """The text of the template, or of both if there is another one for tools."""
+        return "\n".join(self._template.sources)
 
     def _dated(self) -> Template:
         """The template with its date, which is another tomorrow if today's is what it writes."""
@@ -157,6 +197,22 @@ def _check(messages: Sequence[Message]) -> None:
             raise UsageError(
                 f"messages[{number}].content={content!r} must be a text. Write what is said."
             )
+
+
+def _with_variables(template: Template, variables: Mapping[str, Any]) -> Template:
+    """Return a template that gets more variables.
+
+    Raises:
+        UsageError: a name cannot be given, since the template gets another value by it.
+    """
+    taken = {*_OWN_VARIABLES, *dict(template.tokens)}
+    for name in variables:
+        if name in taken or not name.isidentifier():
+            raise UsageError(
+                f"chat_template_kwargs: the variable {name[:40]!r} cannot be set. Leave it out."
+            )
+    tokens = [*template.tokens, *variables.items()]
+    return template._replace(tokens=tuple(tokens))
 
 
 def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:

@@ -23,12 +23,12 @@ on what was submitted, and on tokens, which all of them get.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 
 from data_pipeline.errors import UsageError
 from maxtrain.models.cache import PAGE, Caches, ring_size
@@ -36,10 +36,17 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.lora_bank import num_sets
 from maxtrain.parallel.sharding import batch_shards
 from maxtrain.serve import programs
-from maxtrain.serve.generation import Generation, check_ids
+from maxtrain.serve.generation import Alternatives, Constraint, Generation, check_ids
 from maxtrain.serve.pages import Pages, num_pages
-from maxtrain.serve.programs import Piece, Room, Rows
-from maxtrain.serve.sampling import Program, Sampling, Settings, check_length
+from maxtrain.serve.programs import Made, Piece, Room, Rows
+from maxtrain.serve.sampling import (
+    MOST_TOP_LOGPROBS,
+    History,
+    Program,
+    Sampling,
+    Settings,
+    check_length,
+)
 from maxtrain.serve.slots import LEAST_SHARED, Slot, as_ids, num_equal
 
 # Of the shortest piece of a prompt, in tokens.
@@ -148,6 +155,8 @@ class Engine:
         stop_ids: Sequence[int] = (),
         stop: Callable[[list[int]], bool] | None = None,
         adapter: int = 0,
+        constraint: Constraint | None = None,
+        scores_prompt: bool = False,
     ) -> Generation:
         """A text to be continued, as soon as a slot is free.
 
@@ -175,8 +184,25 @@ class Engine:
         # No other id can come.
         stop_ids = tuple(i for i in stop_ids if 0 <= i < self._vocab_size)
         seen = tuple(i for i in earlier if 0 <= i < self._vocab_size)
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self._vocab_size:
+                raise UsageError(
+                    f"logit_bias: token {token} must be in [0, {self._vocab_size}). Use ids of the "
+                    "model's tokenizer."
+                )
         generation = Generation(
-            tuple(prompt), max_tokens, sampling, seed, row, before, seen, stop_ids, stop, adapter
+            tuple(prompt),
+            max_tokens,
+            sampling,
+            seed,
+            row,
+            before,
+            seen,
+            stop_ids,
+            stop,
+            adapter,
+            constraint,
+            scores_prompt,
         )
         self._require_pages(generation)
         self._waiting.append(generation)
@@ -255,11 +281,17 @@ class Engine:
             active = {slot: slot.generation for slot in self._slots if slot.is_decoding}
             if not active:
                 return []
-            tokens, logprobs = self._decode(list(active))
+            before = [generation for generation in active.values() if generation is not None]
+            allowed = self._allowed(active)
+            # Those whose constraint can't be kept.
+            changed = [each for each in before if each.reason is not None]
+            if not active:
+                return changed
+            made = self._decode(list(active), allowed)
+            tokens, logprobs = np.asarray(made.tokens), np.asarray(made.logprobs)
         except BaseException:
             self._abandon()
             raise
-        changed = []
         for slot, generation in active.items():
             assert generation is not None
             changed.append(generation)
@@ -270,7 +302,10 @@ class Engine:
             slot.extend(as_ids([(generation.ids or generation.prompt)[-1], *ids[:-1]]))
             # The `stop` of another text may have cancelled this one.
             if slot.generation is generation:
-                self._take(slot, generation, ids, logprobs[slot.number, :count].tolist())
+                top = _alternatives(
+                    made.top_tokens, made.top_logprobs, slot, generation.sampling.top_logprobs
+                )
+                self._take(slot, generation, ids, logprobs[slot.number, :count].tolist(), top)
         return changed
 
     def stream(self, generation: Generation) -> Iterator[list[int]]:
@@ -338,8 +373,12 @@ class Engine:
             while self._waiting and self.num_active < len(self._slots):
                 generation = self._waiting.popleft()
                 ids = generation.ids_to_read
-                source = self._best_source(ids, generation.adapter)
-                if self._is_being_read(ids, generation.adapter, source.shared):
+                source = _Source(None, 0)
+                if not generation.scores_prompt:
+                    source = self._best_source(ids, generation.adapter)
+                if not generation.scores_prompt and self._is_being_read(
+                    ids, generation.adapter, source.shared
+                ):
                     postponed.append(generation)
                 elif not self._seat(generation, ids, source):
                     # There are no pages for it; it is not overtaken.
@@ -479,7 +518,12 @@ class Engine:
             most = _MOST_READ
             if others_wait:
                 most = min(_MOST_READ, max(1, self._piece // length))
-            together = [slot for slot in reading if self._next_length(slot) == length]
+            together = [
+                slot
+                for slot in reading
+                if self._next_length(slot) == length
+                and slot.scores_prompt == reading[0].scores_prompt
+            ]
             self._read_pieces(together[:most], length)
             if others_wait:
                 return
@@ -504,7 +548,12 @@ class Engine:
             whole_lengths=np.ones(rows, np.int32),
             adapters=np.zeros(rows, np.int32),
             pages=self._table(rows, dict(enumerate(slots)), length),
+            following=None,
         )
+        num_top = 0
+        if slots[0].scores_prompt:
+            num_top = min(MOST_TOP_LOGPROBS, self._vocab_size)
+            piece = piece._replace(following=np.zeros((rows, length), np.int32))
         self._num_read += 1
         for i, slot in enumerate(slots):
             new = slot.unread[:length]
@@ -514,11 +563,17 @@ class Engine:
             piece.lengths[i] = len(slot.kept)
             piece.whole_lengths[i] = slot.whole_length
             piece.adapters[i] = slot.adapter
+            if piece.following is not None:
+                assert slot.generation is not None
+                after = slot.generation.prompt[len(slot.kept) + 1 :][: len(new)]
+                piece.following[i, : len(after)] = after
         assert self._caches is not None
         from_start = not piece.lengths.any()
-        self._caches = programs.read_into(
-            self._graphdef, self._room(), from_start, self._params, self._caches, piece
+        self._caches, scores = programs.read_into(
+            self._graphdef, self._room(), from_start, num_top, self._params, self._caches, piece
         )
+        if scores is not None:
+            _take_scores(slots, piece, scores)
         for slot in slots:
             slot.extend(slot.unread[:length])
             slot.unread = slot.unread[length:]
@@ -584,15 +639,44 @@ class Engine:
 
     # Decoding.
 
-    def _decode(self, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
-        """More tokens of each row, behind them -1, and their log-probabilities; both [B, N]."""
+    def _allowed(self, active: dict[Slot, Generation | None]) -> dict[Slot, np.ndarray]:
+        """Return the tokens that may come next in the rows that have a constraint. A text whose
+        constraint allows none ends, and is taken out of `active`."""
+        found = {}
+        for slot, generation in list(active.items()):
+            assert generation is not None
+            if generation.constraint is None:
+                continue
+            allowed = generation.constraint.allowed()
+            # Entries of the model that the tokenizer does not know.
+            allowed = np.pad(
+                allowed[: self._vocab_size], (0, max(0, self._vocab_size - len(allowed)))
+            )
+            if allowed.any():
+                found[slot] = allowed
+            else:
+                generation.reason = "unconstrained"
+                slot.leave()
+                del active[slot]
+        return found
+
+    def _decode(self, slots: list[Slot], allowed: dict[Slot, np.ndarray]) -> Made:
+        """More tokens of each row, behind them -1, and their log-probabilities.
+
+        Args:
+            slots: of rows that decode.
+            allowed: the tokens that may come next in rows that have a constraint. There is one
+                token of each row then, since the constraint decides about the next one.
+        """
         wanted = {slot: self._wanted(slot) for slot in slots}
+        if allowed:
+            wanted = dict.fromkeys(slots, 1)
         self._make_room(max(len(slot.kept) + count for slot, count in wanted.items()))
         samplings = [_NOBODYS] * len(self._slots)
         for slot in slots:
             assert slot.generation is not None
             samplings[slot.number] = slot.generation.sampling
-        rows = self._rows(wanted, samplings)
+        rows = self._rows(wanted, samplings)._replace(bias=self._bias(slots, allowed))
         program = Program.for_rows(samplings, self._vocab_size)
         assert self._caches is not None
         made = programs.decode(
@@ -605,7 +689,26 @@ class Engine:
             rows,
         )
         self._caches = made.caches
-        return np.asarray(made.tokens), np.asarray(made.logprobs)
+        return made
+
+    def _bias(
+        self, slots: list[Slot], allowed: dict[Slot, np.ndarray]
+    ) -> Float[np.ndarray, "B V"] | None:
+        """Return what is added to the logits of each row, if there is anything."""
+        bias = None
+        for slot in slots:
+            generation = slot.generation
+            assert generation is not None
+            if slot not in allowed and not generation.sampling.logit_bias:
+                continue
+            if bias is None:
+                bias = np.zeros((len(self._slots), self._vocab_size), np.float32)
+            row = bias[slot.number]
+            for token, value in generation.sampling.logit_bias:
+                row[token] = value
+            if slot in allowed:
+                row[~allowed[slot]] = -np.inf
+        return bias
 
     def _wanted(self, slot: Slot) -> int:
         """How many tokens the row of a slot may get now."""
@@ -647,40 +750,82 @@ class Engine:
             made,
             stop_ids,
             Settings.of(samplings, self._vocab_size),
-            self._seen(list(wanted)),
+            self._history(list(wanted)),
+            None,
             adapters,
             self._table(count, {slot.number: slot for slot in wanted}, max(wanted.values())),
         )
 
-    def _seen(self, slots: list[Slot]) -> Bool[np.ndarray, "B V"] | None:
-        """Which tokens each row has, if some row has a penalty for them."""
-        rows = {}
+    def _history(self, slots: list[Slot]) -> History | None:
+        """Return which tokens each row has, if some row has a penalty for them."""
+        rows = []
         for slot in slots:
             generation = slot.generation
             assert generation is not None
-            if generation.sampling.repetition_penalty == 1.0:
+            if not generation.sampling.penalises:
                 continue
-            if slot.seen is None:
+            if slot.seen is None or slot.counts is None:
                 slot.seen = np.zeros(self._vocab_size, bool)
                 slot.seen[list(generation.earlier)] = True
                 slot.seen[list(generation.prompt)] = True
-            # Others are there from the chunks before.
-            slot.seen[generation.ids[-self._chunk :]] = True
-            rows[slot.number] = slot.seen
+                slot.counts = np.zeros(self._vocab_size, np.int32)
+                slot.num_counted = 0
+            new = generation.ids[slot.num_counted :]
+            slot.seen[new] = True
+            np.add.at(slot.counts, new, 1)
+            slot.num_counted = len(generation.ids)
+            rows.append(slot)
         if not rows:
             return None
-        seen = np.zeros((len(self._slots), self._vocab_size), bool)
-        for number, of_row in rows.items():
-            seen[number] = of_row
-        return seen
+        shape = (len(self._slots), self._vocab_size)
+        seen = np.zeros(shape, bool)
+        counts = np.zeros(shape, np.int32)
+        for slot in rows:
+            seen[slot.number] = slot.seen
+            counts[slot.number] = slot.counts
+        return History(seen, counts)  # type: ignore[arg-type]
 
     def _take(
-        self, slot: Slot, generation: Generation, tokens: list[int], logprobs: list[float]
+        self,
+        slot: Slot,
+        generation: Generation,
+        tokens: list[int],
+        logprobs: list[float],
+        top: list[Alternatives],
     ) -> None:
         """What decoding has made of the row of a slot, which is free then if that is the end."""
-        generation.take(tokens, logprobs, self.max_length)
+        generation.take(tokens, logprobs, self.max_length, top)
         if generation.reason is not None:
             slot.leave()
+
+
+def _alternatives(tokens: Any, logprobs: Any, slot: Slot, count: int) -> list[Alternatives]:
+    """Return the likeliest tokens in the place of each new token of a row, those that can come."""
+    if not count:
+        return []
+    return _pairs(np.asarray(tokens)[slot.number], np.asarray(logprobs)[slot.number], count)
+
+
+def _pairs(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> list[Alternatives]:
+    """Return tokens with their log-probabilities for each position, without impossible ones."""
+    return [
+        [(int(i), float(x)) for i, x in zip(ids, values) if np.isfinite(x)][:count]
+        for ids, values in zip(tokens, logprobs)
+    ]
+
+
+def _take_scores(slots: list[Slot], piece: Piece, scores: programs.Scores) -> None:
+    """Give the scores of a piece of each prompt to its text."""
+    logprobs = np.asarray(scores.logprobs)
+    top_tokens = np.asarray(scores.top_tokens)
+    top_logprobs = np.asarray(scores.top_logprobs)
+    for i, slot in enumerate(slots):
+        generation = slot.generation
+        assert generation is not None
+        count = int(piece.counts[i])
+        generation.prompt_logprobs += logprobs[i, :count].tolist()
+        wanted = generation.sampling.top_logprobs
+        generation.prompt_top += _pairs(top_tokens[i, :count], top_logprobs[i, :count], wanted)
 
 
 def cache_room(slots: int, shards: int, columns: int, max_length: int) -> Room:

@@ -4,15 +4,34 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from data_pipeline.errors import UsageError
 from maxtrain.serve.sampling import Sampling
 
-Reason = Literal["stop", "length", "window", "cancelled", "failed"]
+Reason = Literal["stop", "length", "window", "cancelled", "failed", "unconstrained"]
+# Tokens with their log-probabilities, the likeliest first.
+Alternatives = list[tuple[int, float]]
+
+
+class Constraint(Protocol):
+    """What the tokens of a text must be, given those before. For one text, and one thread."""
+
+    def allowed(self) -> Bool[np.ndarray, " V"]:
+        """Return which tokens may come next; none of them if the constraint cannot be kept."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Note the next token, which was allowed."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is as it must be, and nothing may follow."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,11 +47,18 @@ class Generation:
         stop_ids: it ends before any of these.
         stop: called with all new ids when there are more; it ends when that returns True.
         adapter: number of the adapters that it is made with; 0: none.
+        constraint: what its tokens must be; None: any.
+        scores_prompt: the tokens of its prompt are scored, so that all of it is read anew.
         ids: new ones, without the one that ended it.
         logprobs: of each of `ids`, and of the one that ended it, if there is one; as of `Chosen`.
+        top: the likeliest tokens in the place of each of `ids`, as many as `sampling` wants.
+        prompt_logprobs: of each token of the prompt but the first, if it is scored: those of the
+            model, without any settings of sampling.
+        prompt_top: the likeliest tokens in the places of these.
         ended_by: the stop id that it ended before.
         reason: why it has ended; None: it has not. `window`: it has as many tokens as the model is
             meant for. `failed`: a log-probability was not finite, or the engine failed.
+            `unconstrained`: its constraint allows no token.
     """
 
     prompt: tuple[int, ...]
@@ -45,8 +71,13 @@ class Generation:
     stop_ids: tuple[int, ...]
     stop: Callable[[list[int]], bool] | None
     adapter: int = 0
+    constraint: Constraint | None = None
+    scores_prompt: bool = False
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[Alternatives] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_top: list[Alternatives] = dataclasses.field(default_factory=list)
     ended_by: int | None = None
     reason: Reason | None = None
 
@@ -61,9 +92,15 @@ class Generation:
             return list(self.ids)
         return [*self.ids, self.ended_by]
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float], max_length: int) -> None:
+    def take(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        max_length: int,
+        top: Sequence[Alternatives] = (),
+    ) -> None:
         """New tokens, up to where the text ends."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        for number, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             if not math.isfinite(logprob):
                 self.reason = "failed"
                 break
@@ -73,6 +110,13 @@ class Generation:
                 self.reason = "stop"
                 return
             self.ids.append(token)
+            if top:
+                self.top.append(top[number])
+            if self.constraint is not None:
+                self.constraint.take(token)
+                if self.constraint.is_complete:
+                    self.reason = "stop"
+                    break
             if len(self.ids) == self.max_tokens:
                 self.reason = "length"
                 break

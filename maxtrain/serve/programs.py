@@ -15,12 +15,19 @@ from maxtrain.models.lora_bank import with_chosen
 from maxtrain.parallel.sharding import constrain
 from maxtrain.serve.sampling import (
     Chosen,
+    History,
     Program,
     Settings,
+    TopTokens,
     choose,
     row_keys,
     token_keys,
+    token_logprobs,
+    top_tokens,
 )
+
+# Positions of a prompt whose logits are in memory at one time.
+_SCORED_AT_ONCE = 16
 
 
 class Room(NamedTuple):
@@ -55,6 +62,16 @@ class Piece(NamedTuple):
     whole_lengths: Int[np.ndarray, " R"]
     adapters: Int[np.ndarray, " R"]
     pages: Int[np.ndarray, "R M"] | None
+    # The token of the prompt behind each one, where prompts are scored; None: they are not.
+    following: Int[np.ndarray, "R T"] | None
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of the tokens behind each one of a piece, and the likeliest tokens there."""
+
+    logprobs: Float[Array, "R T"]
+    top_tokens: Int[Array, "R T K"]
+    top_logprobs: Float[Array, "R T K"]
 
 
 class Rows(NamedTuple):
@@ -73,7 +90,9 @@ class Rows(NamedTuple):
     # Those that end a row, filled up with -1.
     stop_ids: Int[np.ndarray, "B I"]
     settings: Settings
-    seen: Bool[np.ndarray, "B V"] | None
+    history: History | None
+    # Added to logits; minus infinity for tokens that must not come.
+    bias: Float[np.ndarray, "B V"] | None
     adapters: Int[np.ndarray, " B"]
     pages: Int[np.ndarray, "B M"] | None
 
@@ -85,6 +104,9 @@ class Made(NamedTuple):
     # Of each row the new ones, behind them -1.
     tokens: Int[Array, "B N"]
     logprobs: Float[Array, "B N"]
+    # The likeliest tokens at the place of each; K is 0 if no row wants them.
+    top_tokens: Int[Array, "B N K"]
+    top_logprobs: Float[Array, "B N K"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -123,23 +145,25 @@ def clear(
     return placed(cleared(caches, is_row_kept, is_page_kept, room.paged), room.paged)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def read_into(
     graphdef: nnx.GraphDef,
     room: Room,
     from_start: bool,
+    num_top: int,
     params: nnx.State,
     caches: Caches,
     piece: Piece,
-) -> Caches:
-    """The caches, with more tokens of some rows in them."""
+) -> tuple[Caches, Scores | None]:
+    """The caches, with more tokens of some rows in them; and the scores of the tokens that follow,
+    with `num_top` of the likeliest, if the piece has them."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(piece.adapters)))
     pages = None
     if piece.pages is not None:
         pages = jnp.asarray(piece.pages)
     targets = jnp.asarray(piece.targets)
     read = take_rows(caches, targets, room.paged)
-    _, read = model.extend(
+    hidden, read = model.extend(
         jnp.asarray(piece.tokens),
         jnp.asarray(piece.counts),
         jnp.asarray(piece.lengths),
@@ -148,7 +172,34 @@ def read_into(
         jnp.asarray(piece.whole_lengths),
         pages,
     )
-    return placed(put_rows(caches, read, targets, room.paged), room.paged)
+    caches = placed(put_rows(caches, read, targets, room.paged), room.paged)
+    if piece.following is None:
+        return caches, None
+    return caches, _scores(model, hidden, jnp.asarray(piece.following), num_top)
+
+
+def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> Scores:
+    """Score a part of the positions at a time, since logits of all of them take much memory."""
+
+    def one(part: tuple[Array, Array]) -> Scores:
+        x, tokens = part
+        logits = constrain(model.logits(x), None, None, None)
+        top = top_tokens(logits, num_top)
+        return Scores(token_logprobs(logits, tokens), top.tokens, top.logprobs)
+
+    length = following.shape[1]
+    size = min(_SCORED_AT_ONCE, length)
+    parts = [
+        jnp.moveaxis(x.reshape(x.shape[0], length // size, size, *x.shape[2:]), 1, 0)
+        for x in (hidden, following)
+    ]
+    found = jax.lax.map(one, (parts[0], parts[1]))
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], length, *x.shape[3:])
+
+    return Scores(*(joined(x) for x in found))
 
 
 class _Step(NamedTuple):
@@ -158,7 +209,7 @@ class _Step(NamedTuple):
     last: Int[Array, " B"]
     lengths: Int[Array, " B"]
     is_active: Bool[Array, " B"]
-    seen: Bool[Array, "B V"] | None
+    history: History | None
     made: Made
 
 
@@ -181,9 +232,13 @@ def decode(
     if rows.pages is not None:
         pages = jnp.asarray(rows.pages)
 
-    def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
+    bias = None
+    if rows.bias is not None:
+        bias = jnp.asarray(rows.bias)
+
+    def choice(logits: Array, number: Array, history: History | None) -> Chosen:
         keys = token_keys(keys_of_rows, jnp.asarray(rows.made) + number)
-        return choose(logits, rows.settings, keys, seen, program)
+        return choose(logits, rows.settings, keys, program, history, bias)
 
     def one(step: _Step) -> _Step:
         active = step.is_active
@@ -192,34 +247,42 @@ def decode(
             step.last[:, None], counts, step.lengths, step.made.caches, pages=pages
         )
         logits = constrain(model.logits(hidden)[:, 0], None, None)
-        chosen = choice(logits, step.number, step.seen)
+        chosen = choice(logits, step.number, step.history)
         token = jnp.where(active, chosen.tokens, -1)
+        top = chosen.top or TopTokens(
+            jnp.zeros((count, 0), jnp.int32), jnp.zeros((count, 0), jnp.float32)
+        )
         made = Made(
             caches,
             step.made.tokens.at[:, step.number].set(token),
             step.made.logprobs.at[:, step.number].set(chosen.logprobs),
+            step.made.top_tokens.at[:, step.number].set(top.tokens),
+            step.made.top_logprobs.at[:, step.number].set(top.logprobs),
         )
         number = step.number + 1
-        seen = step.seen
-        if seen is not None:
-            seen = seen.at[jnp.arange(count), chosen.tokens].set(True)
+        history = step.history
+        if history is not None:
+            history = history.with_tokens(chosen.tokens)
         has_stopped = (token[:, None] == stop_ids).any(axis=1)
         still = active & ~has_stopped & (number < rows.wanted)
-        return _Step(number, chosen.tokens, step.lengths + counts, still, seen, made)
+        return _Step(number, chosen.tokens, step.lengths + counts, still, history, made)
 
-    seen = None
+    history = None
     if program.penalises:
-        seen = jnp.asarray(rows.seen)
+        assert rows.history is not None
+        history = History(*map(jnp.asarray, rows.history))
     first = _Step(
         number=jnp.int32(0),
         last=jnp.asarray(rows.last),
         lengths=jnp.asarray(rows.lengths),
         is_active=jnp.asarray(rows.wanted) > 0,
-        seen=seen,
+        history=history,
         made=Made(
             caches,
             jnp.full((count, chunk), -1, jnp.int32),
             jnp.zeros((count, chunk), jnp.float32),
+            jnp.zeros((count, chunk, program.num_top), jnp.int32),
+            jnp.zeros((count, chunk, program.num_top), jnp.float32),
         ),
     )
     last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
@@ -228,4 +291,6 @@ def decode(
         # Whole in each process.
         constrain(last.made.tokens, None, None),
         constrain(last.made.logprobs, None, None),
+        constrain(last.made.top_tokens, None, None, None),
+        constrain(last.made.top_logprobs, None, None, None),
     )

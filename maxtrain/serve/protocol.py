@@ -1,7 +1,8 @@
-"""What clients of OpenAI's API ask, checked, and how they are answered.
+"""Requests of OpenAI's API: checked, then encoded for the engine.
 
 Of the API there are completions and chat completions. A key that would change the answer and is not
-known here is refused, so that nobody gets another answer than was asked for.
+known here is refused, so that nobody gets another answer than was asked for. Checks are cheap and
+come first; `encode` does the work that grows with the prompt.
 
 Source: https://platform.openai.com/docs/api-reference, completions and chat.
 """
@@ -9,10 +10,9 @@ Source: https://platform.openai.com/docs/api-reference, completions and chat.
 import dataclasses
 import json
 import math
+import re
 import secrets
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import UsageError, UserError
@@ -20,10 +20,19 @@ from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.words import choices
 from maxtrain.serve.chat import Chat, check_characters
-from maxtrain.serve.generation import Reason, check_ids
+from maxtrain.serve.constraints import Grammars, check_schema, quoted
+from maxtrain.serve.generation import Constraint, check_ids
 from maxtrain.serve.request_error import RequestError
-from maxtrain.serve.sampling import Sampling
-from maxtrain.serve.text import Token
+from maxtrain.serve.sampling import MOST_TOP_LOGPROBS, Sampling
+from maxtrain.serve.text import VisibleTokens
+from maxtrain.serve.tool_formats import (
+    END_THINK,
+    THINK,
+    CompletionReader,
+    ToolFormat,
+    detect_format,
+    has_reasoning,
+)
 
 # Of a completion, unless the request says so; as OpenAI has it.
 _DEFAULT_TOKENS = 16
@@ -31,26 +40,58 @@ _MOST_CHOICES = 128
 _MOST_STOPS = 16
 # Each new part of a text is compared with all beginnings of a stop text.
 _LONGEST_STOP = 256
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OF_BOTH = ("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "logprobs")
-_OF_COMPLETIONS = ("prompt",)
-_OF_CHAT = ("messages", "max_completion_tokens")
+_MOST_STOP_IDS = 64
+_MOST_BIASES = 1024
+_MOST_TOOLS = 128
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_OF_BOTH = (
+    "model",
+    "max_tokens",
+    "n",
+    "stream",
+    "stream_options",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "logprobs",
+    "logit_bias",
+)
+_OF_COMPLETIONS = ("prompt", "echo", "best_of")
+_OF_CHAT = (
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "chat_template_kwargs",
+)
 # These say who asks, and change no answer.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # These change nothing with these values, which some clients send.
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "logit_bias": (None, {}),
-    "top_logprobs": (0, None),
-    "best_of": (1, None),
+    "best_of": (None,),
     "echo": (False, None),
     "suffix": (None, ""),
     "store": (False, None),
+    "top_logprobs": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
+    "modalities": (None, ["text"]),
+    "chat_template_kwargs": (None, {}),
 }
 
 
@@ -68,7 +109,10 @@ class Options:
         stop: texts that each completion ends before.
         stream: parts are sent as they come.
         counts_stream: a stream ends with the number of tokens.
-        logprobs: the log-probability of each token is wanted.
+        logprobs: the log-probability of each token is wanted, and those of so many of the
+            likeliest ones in its place; None: none are.
+        stop_ids: tokens that each completion ends before, beside the model's own.
+        echo: each text begins with its prompt.
     """
 
     model: str
@@ -80,7 +124,9 @@ class Options:
     stop: tuple[str, ...]
     stream: bool
     counts_stream: bool
-    logprobs: bool
+    logprobs: int | None
+    stop_ids: tuple[int, ...]
+    echo: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +154,22 @@ class ChatRequest:
     Args:
         options: what it asks for.
         messages: with texts as contents.
+        tools: definitions, as the request has them; empty: the model is told of none.
+        functions: those that may be called, by name.
+        must_call: the completion is a call, or several.
+        parallel: there may be several calls.
+        schema: that the completion is JSON of; None: it may be any text.
+        variables: more variables of the chat template.
     """
 
     options: Options
     messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any]
+    functions: Mapping[str, Any]
+    must_call: bool
+    parallel: bool
+    schema: Mapping[str, Any] | None
+    variables: Mapping[str, Any]
 
     @property
     def num_texts(self) -> int:
@@ -128,12 +186,22 @@ class EncodedRequest:
         prompts: ids, one list for each text that is to be generated.
         max_tokens: new tokens of each text; after the longest prompt there is room for them.
         prompt_tokens: tokens of all different prompts.
+        num_hidden: tokens at the beginning of each prompt that the request does not have.
+        constraints: what each text must be; empty: anything.
+        reader: makes what takes a completion of a chat apart; None: no chat.
+        tokenizer: that decodes the texts.
+        ignores_new: only the prompt is wanted, not the one token after it.
     """
 
     options: Options
     prompts: list[list[int]]
     max_tokens: int
     prompt_tokens: int
+    tokenizer: Tokenizer
+    num_hidden: Sequence[int] = ()
+    constraints: Sequence[Constraint] = ()
+    reader: Callable[[], CompletionReader] | None = None
+    ignores_new: bool = False
 
 
 class Served(NamedTuple):
@@ -150,6 +218,7 @@ class Served(NamedTuple):
         created: when serving began, seconds since 1970.
         longest_token: characters of the longest token, by which long texts are refused before they
             are encoded.
+        grammars: make constraints of schemas; None: there are none.
     """
 
     name: str
@@ -161,6 +230,7 @@ class Served(NamedTuple):
     vocab_size: int
     created: int
     longest_token: int = 1 << 10
+    grammars: Grammars | None = None
 
     @property
     def max_characters(self) -> int:
@@ -198,6 +268,43 @@ def read_body(content: bytes) -> dict[str, Any]:
     return values
 
 
+def tokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    """Answer /tokenize, as vLLM's server has it, which lm-evaluation-harness uses.
+
+    Raises:
+        RequestError: there is no text, or it cannot be encoded.
+    """
+    text = values.get("prompt")
+    if not isinstance(text, str):
+        raise RequestError("prompt must be a text.", param="prompt")
+    _check_size(len(text), "prompt", served)
+    try:
+        text.encode()
+        ids = served.tokenizer.locate(text)[0].tolist()
+    except (UnicodeEncodeError, UserError) as error:
+        raise RequestError(f"prompt can't be encoded: {error}.", param="prompt") from error
+    if values.get("add_special_tokens", True):
+        ids = [*served.beginning, *ids]
+    return {"tokens": ids, "count": len(ids), "max_model_len": served.max_length}
+
+
+def detokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    """Answer /detokenize.
+
+    Raises:
+        RequestError: there are no ids.
+    """
+    ids = values.get("tokens")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise RequestError("tokens must be a list of ids.", param="tokens")
+    if len(ids) > served.max_length:
+        raise RequestError(
+            f"tokens has {len(ids):,} ids, at most {served.max_length:,} are possible. Send fewer.",
+            param="tokens",
+        )
+    return {"prompt": served.tokenizer.decode(ids)}
+
+
 def read_completion(values: Mapping[str, Any], served: Served) -> CompletionRequest:
     """Check a request of /v1/completions, without work that grows faster than its size.
 
@@ -205,15 +312,22 @@ def read_completion(values: Mapping[str, Any], served: Served) -> CompletionRequ
         RequestError: it cannot be answered.
     """
     _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_COMPLETIONS), served)
-    logprobs = values.get("logprobs")
-    if logprobs is not None and (isinstance(logprobs, bool) or logprobs != 0):
-        raise RequestError(
-            "logprobs must be 0, which tells the log-probability of each token that was chosen; "
-            "those of others are not told.",
-            param="logprobs",
-        )
     prompts = _prompts(values.get("prompt"), served)
-    options = _options(values, served, len(prompts), logprobs is not None, "max_tokens")
+    options = _options(
+        values,
+        served,
+        num_prompts=len(prompts),
+        logprobs=_number_of_logprobs("logprobs", values.get("logprobs")),
+        length_key="max_tokens",
+        echo=_boolean("echo", values.get("echo"), "echo"),
+    )
+    best_of = values.get("best_of")
+    if best_of is not None and _integer("best_of", best_of, 1) != options.count:
+        raise RequestError(
+            f"best_of={best_of} must be n={options.count}: the server does not choose among texts. "
+            "Leave it out.",
+            param="best_of",
+        )
     return CompletionRequest(options, prompts)
 
 
@@ -231,16 +345,152 @@ def read_chat(values: Mapping[str, Any], served: Served) -> ChatRequest:
             param="messages",
         )
     messages = _messages(values.get("messages"), served)
-    logprobs = values.get("logprobs")
-    if logprobs is not None and not isinstance(logprobs, bool):
-        raise RequestError("logprobs must be true or false.", param="logprobs")
+    wanted = _boolean("logprobs", values.get("logprobs"), "logprobs")
+    logprobs = _number_of_logprobs("top_logprobs", values.get("top_logprobs"))
+    if logprobs and not wanted:
+        raise RequestError(
+            "top_logprobs is for logprobs=true alone. Leave it out, or set that.",
+            param="top_logprobs",
+        )
     name = "max_tokens"
     if values.get("max_completion_tokens") is not None:
         name = "max_completion_tokens"
         if values.get("max_tokens") is not None:
             raise RequestError("max_tokens and max_completion_tokens say the same. Leave one out.")
-    options = _options(values, served, 1, bool(logprobs), name)
-    return ChatRequest(options, messages)
+    options = _options(
+        values,
+        served,
+        num_prompts=1,
+        logprobs=(logprobs or 0) if wanted else None,
+        length_key=name,
+    )
+    tools, functions, must_call = _tools(values, served)
+    schema = _schema(values.get("response_format"))
+    if schema is not None and functions:
+        raise RequestError(
+            "response_format and tools cannot be combined here. Leave one out, or set "
+            "tool_choice=none.",
+            param="response_format",
+        )
+    variables = values.get("chat_template_kwargs")
+    if variables is None:
+        variables = {}
+    if not isinstance(variables, dict):
+        raise RequestError("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+    _check_size(num_characters([messages, tools, variables]), "messages", served)
+    return ChatRequest(
+        options=options,
+        messages=messages,
+        tools=tools,
+        functions=functions,
+        must_call=must_call,
+        parallel=values.get("parallel_tool_calls") is None
+        or _boolean("parallel_tool_calls", values["parallel_tool_calls"], "parallel_tool_calls"),
+        schema=schema,
+        variables=variables,
+    )
+
+
+def _number_of_logprobs(key: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if _integer(key, value, 0) > MOST_TOP_LOGPROBS:
+        raise RequestError(
+            f"{key}={str(value)[:40]} must be at most {MOST_TOP_LOGPROBS}. Ask for fewer.",
+            param=key,
+        )
+    return value
+
+
+def _tools(values: Mapping[str, Any], served: Served) -> tuple[list[Any], dict[str, Any], bool]:
+    """Return the tools that the model is told of, the functions that it may call by name, and
+    whether it must call one.
+
+    Raises:
+        RequestError: a tool is not as the API has it, or the model's form of calls is not known.
+    """
+    tools = values.get("tools")
+    if tools is None:
+        tools = []
+    choice = values.get("tool_choice")
+    if not isinstance(tools, list) or len(tools) > _MOST_TOOLS:
+        raise RequestError(
+            f"tools must be a list of at most {_MOST_TOOLS} definitions of functions.",
+            param="tools",
+        )
+    functions = {}
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise RequestError(
+                f'tools[{number}] must be {{"type": "function", "function": {{...}}}}.',
+                param="tools",
+            )
+        name = function.get("name")
+        if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name) or name in functions:
+            raise RequestError(
+                f"tools[{number}].function.name must be a name of its own, of at most 64 letters, "
+                "digits, dots, dashes and underscores.",
+                param="tools",
+            )
+        try:
+            check_schema(f"tools[{number}].function.parameters", function.get("parameters") or {})
+        except UsageError as error:
+            raise RequestError(str(error), param="tools") from error
+        functions[name] = function
+    if choice in (None, "auto", "none") and not functions:
+        return [], {}, False
+    if choice == "none":
+        return [], {}, False
+    if not functions:
+        raise RequestError("tool_choice needs tools. Give some.", param="tool_choice")
+    assert served.chat is not None
+    if detect_format(served.chat.source) is None:
+        raise RequestError(
+            f"the chat template of {served.name} has no form of tool calls that is known here "
+            "(Hermes, Qwen3-Coder, Llama 3, Mistral). Leave tools out, or start the server with "
+            "--chat-template FILE.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if choice in (None, "auto"):
+        return tools, functions, False
+    if choice == "required":
+        return tools, functions, True
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(name, str) or name not in functions:
+        raise RequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
+            '{"name": ...}} with the name of one of the tools.',
+            param="tool_choice",
+        )
+    return tools, {name: functions[name]}, True
+
+
+def _schema(form: Any) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a response_format; None: any text is an answer.
+
+    Raises:
+        RequestError: there is no such form, or the schema cannot be used.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = form.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(named, dict) or "schema" not in named:
+        raise RequestError(
+            'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": '
+            '"json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
+            param="response_format",
+        )
+    try:
+        check_schema("response_format.json_schema.schema", named["schema"])
+    except UsageError as error:
+        raise RequestError(str(error), param="response_format") from error
+    return named["schema"]
 
 
 def encode(request: CompletionRequest | ChatRequest, served: Served) -> EncodedRequest:
@@ -249,23 +499,97 @@ def encode(request: CompletionRequest | ChatRequest, served: Served) -> EncodedR
     Raises:
         RequestError: a prompt cannot be encoded, or is too long.
     """
-    options = request.options
     if isinstance(request, ChatRequest):
-        assert served.chat is not None
-        try:
-            prompts = [served.chat.ids(request.messages)]
-        except UserError as error:
-            raise RequestError(str(error), param="messages") from error
-        default = None
-    else:
-        prompts = [_prompt_ids(prompt, served) for prompt in request.prompts]
-        default = _DEFAULT_TOKENS
+        return _encode_chat(request, served)
+    options = request.options
+    prompts = []
+    hidden = []
+    for prompt in request.prompts:
+        ids = _prompt_ids(prompt, served)
+        # With no first token there is nothing that the first one of the text could follow.
+        has_beginning = isinstance(prompt, str) and len(ids) > len(served.beginning)
+        prompts.append(ids)
+        hidden.append(len(served.beginning) if has_beginning else 0)
+    max_tokens = _max_tokens(options, prompts, _DEFAULT_TOKENS, served)
     return EncodedRequest(
         options=options,
         prompts=[prompt for prompt in prompts for _ in range(options.count)],
-        max_tokens=_max_tokens(options, prompts, default, served),
+        max_tokens=max(1, max_tokens),
         prompt_tokens=sum(map(len, prompts)),
+        tokenizer=served.tokenizer,
+        num_hidden=[number for number in hidden for _ in range(options.count)],
+        ignores_new=max_tokens == 0,
     )
+
+
+def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
+    options = request.options
+    chat = served.chat
+    assert chat is not None
+    try:
+        text = chat.text(request.messages, list(request.tools) or None, request.variables)
+        prompt = chat.encode(text)
+    except UserError as error:
+        raise RequestError(str(error), param="messages") from error
+    max_tokens = _max_tokens(options, [prompt], None, served)
+    tool_format = detect_format(chat.source) if request.functions else None
+    reasons = has_reasoning(chat.source)
+    is_in_reasoning = reasons and text.rstrip().endswith(THINK)
+    special = served.tokenizer.special
+    marks = tool_format.marks if tool_format is not None else ()
+    if reasons:
+        marks = (*marks, THINK, END_THINK)
+    visible = {special[mark]: mark for mark in marks if mark in special}
+    tokenizer = served.tokenizer
+    if visible:
+        tokenizer = VisibleTokens(tokenizer, visible)
+
+    def reader() -> CompletionReader:
+        return CompletionReader(tool_format, request.functions, reasons, is_in_reasoning)
+
+    return EncodedRequest(
+        options=options,
+        prompts=[prompt for _ in range(options.count)],
+        max_tokens=max_tokens,
+        prompt_tokens=len(prompt),
+        tokenizer=tokenizer,
+        constraints=_constraints(request, served, tool_format, is_in_reasoning),
+        reader=reader,
+    )
+
+
+def _constraints(
+    request: ChatRequest, served: Served, tool_format: ToolFormat | None, is_in_reasoning: bool
+) -> list[Constraint]:
+    """Return the constraints of all texts of a request; empty: there are none.
+
+    Raises:
+        RequestError: they cannot be made.
+    """
+    special = served.tokenizer.special
+    if request.must_call:
+        assert tool_format is not None
+        rules = tool_format.grammar(request.functions, request.parallel, special)
+        param = "tool_choice"
+    elif request.schema is not None:
+        rules = f"calls: {quoted(request.schema)}\n"
+        param = "response_format"
+    else:
+        return []
+    start = "start: calls\n"
+    if is_in_reasoning:
+        start = "start: reasoning (calls | space calls)\nspace: /\\s+/\n"
+        if END_THINK in special:
+            start += f"reasoning: text <[{special[END_THINK]}]>\ntext: /(.|\\n)*/\n"
+        else:
+            start += "reasoning[lazy]: /(.|\\n)*<\\/think>/\n"
+    grammars = served.grammars
+    if grammars is None:
+        raise RequestError("structured output is not possible here.", param=param)
+    try:
+        return [grammars.constraint(start + rules) for _ in range(request.options.count)]
+    except UsageError as error:
+        raise RequestError(str(error), param=param) from error
 
 
 def _max_tokens(
@@ -303,6 +627,8 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served)
     """RequestError: a key that is not known, or another model."""
     for key, value in values.items():
         if key in known or key in _WITHOUT_EFFECT:
+            continue
+        if value is None and key in (*_OF_COMPLETIONS, *_OF_CHAT):
             continue
         if key not in _NEUTRAL:
             raise RequestError(
@@ -411,9 +737,7 @@ def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
             param="messages",
             code="context_length_exceeded",
         )
-    plain = [_plain(message) for message in messages]
-    _check_size(num_characters(plain), "messages", served)
-    return plain
+    return [_plain(message) for message in messages]
 
 
 def num_characters(value: Any) -> int:
@@ -463,9 +787,13 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     texts = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
             raise RequestError(
-                "content must be text; other parts are not supported.", param="messages"
+                f"content: a part of type {str(kind)[:40]!r} is not supported, only content of "
+                "text. Leave it out.",
+                param="messages",
+                code="unsupported_content",
             )
         texts.append(part.get("text"))
     if not all(isinstance(text, str) for text in texts):
@@ -474,7 +802,13 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(
-    values: Mapping[str, Any], served: Served, num_prompts: int, logprobs: bool, length_key: str
+    values: Mapping[str, Any],
+    served: Served,
+    *,
+    num_prompts: int,
+    logprobs: int | None,
+    length_key: str,
+    echo: bool = False,
 ) -> Options:
     """Return what both kinds of requests ask for.
 
@@ -483,7 +817,8 @@ def _options(
     """
     max_tokens = values.get(length_key)
     if max_tokens is not None:
-        max_tokens = _integer(length_key, max_tokens, 1)
+        # With the prompt as a part of the answer, that may be all of it.
+        max_tokens = _integer(length_key, max_tokens, 0 if echo else 1)
     seed = values.get("seed")
     if seed is None:
         seed = secrets.randbits(32)
@@ -495,12 +830,14 @@ def _options(
         count=_count(values, num_prompts),
         max_tokens=max_tokens,
         length_key=length_key,
-        sampling=_sampling(values),
+        sampling=_sampling(values, served, logprobs or 0),
         seed=seed,
         stop=_stop(values.get("stop")),
         stream=stream,
         counts_stream=counts,
         logprobs=logprobs,
+        stop_ids=_stop_ids(values.get("stop_token_ids"), served),
+        echo=echo,
     )
 
 
@@ -513,9 +850,59 @@ def _integer(key: str, value: Any, least: int | None) -> int:
     return value
 
 
-def _sampling(values: Mapping[str, Any]) -> Sampling:
+def _stop_ids(value: Any, served: Served) -> tuple[int, ...]:
+    """Return the tokens of stop_token_ids.
+
+    Raises:
+        RequestError: they are none of the model's.
+    """
+    if value is None:
+        return ()
+    is_right = isinstance(value, list) and all(
+        type(i) is int and 0 <= i < served.vocab_size for i in value
+    )
+    if not is_right or len(value) > _MOST_STOP_IDS:
+        raise RequestError(
+            f"stop_token_ids must be a list of at most {_MOST_STOP_IDS} ids below "
+            f"{served.vocab_size}.",
+            param="stop_token_ids",
+        )
+    return tuple(value)
+
+
+def _logit_bias(value: Any, served: Served) -> tuple[tuple[int, float], ...]:
+    """Return the pairs of logit_bias, whose keys are ids as texts.
+
+    Raises:
+        RequestError: they are none, or too many.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > _MOST_BIASES:
+        raise RequestError(
+            f"logit_bias must be an object of at most {_MOST_BIASES} ids with numbers.",
+            param="logit_bias",
+        )
+    pairs = {}
+    for key, bias in value.items():
+        is_id = len(key) <= 10 and key.isascii() and key.isdigit()
+        if not is_id or int(key) >= served.vocab_size or not _is_number(bias):
+            raise RequestError(
+                f"logit_bias: {key[:40]!r} must be an id below {served.vocab_size}, with a number "
+                "from -100 to 100.",
+                param="logit_bias",
+            )
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def _sampling(values: Mapping[str, Any], served: Served, top_logprobs: int) -> Sampling:
     """How tokens are chosen: by default with the model's own probabilities, as OpenAI does."""
-    given: dict[str, Any] = {"temperature": 1.0}
+    given: dict[str, Any] = {
+        "temperature": 1.0,
+        "logit_bias": _logit_bias(values.get("logit_bias"), served),
+        "top_logprobs": top_logprobs,
+    }
     for key in _SAMPLING:
         value = values.get(key)
         if value is None:
@@ -600,132 +987,3 @@ def _boolean(key: str, value: Any, param: str) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{key}={str(value)[:40]} must be true or false.", param=param)
     return value
-
-
-# Answers.
-
-
-class Answers:
-    """How the texts of one request are told.
-
-    Args:
-        request: the request.
-        served: what is served.
-        is_chat: of /v1/chat/completions.
-    """
-
-    def __init__(self, request: EncodedRequest, served: Served, is_chat: bool):
-        self._request = request
-        self._served = served
-        self._is_chat = is_chat
-        prefix = "cmpl"
-        if is_chat:
-            prefix = "chatcmpl"
-        self._id = f"{prefix}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-
-    def whole(
-        self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], reasons: Sequence[Reason]
-    ) -> dict[str, Any]:
-        """All texts at once."""
-        listed = []
-        for index, (text, of_text, reason) in enumerate(zip(texts, tokens, reasons, strict=True)):
-            choice = self._choice(index, text, of_text, reason)
-            if self._is_chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            else:
-                choice["text"] = text
-            listed.append(choice)
-        counted = sum(map(len, tokens))
-        return self._frame("", listed) | {"usage": self.usage(counted)}
-
-    def part(
-        self,
-        index: int,
-        text: str,
-        tokens: Sequence[Token],
-        reason: Reason | None,
-        is_first: bool,
-    ) -> dict[str, Any]:
-        """A part of a text in a stream."""
-        choice = self._choice(index, text, tokens, reason)
-        if self._is_chat:
-            delta: dict[str, Any] = {"content": text}
-            if is_first:
-                delta = {"role": "assistant", "content": text}
-            choice["delta"] = delta
-        else:
-            choice["text"] = text
-        return self._frame(".chunk", [choice])
-
-    def last_part(self, num_tokens: int) -> dict[str, Any]:
-        """The end of a stream that tells the number of tokens."""
-        return self._frame(".chunk", []) | {"usage": self.usage(num_tokens)}
-
-    def usage(self, num_tokens: int) -> dict[str, int]:
-        """Numbers of tokens."""
-        before = self._request.prompt_tokens
-        return {
-            "prompt_tokens": before,
-            "completion_tokens": num_tokens,
-            "total_tokens": before + num_tokens,
-        }
-
-    def _frame(self, part: str, listed: list[dict[str, Any]]) -> dict[str, Any]:
-        name = "text_completion"
-        if self._is_chat:
-            name = f"chat.completion{part}"
-        return {
-            "id": self._id,
-            "object": name,
-            "created": self._created,
-            "model": self._request.options.model,
-            "choices": listed,
-        }
-
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[Token], reason: Reason | None
-    ) -> dict[str, Any]:
-        told = None
-        if self._request.options.logprobs:
-            told = self._logprobs(tokens)
-        return {"index": index, "finish_reason": _finish(reason), "logprobs": told}
-
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Each token with its log-probability."""
-        if not self._is_chat:
-            return {
-                "tokens": [self._written(token) for token in tokens],
-                "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": None,
-                "text_offset": [token.offset for token in tokens],
-            }
-        content = []
-        for token in tokens:
-            found = self._served.tokenizer.token_bytes(token.id)
-            told = None
-            if found is not None:
-                told = list(found)
-            content.append(
-                {
-                    "token": self._written(token),
-                    "logprob": token.logprob,
-                    "bytes": told,
-                    "top_logprobs": [],
-                }
-            )
-        return {"content": content, "refusal": None}
-
-    def _written(self, token: Token) -> str:
-        """What a token stands for, with U+FFFD for a part of a character."""
-        found = self._served.tokenizer.token_bytes(token.id)
-        if found is None:
-            return self._served.tokenizer.decode([token.id])
-        return found.decode(errors="replace")
-
-
-def _finish(reason: Reason | None) -> str | None:
-    """Why a text has ended, in the words of the API; None: it has not."""
-    if reason == "window":
-        return "length"
-    return reason

@@ -38,6 +38,9 @@ class Slot:
     pages: list[int] = dataclasses.field(default_factory=list)
     # Which ids its text has, where they have a penalty.
     seen: Bool[np.ndarray, " V"] | None = None
+    # How often each id is among the new ones, of which so many are counted.
+    counts: Int[np.ndarray, " V"] | None = None
+    num_counted: int = 0
     # When it was last given to a prompt, and when a piece of that was last read.
     taken: int = 0
     read: int = 0
@@ -55,6 +58,11 @@ class Slot:
         return self.generation is not None and len(self.unread) == 0
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the tokens of its prompt are scored while they are read."""
+        return self.generation is not None and self.generation.scores_prompt
+
+    @property
     def whole_length(self) -> int:
         """Tokens of its prompt."""
         assert self.generation is not None
@@ -70,6 +78,7 @@ class Slot:
         self.generation = None
         self.unread = as_ids([])
         self.seen = None
+        self.counts = None
 
     def forget(self) -> None:
         """Nothing is in its caches."""

@@ -1,10 +1,14 @@
 """Text of tokens as they come."""
 
 import bisect
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer.base import Located
 
 # What a decoder writes for bytes that are not whole characters yet.
 _REPLACEMENT = "\ufffd"
@@ -22,11 +26,57 @@ class Token(NamedTuple):
         id: its id.
         logprob: its log-probability.
         offset: characters of the new text before it.
+        top: the likeliest tokens in its place, if they are wanted.
     """
 
     id: int
     logprob: float
     offset: int
+    top: Sequence[tuple[int, float]] = ()
+
+
+class VisibleTokens(Tokenizer):
+    """A tokenizer that also decodes some of its special tokens, which others leave out.
+
+    Args:
+        tokenizer: the tokenizer.
+        visible: texts of special tokens by their ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, visible: Mapping[int, str]):
+        self._inner = tokenizer
+        self._visible = visible
+        self.name = tokenizer.name
+        self.vocab_size = tokenizer.vocab_size
+        self.eod_id = tokenizer.eod_id
+        self.content = tokenizer.content
+        self.special = tokenizer.special
+        self.decodes_in_parts = tokenizer.decodes_in_parts
+
+    def encode(self, text: str) -> np.ndarray:
+        return self._inner.encode(text)
+
+    def locate_text(self, text: str, first: bool) -> Located:
+        return self._inner.locate_text(text, first)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts = []
+        plain: list[int] = []
+        for i in ids:
+            if int(i) in self._visible:
+                parts += [self._inner.decode(plain), self._visible[int(i)]]
+                plain = []
+            else:
+                plain.append(i)
+        return "".join([*parts, self._inner.decode(plain)])
+
+    def may_change(self, last: int) -> bool:
+        return last not in self._visible and self._inner.may_change(last)
+
+    def token_bytes(self, i: int) -> bytes | None:
+        if i in self._visible:
+            return self._visible[i].encode()
+        return self._inner.token_bytes(i)
 
 
 def decode_new(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
@@ -76,6 +126,37 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     return list(prompt)
 
 
+def _starts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Return the number of characters of a text before each of its ids. Ids that are parts of one
+    character have the same number.
+
+    Ids whose bytes are not known, or do not give the text, are taken to begin with it.
+    """
+    if len(ids) == 1:
+        return [0]
+    found = []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written = ""
+    for i in ids:
+        part = tokenizer.token_bytes(i)
+        if part is None:
+            return [0] * len(ids)
+        if not part:
+            found.append(len(written) + bool(decoder.getstate()[0]))
+            continue
+        # The first byte tells whether the bytes before it are a part of the same character.
+        written += decoder.decode(part[:1])
+        is_open = bool(decoder.getstate()[0])
+        found.append(len(written) - (not is_open))
+        written += decoder.decode(part[1:])
+    written += decoder.decode(b"", final=True)
+    # Where it comes first, a token may lose its space.
+    lost = len(written) - len(text)
+    if lost not in (0, 1) or written[lost:] != text:
+        return [0] * len(ids)
+    return [max(0, start - lost) for start in found]
+
+
 class _Growing:
     """The text that `decode_new` gives, of which only the end is decoded when ids are added.
 
@@ -84,6 +165,7 @@ class _Growing:
         settled: the text behind them that stays.
         open: the text behind that, which may be another when more ids come.
         certain: characters that stay, with those of `open` that do.
+        starts: for each id with settled text, the characters before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -95,6 +177,7 @@ class _Growing:
         self.settled = ""
         self.open = ""
         self.certain = 0
+        self.starts: list[int] = []
 
     def add(self, new: int) -> None:
         """One more id."""
@@ -109,6 +192,7 @@ class _Growing:
 
     def _settle(self) -> None:
         """What is open stays, and is the context of what follows."""
+        self.starts += self.open_starts()
         self.settled += self.open
         self.open = ""
         head = self._tokenizer.decode(self._ids)
@@ -120,6 +204,11 @@ class _Growing:
             head = self._tokenizer.decode(self._context)
         self._head = head
         self._ids = []
+
+    def open_starts(self) -> list[int]:
+        """Return the characters before each id whose text is open."""
+        before = self.start + len(self.settled)
+        return [before + start for start in _starts(self._tokenizer, self._ids, self.open)]
 
     def text_from(self, at: int) -> str:
         """All of it from a character on that is not forgotten."""
@@ -203,9 +292,10 @@ class TextStream:
 
     def offset(self, number: int) -> int:
         """How many characters are before those of an id, by its number."""
-        if number == 0:
-            return 0
-        return self._ends[number - 1]
+        starts = self._growing.starts
+        if number < len(starts):
+            return starts[number]
+        return self._growing.open_starts()[number - len(starts)]
 
     def _give(self, part: str) -> str:
         self._parts.append(part)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.serve.engine import Engine
-from maxtrain.serve.generation import Generation, Reason
+from maxtrain.serve.generation import Alternatives, Constraint, Generation, Reason
 from maxtrain.serve.request_error import log_exception
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.text import TextStream, Token
@@ -27,11 +27,14 @@ class Part(NamedTuple):
         text: whole characters; empty where a stop text may have begun.
         tokens: new ones, of which `text` and the parts before are the text: none of a stop text.
         reason: why the text has ended; None: it goes on.
+        prompt: the tokens of the prompt but the first, in the first part of a text whose prompt
+            is scored.
     """
 
     text: str
     tokens: list[Token]
     reason: Reason | None
+    prompt: Sequence[tuple[float, Alternatives]] = ()
 
 
 _FAILED = Part("", [], "failed")
@@ -56,6 +59,8 @@ class Job:
         prompt, max_tokens, sampling, seed, row, stop_ids, adapter: as of `Generation`.
         stop: texts that it ends before.
         tell: gets each part, in the engine's thread; the last one has a reason.
+        constraint, scores_prompt: as of `Generation`.
+        tokenizer: that decodes the text; None: the worker's.
     """
 
     def __init__(
@@ -69,7 +74,13 @@ class Job:
         stop: Sequence[str],
         tell: Callable[[Part], object],
         adapter: int = 0,
+        constraint: Constraint | None = None,
+        scores_prompt: bool = False,
+        tokenizer: Tokenizer | None = None,
     ):
+        self.constraint = constraint
+        self.scores_prompt = scores_prompt
+        self.tokenizer = tokenizer
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.sampling = sampling
@@ -86,7 +97,8 @@ class _Running:
 
     def __init__(self, job: Job, engine: Engine, tokenizer: Tokenizer):
         self.job = job
-        self._stream = TextStream(tokenizer, job.prompt, job.stop)
+        self._stream = TextStream(job.tokenizer or tokenizer, job.prompt, job.stop)
+        self._has_told = False
         self._told = 0
         self._text = ""
         self._error: Exception | None = None
@@ -102,6 +114,8 @@ class _Running:
             stop_ids=job.stop_ids,
             stop=stop,
             adapter=job.adapter,
+            constraint=job.constraint,
+            scores_prompt=job.scores_prompt,
         )
 
     def _is_over(self, ids: list[int]) -> bool:
@@ -137,11 +151,16 @@ class _Running:
                 generation.ids[number],
                 generation.logprobs[number],
                 self._stream.offset(number),
+                generation.top[number] if generation.top else (),
             )
             tokens.append(token)
         self._told = self._stream.num_given
-        if text or tokens or generation.reason is not None:
-            self.job.tell(Part(text, tokens, generation.reason))
+        prompt: Sequence[tuple[float, Alternatives]] = ()
+        if self.job.scores_prompt and not self._has_told:
+            prompt = list(zip(generation.prompt_logprobs, generation.prompt_top, strict=True))
+        if text or tokens or prompt or generation.reason is not None:
+            self._has_told = True
+            self.job.tell(Part(text, tokens, generation.reason, prompt))
 
 
 class Worker:

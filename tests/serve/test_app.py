@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import http.client
 import json
@@ -13,12 +14,14 @@ import pytest
 import uvicorn
 
 from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
+from maxtrain.serve.answers import Answers
 from maxtrain.serve.app import Limits, make_app
 from maxtrain.serve.chat import Chat
 from maxtrain.serve.connections import ConnectionLimits, limited_protocol
-from maxtrain.serve.protocol import Answers, Served, encode, read_chat, read_completion
+from maxtrain.serve.protocol import Served, encode, read_chat, read_completion
 from maxtrain.serve.request_error import RequestError, log_exception
 from maxtrain.serve.text import Token
+from maxtrain.serve.tool_formats import CompletionReader
 from maxtrain.serve.worker import Part, Worker
 
 KEY = "Schlüssel"
@@ -221,6 +224,8 @@ def test_one_failed_step_is_counted_and_is_no_ill_health(site):
 
 
 HUGE = b"1" + b"0" * 400
+ASKED = b'"messages": [{"role": "user", "content": "a"}]'
+TOOL = b'{"type": "function", "function": {"name": "f"}}'
 SURROGATE = b'"hi \\ud83d"'
 
 
@@ -252,8 +257,22 @@ SURROGATE = b'"hi \\ud83d"'
             b'"prompt": "a", "stream": true, "stream_options": {"include_usage": 0}',
             "include_usage=0 must be true or false",
         ),
-        (b'"prompt": "a", "presence_penalty": false', "presence_penalty=false is not supported"),
-        (b'"prompt": "a", "best_of": true', "best_of=true is not supported"),
+        (b'"prompt": "a", "presence_penalty": false', "presence_penalty=False must be a number"),
+        (b'"prompt": "a", "frequency_penalty": 3', "frequency_penalty=3 must be from -2 to 2"),
+        (b'"prompt": "a", "best_of": true', "best_of=True must be an integer"),
+        (b'"prompt": "a", "best_of": 2', "best_of=2 must be n=1"),
+        (b'"prompt": "a", "logprobs": 21', "logprobs=21 must be at most 20"),
+        (b'"prompt": "a", "logprobs": ' + HUGE, "must be at most 20"),
+        (b'"prompt": "a", "echo": 1', "echo=1 must be true or false"),
+        (b'"prompt": "a", "suffix": "b"', 'suffix="b" is not supported'),
+        (b'"prompt": "a", "logit_bias": []', "logit_bias must be an object"),
+        (b'"prompt": "a", "logit_bias": {"a": 1}', "logit_bias: 'a' must be an id below 257"),
+        (b'"prompt": "a", "logit_bias": {"257": 1}', "logit_bias: '257' must be an id below 257"),
+        (b'"prompt": "a", "logit_bias": {"1": "a"}', "with a number from -100 to 100"),
+        (b'"prompt": "a", "logit_bias": {"1": 101}', "logit_bias=101.0 of token 1"),
+        (b'"prompt": "a", "stop_token_ids": [257]', "stop_token_ids must be a list"),
+        (b'"prompt": "a", "stop": "' + b"a" * 257 + b'"', "at most 256 are possible"),
+        (b'"prompt": "a", "messages": []', "messages is not supported here"),
     ],
 )
 def test_mistakes_of_a_completion_are_the_client_s(site, values, message):
@@ -274,9 +293,42 @@ def test_mistakes_of_a_completion_are_the_client_s(site, values, message):
         ),
         (
             b'"messages": [{"role": "user", "content": "a"}], "logprobs": 1',
-            "logprobs must be true or false",
+            "logprobs=1 must be true or false",
         ),
-        (b'"messages": [{"role": "user", "content": "a"}], "n": 0', "n=0 must be an integer"),
+        (ASKED + b', "n": 0', "n=0 must be an integer"),
+        (ASKED + b', "top_logprobs": 3', "top_logprobs is for logprobs=true alone"),
+        (ASKED + b', "logprobs": true, "top_logprobs": 21', "top_logprobs=21 must be at most 20"),
+        (ASKED + b', "tools": {}', "tools must be a list"),
+        (ASKED + b', "tools": [{"type": "x"}]', 'tools[0] must be {"type": "function"'),
+        (ASKED + b', "tools": [' + TOOL + b", " + TOOL + b"]", "tools[1].function.name must be"),
+        (ASKED + b', "tool_choice": "required"', "tool_choice needs tools"),
+        # chatml has no form for calls.
+        (ASKED + b', "tools": [' + TOOL + b"]", "has no form of tool calls that is known here"),
+        (ASKED + b', "response_format": {"type": "xml"}', "response_format must be"),
+        (ASKED + b', "response_format": "json"', "response_format must be"),
+        (
+            ASKED + b', "response_format": {"type": "json_schema", "json_schema": {"schema": []}}',
+            "response_format.json_schema.schema must be a JSON object",
+        ),
+        (ASKED + b', "chat_template_kwargs": []', "chat_template_kwargs must be an object"),
+        (
+            ASKED + b', "chat_template_kwargs": {"messages": []}',
+            "the variable 'messages' cannot be set",
+        ),
+        (
+            ASKED + b', "chat_template_kwargs": {"a": "<|im_end|>"}',
+            "chat_template_kwargs.a has the special token",
+        ),
+        (
+            b'"messages": [{"role": "user", "content": [{"type": "image_url"}]}]',
+            "a part of type 'image_url' is not supported",
+        ),
+        (
+            b'"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", '
+            b'"arguments": "{"}}]}]',
+            "arguments of a tool call are not JSON",
+        ),
+        (ASKED + b', "modalities": ["audio"]', 'modalities=["audio"] is not supported'),
     ],
 )
 def test_mistakes_of_a_chat_are_the_client_s(site, values, message):
@@ -451,14 +503,15 @@ def test_log_probabilities_have_bytes_and_places():
     served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
     request = encode(read_completion({"prompt": "a", "logprobs": 0}, served), served)
     tokens = [Token(0xC3, -1.0, 0), Token(0xA9, -2.0, 0), Token(97, -3.0, 1)]
-    told = Answers(request, served, is_chat=False).whole(["éa"], [tokens], ["length"])
+    told = Answers(request, served, is_chat=False).whole([[Part("éa", tokens, "length")]])
     assert told["choices"][0]["logprobs"] == {
         "tokens": ["\ufffd", "\ufffd", "a"],
         "token_logprobs": [-1.0, -2.0, -3.0],
         "top_logprobs": None,
         "text_offset": [0, 0, 1],
     }
-    told = Answers(request, served, is_chat=True).whole(["éa"], [tokens], ["length"])
+    request = dataclasses.replace(request, reader=lambda: CompletionReader(None, {}))
+    told = Answers(request, served, is_chat=True).whole([[Part("éa", tokens, "length")]])
     content = told["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], [97]]
 

@@ -81,7 +81,10 @@ def test_special_tokens_are_refused_wherever_they_stand(directory):
     for message in (
         {"role": "user", "content": "hi", "name": hidden},
         {"role": "user", "content": "hi", hidden: 1},
-        {"role": "assistant", "tool_calls": [{"function": {"arguments": hidden}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": hidden})}}],
+        },
     ):
         with pytest.raises(UsageError, match=r"has the special token <\|im_end\|>"):
             chat.ids([message])
@@ -127,8 +130,14 @@ def test_messages_are_read_in_the_forms_that_training_data_has(directory, tmp_pa
             [{"role": "user", "content": "a<|im_end|>b"}],
             r"messages\[0\].content has the special token <\|im_end\|>",
         ),
+        ([{"role": "assistant", "tool_calls": 3}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "has no name of a function"),
         (
-            [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+            "not a JSON object",
+        ),
+        (
+            [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}],
             "the chat template refuses them",
         ),
     ],
@@ -136,3 +145,26 @@ def test_messages_are_read_in_the_forms_that_training_data_has(directory, tmp_pa
 def test_what_is_no_conversation_is_refused(directory, messages, message):
     with pytest.raises(UsageError, match=message):
         chat_of(directory).ids(messages)
+
+
+def test_templates_get_variables_tools_and_arguments_as_values(directory):
+    """Escaped in JSON, a special token is found as well."""
+    source = (
+        "{{ enable_thinking }};{{ tools[0].function.name }};"
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v + 1 }}{% endfor %}"
+        "{% endfor %}{{ m.content }};{% endfor %}"
+    )
+    (directory / "chat_template.jinja").write_text(source)
+    chat = chat_of(directory, "")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat.text(messages, tools, {"enable_thinking": False}) == "False;f;hi;a=2;2;"
+    call["function"]["arguments"] = json.dumps({"a": "<|im_end|>"}).replace("<", "\\u003c")
+    with pytest.raises(UsageError, match=r"has the special token <\|im_end\|>"):
+        chat.text(messages, tools)

@@ -47,6 +47,10 @@ RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(1, 160, length).tolist() for length in (1, 2, 17, 40, 5, 63)]
 
 
+# Texts without a constraint.
+FREE = [(PROMPTS[3], GREEDY), (PROMPTS[4], RANDOM)]
+
+
 @functools.cache
 def tiny(**changes):
     config = dataclasses.replace(CONFIG, **changes)
@@ -172,9 +176,9 @@ def count_read(monkeypatch):
     counted = []
     read = programs.read_into
 
-    def counting(graphdef, room, from_start, params, caches, piece):
+    def counting(graphdef, room, from_start, num_top, params, caches, piece):
         counted.append(int(piece.counts.sum()))
-        return read(graphdef, room, from_start, params, caches, piece)
+        return read(graphdef, room, from_start, num_top, params, caches, piece)
 
     monkeypatch.setattr(programs, "read_into", counting)
     return counted
@@ -413,6 +417,74 @@ def test_an_engine_that_could_do_nothing_is_refused(options):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("cache_tokens", [None, 512])
+def test_prompts_are_scored_as_the_model_scores_them_without_a_cache(cache_tokens):
+    """Longer than a piece, beside one of which nothing is wanted, and one that is remembered."""
+    model = tiny()
+    engine = Engine(model, slots=3, chunk=4, piece=16, cache_tokens=cache_tokens)
+    scored = dataclasses.replace(GREEDY, top_logprobs=3)
+    plain = engine.submit(PROMPTS[3], 4, GREEDY)
+    engine.run()
+    texts = [engine.submit(PROMPTS[n], 4, scored, scores_prompt=True) for n in (3, 3, 5, 0)]
+    engine.run()
+    assert texts[0].ids == texts[1].ids == plain.ids
+    for text in texts:
+        assert len(text.prompt_logprobs) == len(text.prompt_top) == len(text.prompt) - 1
+        assert len(text.top) == len(text.ids)
+        everything = [*text.prompt, *text.ids]
+        logprobs = [*text.prompt_logprobs, *text.logprobs]
+        tops = [*text.prompt_top, *text.top]
+        for at, (logprob, top) in enumerate(zip(logprobs, tops, strict=True), 1):
+            logits = logits_of(model, everything[:at]).astype(np.float64)
+            expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            assert abs(expected[everything[at]] - logprob) < 1e-4
+            best = np.sort(expected)[::-1][:3]
+            np.testing.assert_allclose([x for _, x in top], best, atol=1e-4)
+            np.testing.assert_allclose([expected[i] for i, _ in top], best, atol=1e-4)
+
+
+class Alternating:
+    """A constraint of even and odd tokens by turns, which ends after six."""
+
+    def __init__(self, dead_end=None):
+        self.taken = []
+        self.dead_end = dead_end
+
+    def allowed(self):
+        allowed = np.arange(160) % 2 == len(self.taken) % 2
+        return allowed & (len(self.taken) != self.dead_end)
+
+    def take(self, token):
+        self.taken.append(token)
+
+    @property
+    def is_complete(self):
+        return len(self.taken) == 6
+
+
+@pytest.mark.long
+def test_constraints_bind_their_own_rows_alone():
+    model = tiny()
+    engine = Engine(model, slots=4, chunk=4)
+    free = [engine.submit(prompt, 9, sampling, seed=3) for prompt, sampling in FREE]
+    engine.run()
+    engine = Engine(model, slots=4, chunk=4)
+    bound = engine.submit(PROMPTS[2], 9, GREEDY, constraint=Alternating())
+    stuck = engine.submit(PROMPTS[2], 9, RANDOM, constraint=Alternating(dead_end=2))
+    beside = [engine.submit(prompt, 9, sampling, seed=3) for prompt, sampling in FREE]
+    engine.run()
+    assert [text.ids for text in beside] == [text.ids for text in free]
+    assert (stuck.reason, len(stuck.ids)) == ("unconstrained", 2)
+    assert (bound.reason, len(bound.ids)) == ("stop", 6)
+    ids = list(PROMPTS[2])
+    for number, token in enumerate(bound.ids):
+        logits = logits_of(model, ids)
+        logits = np.where(np.arange(160) % 2 == number % 2, logits, -np.inf)
+        assert token == logits.argmax()
+        ids.append(token)
+
+
+@pytest.mark.long
 def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
     """Pieces of 16, 32 and 64 tokens, one row or more at a time, from the start or not."""
     read = inspect.unwrap(programs.read_into)
@@ -426,7 +498,7 @@ def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
 
         return traced
 
-    reads = jax.jit(counting("read", read), static_argnums=(0, 1, 2))
+    reads = jax.jit(counting("read", read), static_argnums=(0, 1, 2, 3))
     decodes = jax.jit(counting("decode", decode), static_argnums=(0, 1, 2, 3))
     monkeypatch.setattr(programs, "read_into", reads)
     monkeypatch.setattr(programs, "decode", decodes)

@@ -6,20 +6,27 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import UsageError
-from maxtrain.serve.sampling import Program, Sampling, Settings, choose
+from maxtrain.serve.sampling import History, Program, Sampling, Settings, choose
 
 DRAWS = 4000
 WEIGHTS = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
 
 
-def chosen(rows, logits, keys=None, seen=None):
+def chosen(rows, logits, keys=None, seen=None, counts=None, bias=None):
     """For each row, by its own settings and its own logits."""
     vocab_size = logits.shape[-1]
     program = Program.for_rows(rows, vocab_size)
     settings = Settings.of(rows, vocab_size)
     if keys is None:
         keys = jax.random.split(jax.random.key(0), len(rows))
-    return choose(jnp.asarray(logits, jnp.float32), settings, keys, seen, program)
+    history = None
+    if seen is not None:
+        if counts is None:
+            counts = jnp.zeros(seen.shape, jnp.int32)
+        history = History(seen, counts)
+    if bias is not None:
+        bias = jnp.asarray(bias, jnp.float32)
+    return choose(jnp.asarray(logits, jnp.float32), settings, keys, program, history, bias)
 
 
 def frequencies(sampling, weights):
@@ -119,9 +126,72 @@ def test_a_penalty_makes_what_was_there_less_likely():
     np.testing.assert_allclose(found.logprobs, [expected], atol=1e-6)
 
 
+def slow_logits(logits, sampling, prompt, new, bias):
+    """The logits of one row after penalties and bias, token by token."""
+    found = []
+    for token, logit in enumerate(logits):
+        if token in prompt or token in new:
+            if logit > 0:
+                logit = logit / sampling.repetition_penalty
+            else:
+                logit = logit * sampling.repetition_penalty
+        count = new.count(token)
+        logit -= count * sampling.frequency_penalty
+        if count > 0:
+            logit -= sampling.presence_penalty
+        found.append(logit + bias[token])
+    return np.array(found)
+
+
+def test_penalties_biases_and_likeliest_tokens_are_those_of_a_slow_version():
+    """Rows with any of them in one batch, some of whose tokens must not come."""
+    rng = np.random.default_rng(1)
+    vocab_size = 30
+    kinds = [
+        Sampling(0.0, top_logprobs=3),
+        Sampling(0.0, presence_penalty=1.5, top_logprobs=20),
+        Sampling(0.0, frequency_penalty=0.7, top_logprobs=1),
+        Sampling(0.0, frequency_penalty=-2.0, presence_penalty=-2.0, top_logprobs=5),
+        Sampling(0.0, repetition_penalty=1.7, frequency_penalty=0.3, presence_penalty=0.2),
+        Sampling(0.7, repetition_penalty=0.6, frequency_penalty=0.3, top_logprobs=4),
+        Sampling(1.0, top_k=4, presence_penalty=0.4, top_logprobs=20),
+    ]
+    shape = (len(kinds), vocab_size)
+    logits = rng.standard_normal(shape) * 2
+    prompts = [rng.integers(0, vocab_size, 6).tolist() for _ in kinds]
+    news = [rng.integers(0, vocab_size, number).tolist() for number in range(0, 35, 5)]
+    bias = rng.choice([0.0, 1.5, -3.0, -np.inf], shape)
+    seen = np.zeros(shape, bool)
+    counts = np.zeros(shape, np.int32)
+    for row, (prompt, new) in enumerate(zip(prompts, news)):
+        seen[row, prompt + new] = True
+        np.add.at(counts[row], new, 1)
+    found = chosen(kinds, logits, None, jnp.asarray(seen), jnp.asarray(counts), bias)
+    for row, kind in enumerate(kinds):
+        expected = slow_logits(logits[row], kind, prompts[row], news[row], bias[row])
+        expected = expected / (kind.temperature or 1.0)
+        if kind.top_k:
+            expected[expected < np.sort(expected)[-kind.top_k]] = -np.inf
+        logprobs = expected - np.log(np.exp(expected).sum())
+        token = int(found.tokens[row])
+        if kind.temperature == 0:
+            assert token == logprobs.argmax()
+        assert np.isfinite(logprobs[token])
+        np.testing.assert_allclose(found.logprobs[row], logprobs[token], atol=1e-5)
+        best = np.sort(logprobs)[::-1][:20]
+        np.testing.assert_allclose(found.top.logprobs[row], best, atol=1e-5)
+        finite = np.isfinite(best)
+        tokens = np.asarray(found.top.tokens[row])[finite]
+        np.testing.assert_allclose(logprobs[tokens], best[finite], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be from -2 to 2"),
+        ({"logit_bias": ((1, 101.0),)}, "logit_bias=101.0 of token 1 must be from -100"),
+        ({"top_logprobs": 21}, "top_logprobs=21 must be from 0 to 20"),
         ({"temperature": -1.0}, "temperature=-1.0 must be 0 or a number of at least"),
         ({"temperature": 1e-9}, "temperature=1e-09 must be 0 or"),
         ({"temperature": float("nan")}, "temperature=nan must be 0 or"),

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from data_pipeline.tokenizer import load_tokenizer
-from maxtrain import import_weights, server
+from maxtrain import harness, import_weights, server
 from maxtrain.config.schema import LoraConfig
 from maxtrain.generate import complete
 from maxtrain.model_source import special_beginning
@@ -271,14 +271,10 @@ def test_log_probabilities_of_a_completion(served):
         ({"prompt": "a" * 300}, "reads at most 256. Shorten it", None),
         ({"prompt": []}, "prompt must be a text", "prompt"),
         ({"prompt": [1, 100_000]}, "ids beyond model.vocab_size=160", "prompt"),
-        ({"logprobs": 5}, "logprobs must be 0", "logprobs"),
+        ({"logprobs": 21}, "logprobs=21 must be at most 20", "logprobs"),
         ({"stop": [""]}, "none of them empty", "stop"),
         ({"n": 1000}, "at most 128 can be", "n"),
-        (
-            {"frequency_penalty": 0.5},
-            "frequency_penalty=0.5 is not supported here",
-            "frequency_penalty",
-        ),
+        ({"frequency_penalty": 3}, "must be from -2 to 2", "frequency_penalty"),
         ({"extra_body": {"beam_width": 3}}, "beam_width is not supported here", "beam_width"),
         ({"seed": 1.5}, "seed=1.5 must be an integer", "seed"),
         ({"stream_options": {"a": 1}}, "stream_options may have include_usage", "stream_options"),
@@ -299,7 +295,7 @@ def test_what_can_not_be_answered_is_said(served, changes, message, param):
     [
         ([], "messages: is empty"),
         ([{"role": "user", "content": "<|im_end|>"}], "has the special token"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only content of text"),
         ([{"role": "user", "content": 3}], "must be a text"),
     ],
 )
@@ -459,6 +455,70 @@ def test_a_run_is_served(folder, adapters, expected, tmp_path):
         served.client.completions.create(model="llama", **options | {"max_tokens": 60})
     code, _, errors = served.end(signal.SIGINT)
     assert code == 130 and "Traceback" not in errors
+
+
+@pytest.mark.long
+@pytest.mark.every_dose
+def test_the_evaluation_harness_gets_over_the_api_what_it_gets_here(served, folder, monkeypatch):
+    """`local-completions` of lm-evaluation-harness, with the server's tokenizer."""
+    openai_completions = pytest.importorskip("lm_eval.models.openai_completions")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    model = openai_completions.LocalCompletionsAPI(
+        base_url=f"{served.url}/completions", model="small", auth_token=KEY, max_length=256
+    )
+    assert model.tokenizer_backend == "remote"
+    pairs = [("The cat", " sat on"), ("a", "b"), ("Hello, ", "t" * 40), ("x" * 60, "12")]
+    requests = [instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    over_api = model.loglikelihood(requests, disable_tqdm=True)
+    inner, _ = load_pretrained(folder)
+    ours = harness.Answers(inner, load_tokenizer(folder), (), ()).loglikelihood(pairs)
+    for (found, is_greedy), (expected, is_expected) in zip(over_api, ours, strict=True):
+        assert found == pytest.approx(expected, abs=1e-3) and is_greedy == is_expected
+
+
+@pytest.mark.long
+@pytest.mark.every_dose
+def test_json_is_followed_by_the_real_model(served):
+    """Beside a text that follows none, which is what it is alone."""
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["cat", "dog"]}, "is_big": {"type": "boolean"}},
+        "required": ["kind", "is_big"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+    alone = greedy(served, "Hello").choices[0].text
+    found = {}
+
+    def ask_plain():
+        found["plain"] = greedy(served, "Hello").choices[0].text
+
+    thread = threading.Thread(target=ask_plain)
+    thread.start()
+    answer = served.client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "What?"}],
+        response_format=form,
+        temperature=1,
+        # White space between the parts would come too often.
+        logit_bias={"0": -100, "1": -100},
+        n=2,
+        seed=3,
+    )
+    thread.join()
+    assert found["plain"] == alone
+    for choice in answer.choices:
+        values = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop"
+        assert values.keys() == {"kind", "is_big"} and values["kind"] in ("cat", "dog")
+    short = served.client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "What?"}],
+        response_format=form,
+        max_tokens=3,
+    )
+    assert short.choices[0].finish_reason == "length"
 
 
 def test_a_port_that_is_taken_is_said_at_once(folder, capsys):

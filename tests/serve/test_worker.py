@@ -24,7 +24,7 @@ class ScriptedEngine(Engine):
         # What the next steps raise.
         self.errors = list(errors)
 
-    def submit(self, prompt, max_tokens, sampling, *, seed, row, stop_ids, stop, adapter):
+    def submit(self, prompt, max_tokens, sampling, *, seed, row, stop_ids, stop, adapter, **_):
         generation = Generation(
             tuple(prompt), max_tokens, sampling, seed, row, 0, (), tuple(stop_ids), stop, adapter
         )
