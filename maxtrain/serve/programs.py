@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens behind each one of a piece, and the likeliest tokens there."""
+    """Log-probabilities of the tokens behind each one of a piece, and the likeliest ones there."""
 
     logprobs: Float[Array, "R T"]
     top_tokens: Int[Array, "R T K"]

@@ -21,8 +21,8 @@ MOST_TOP_LOGPROBS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings of one text. Applied in this order: penalties, logit_bias, temperature, top_k, top_p,
-    min_p.
+    """Settings of one text. Applied in this order: penalties, logit_bias, temperature, top_k,
+    top_p, min_p.
 
     Args:
         temperature: that logits are divided by, at least 1e-6; 0: always the likeliest token.

@@ -1,4 +1,4 @@
-"""Connections that send slowly, send too much or do not read, and more of them than there may be."""
+"""Connections that send slowly or too much, that do not read, or of which there are too many."""
 
 import asyncio
 import contextlib

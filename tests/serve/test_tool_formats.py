@@ -72,8 +72,14 @@ XML_ADD = (
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
     "</function>\n</tool_call>"
 )
-XML_SAY = "<tool_call>\n<function=say>\n<parameter=text>\n12\nx<b>\n</parameter>\n</function>\n</tool_call>"
-LISTED = f'[{{"name": "add", "arguments": {ADD.arguments}}}, {{"name": "say", "arguments": {SAY.arguments}}}]'
+XML_SAY = (
+    "<tool_call>\n<function=say>\n"
+    "<parameter=text>\n12\nx<b>\n</parameter>\n</function>\n</tool_call>"
+)
+LISTED = (
+    f'[{{"name": "add", "arguments": {ADD.arguments}}}, '
+    f'{{"name": "say", "arguments": {SAY.arguments}}}]'
+)
 CASES = [
     ("hermes", "Hello.", "Hello.", []),
     ("hermes", hermes(ADD), "", [ADD]),
