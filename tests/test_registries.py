@@ -112,7 +112,10 @@ UNKNOWN = "never_heard_of"
             jnp.zeros((1, 1, 4)), jnp.ones((1, 1), bool), 2, scores=typing.cast(Any, UNKNOWN)
         ),
         lambda: routing.with_noise(
-            jnp.zeros((1, 1, 4)), jax.random.split(jax.random.key(0), 1), UNKNOWN, 1.0
+            jnp.zeros((1, 1, 4)),
+            jax.random.split(jax.random.key(0), 1),
+            typing.cast(Any, UNKNOWN),
+            1.0,
         ),
         lambda: _divergence(UNKNOWN),
         lambda: divergence._require_mixture(UNKNOWN),
