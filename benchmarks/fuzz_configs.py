@@ -429,6 +429,11 @@ THEMES: Sequence[Sequence[str]] = (
         "model.family=mixtral",
     ),
     ("model.family=mistral", "model.window=5"),
+    (
+        "model.family=mistral",
+        "model.window=5",
+        "model.layer_types=[full_attention,sliding_attention]",
+    ),
     ("model.family=qwen2",),
     ("model.family=olmo2",),
     (

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,20 +20,26 @@ from data_pipeline.hub import download_hint
 from data_pipeline.remote import is_url
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import load_tokenizer
-from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
+from maxtrain.model_source import (
+    load_run,
+    read_run_config,
+    step_of,
+    tell_on_stderr,
+    tokenizer_place,
+)
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import read_json, stored_as
+from maxtrain.models.families.directory import read_config, read_json, stored_as
 from maxtrain.models.merged import merged
 from maxtrain.storage.reading import readable_model
 from maxtrain.weights.codec import LazyArray, tensors_in_order
-from maxtrain.weights.hf import open_directory
+from maxtrain.weights.hf import open_directory, require_head_is_embedding
 from maxtrain.weights.hf_export import (
     lazy_parameters,
     tensor_dtypes,
     write_config,
     write_tokenizer,
 )
-from maxtrain.weights.tensor_file import DTYPES, read_part
+from maxtrain.weights.tensor_file import DTYPES, StoredTensor, read_part
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,7 +106,10 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
     threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(os.cpu_count()))
     found = {}
     dtypes = {}
-    for name, there in open_directory(directory, held).items():
+    opened = open_directory(directory, held)
+    for note in opened.notes:
+        tell_on_stderr(f"{place}: {note}")
+    for name, there in _without_copied_head(directory, config, opened.tensors).items():
         if there.kind not in _FLOATS:
             raise DataError(
                 f"{place}: {name} is of type {there.kind}, and only floats of 16 or more bits are "
@@ -122,6 +132,30 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
         functools.partial(_copy_config, directory, config),
         functools.partial(_copy_tokenizer, directory),
     )
+
+
+def _without_copied_head(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Mapping[str, StoredTensor]:
+    """The tensors of a model without a head that is a copy of the embedding. If both were merged,
+    a method that draws random numbers would make two different ones of them.
+
+    DataError: the head of a model that ties both is no such copy.
+    """
+    heads = [name for name in tensors if re.search(r"(^|\.)lm_head\.weight$", name)]
+    embeddings = [name for name in tensors if re.search(r"(^|\.)(embed_tokens|wte)\.weight$", name)]
+    if not _is_tied(directory, config) or len(heads) != 1 or len(embeddings) != 1:
+        return tensors
+    require_head_is_embedding(tensors[heads[0]], tensors[embeddings[0]], directory)
+    return {name: tensor for name, tensor in tensors.items() if name != heads[0]}
+
+
+def _is_tied(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the head of a model is its embedding, also if the model is of no family here."""
+    try:
+        return read_config(directory).tie_embeddings
+    except DataError:
+        return config.get("tie_word_embeddings") is True
 
 
 def _copy_config(directory: Path, config: Mapping[str, Any], out: Path, dtype: str) -> None:

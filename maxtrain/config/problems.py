@@ -46,7 +46,7 @@ from maxtrain.config.sections.kept import kept_problems
 from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
-from maxtrain.config.sections.model import heads_problems, rope_problems
+from maxtrain.config.sections.model import heads_problems, layer_type_problems, rope_problems
 from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
@@ -94,6 +94,7 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from heads_problems(config.model)
     yield from kept_problems(config.model.kept)
     yield from rope_problems(config.model)
+    yield from layer_type_problems(config.model)
     yield from expert_problems(config.model.moe)
     yield from lora_problems(config.model.lora)
     yield from adapters_problems(config.checkpoint)

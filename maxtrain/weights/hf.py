@@ -3,16 +3,18 @@ with an index.
 
 Of each array just the part is read that a device holds, into the memory where it stays if the
 device is a CPU, so that no host holds more than what its devices do. Nothing is guessed: every
-tensor must be there, of the right shape, and none left over.
+tensor must be there, in the shard that the index names, of the right shape, and none left over. In
+a model whose head is its embedding, a head in the files must be a copy of that.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ from maxtrain.models.families.directory import (
     read_json,
     stored_as,
 )
-from maxtrain.models.families.family import Family
+from maxtrain.models.families.family import HEAD, Family
 from maxtrain.models.quantized import (
     SCALES,
     StoredKernel,
@@ -51,7 +53,7 @@ from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
+from maxtrain.weights.codec import Entry, LazyArray, Part, Shape, everything
 from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import (
     DTYPES,
@@ -62,7 +64,12 @@ from maxtrain.weights.tensor_file import (
     read_part,
 )
 
+# The file of all weights, and the one that names the shards.
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _TABLE_ROWS = 40
+# Numbers of two tensors that are compared at once.
+_COMPARED_AT_ONCE = 1 << 22
 # Of which some wait for the disk.
 _MOST_THREADS = 8
 # By the name in the family's table.
@@ -121,7 +128,7 @@ def load_weights(
         directory: as for `load_pretrained`.
         config: of the model that `params` belong to.
         tell: gets a table of what was loaded, and of what was not used.
-        note: gets the line of that about parts of the model that are left out, if there are any.
+        note: gets the lines of that about what is left out, if there are any.
         without_head: `params` have no head, and that of the directory is not read.
 
     Returns:
@@ -142,8 +149,10 @@ def load_weights(
     leaves = with_whole_kernels(stored, quantized)
     assert leaves.keys() == {name for entry in table for name in entry.ours}
     with contextlib.ExitStack() as held:
-        files, left_out = _open(directory, family, held)
-        _check_tensors(directory, files, family.ignored, table, leaves)
+        files, opened, left_out = _open(directory, family, held)
+        _check_tensors(directory, files, family, opened.unused, table, leaves)
+        if config.tie_embeddings and not (config.score or without_head) and HEAD in files:
+            require_head_is_embedding(files[HEAD], files[table[0].theirs[0]], directory)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
         # While the disk is read.
@@ -155,11 +164,10 @@ def load_weights(
     treedef = jax.tree.structure(params)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
-    told = _tell_left_out(left_out)
     described = _describe(directory, files, table, leaves, quantized)
-    if told:
-        note(told)
-        described += f"\n{told}"
+    for line in [*opened.notes, *_left_out_notes(left_out)]:
+        note(line)
+        described += f"\n{line}"
     tell(described)
     return loaded
 
@@ -301,66 +309,182 @@ def _describe(
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
-def tensor_files(directory: Path) -> list[Path]:
-    """The files of a directory's tensors: model.safetensors, as transformers has it, or without one
-    those that the index names.
+class OpenedWeights(NamedTuple):
+    """The tensors of a directory, in files that are open.
 
-    DataError: the index names none.
+    Attributes:
+        tensors: by name; plain ones, also if the files store them quantised.
+        unused: names of tensors in shards that the index does not name there.
+        notes: lines for people about files and tensors that are not read.
     """
-    one = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if one.exists() or not index.exists():
-        return [one]
+
+    tensors: dict[str, StoredTensor]
+    unused: frozenset[str]
+    notes: list[str]
+
+
+def read_weight_map(directory: Path) -> dict[str, str] | None:
+    """The shard of each tensor, as model.safetensors.index.json says; None: the weights are in
+    model.safetensors alone, which counts before an index, as in transformers.
+
+    DataError: the index is damaged.
+    """
+    index = directory / INDEX
+    if (directory / SINGLE).exists() or not index.exists():
+        return None
+    return _weight_map(index)
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """The files of a directory's tensors. DataError: the index is damaged."""
+    weight_map = read_weight_map(directory)
+    if weight_map is None:
+        return [directory / SINGLE]
+    return sorted(directory / name for name in set(weight_map.values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not all(map(_is_name_of_file, named.values())):
         raise DataError(
             f"{index}: weight_map must give each tensor the name of a file beside it. {AGAIN}."
         )
-    return sorted(directory / name for name in set(named.values()))
+    return named
 
 
 def _is_name_of_file(name: Any) -> bool:
     return is_file_name(name) and name.endswith(".safetensors")
 
 
-def open_directory(directory: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a directory by name, as plain ones if they are quantised, in files that `held`
-    closes.
+def open_directory(directory: Path, held: contextlib.ExitStack) -> OpenedWeights:
+    """The tensors of a directory, each from the file that the index names; `held` closes the files.
 
     Raises:
-        DataError: a file is missing or broken, or quantised weights have no scales that fit.
+        DataError: a file is missing or broken, a shard lacks a tensor that the index gives to it,
+            or quantised weights have no scales that fit.
     """
-    files: dict[str, StoredTensor] = {}
-    for path in tensor_files(directory):
-        files |= open_tensors(path, held)
+    weight_map = read_weight_map(directory)
+    if weight_map is None:
+        opened = _open_single(directory, held)
+    else:
+        opened = _open_shards(directory, weight_map, held)
     quantization = quantization_of(directory)
     if quantization is None:
-        return files
-    return plain_tensors(files, quantization, directory)
+        return opened
+    return opened._replace(tensors=plain_tensors(opened.tensors, quantization, directory))
+
+
+def _open_single(directory: Path, held: contextlib.ExitStack) -> OpenedWeights:
+    tensors = open_tensors(directory / SINGLE, held)
+    notes = []
+    if (directory / INDEX).exists():
+        notes.append(f"{SINGLE} is read, as by transformers, and {INDEX} beside it is not")
+    return OpenedWeights(tensors, frozenset(), notes)
+
+
+def _open_shards(
+    directory: Path, weight_map: Mapping[str, str], held: contextlib.ExitStack
+) -> OpenedWeights:
+    tensors: dict[str, StoredTensor] = {}
+    unused = set[str]()
+    missing = []
+    for shard in sorted(set(weight_map.values())):
+        stored = open_tensors(directory / shard, held)
+        for name in (name for name, file in weight_map.items() if file == shard):
+            if name in stored:
+                tensors[name] = stored.pop(name)
+            else:
+                missing.append(f"{name} ({shard})")
+        unused.update(stored)
+    if missing:
+        shown = ", ".join(sorted(missing)[:3])
+        if len(missing) > 3:
+            shown += f" and {len(missing) - 3:,} more"
+        raise DataError(
+            f"{directory / INDEX}: weight_map names tensors that their shards do not have: "
+            f"{shown}. {AGAIN}, all of them from one release."
+        )
+    notes = []
+    if unused:
+        names = ", ".join(sorted(unused)[:3])
+        notes.append(
+            f"{len(unused):,} tensors in shards are not read, since {INDEX} does not give them to "
+            f"these shards: {names}"
+        )
+    return OpenedWeights(tensors, frozenset(unused), notes)
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The type of most numbers in a Hugging Face directory, "float32", "bfloat16" or "float16";
+    None: they are quantised.
+
+    DataError: the files can't be read.
+    """
+    if quantization_of(directory) is not None:
+        return None
+    counts: dict[str, int] = {}
+    with contextlib.ExitStack() as held:
+        for tensor in open_directory(directory, held).tensors.values():
+            counts[tensor.kind] = counts.get(tensor.kind, 0) + math.prod(tensor.shape)
+    most = max(counts, key=lambda kind: counts[kind], default="F32")
+    return {"F32": "float32", "F64": "float32", "BF16": "bfloat16", "F16": "float16"}.get(most)
+
+
+def require_head_is_embedding(head: StoredTensor, embedding: StoredTensor, directory: Path) -> None:
+    """Refuse a head that is not the embedding, in the files of a model whose config ties both.
+
+    Programs disagree on which of the two counts: transformers 5 uses the head of the file, older
+    versions and vLLM use the embedding.
+
+    Raises:
+        DataError: the numbers of the two tensors differ.
+    """
+    if head.shape == embedding.shape and _have_same_numbers(head, embedding):
+        return
+    raise DataError(
+        f"{directory}: tie_word_embeddings=true, but lm_head.weight in its files differs from the "
+        "embedding, so that programs disagree on the model's head. Set "
+        '"tie_word_embeddings": false in config.json to use lm_head.weight, or delete that tensor '
+        "to use the embedding."
+    )
+
+
+def _have_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one shape have the same numbers, whatever their types are."""
+    rows, *others = one.shape
+    at_once = max(1, _COMPARED_AT_ONCE // max(1, math.prod(others)))
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        for start in range(0, rows, at_once):
+            part = (range(start, min(rows, start + at_once)), *everything(tuple(others)))
+            found = [read_part(tensor, np.float32, threads, part) for tensor in (one, other)]
+            if not np.array_equal(*found, equal_nan=True):
+                return False
+    return True
 
 
 def _open(
     directory: Path, family: Family, held: contextlib.ExitStack
-) -> tuple[Files, dict[str, int]]:
-    """Each tensor by its name in the family's table, in files that `held` closes; and how many
-    tensors there are of other parts of the model, which are left out."""
+) -> tuple[Files, OpenedWeights, dict[str, int]]:
+    """Each tensor by its name in the family's table, in files that `held` closes; what was opened;
+    and how many tensors there are of other parts of the model, which are left out."""
     files = {}
     left_out = dict.fromkeys(family.other_parts, 0)
-    for name, stored in open_directory(directory, held).items():
+    opened = open_directory(directory, held)
+    for name, stored in opened.tensors.items():
         parts = [part for part, names in family.other_parts.items() if re.fullmatch(names, name)]
         if parts:
             left_out[parts[0]] += 1
         else:
             files[family.renamed(name)] = stored
-    return files, left_out
+    return files, opened, left_out
 
 
-def _tell_left_out(left_out: Mapping[str, int]) -> str:
-    """A line about the parts that are left out; empty: there are none."""
+def _left_out_notes(left_out: Mapping[str, int]) -> list[str]:
+    """A line about the parts that are left out, if there are any."""
     counts = [f"{count:,} of the {part}" for part, count in left_out.items() if count]
     if not counts:
-        return ""
-    return f"tensors that are left out, since only the part for text is read: {', '.join(counts)}"
+        return []
+    return [f"tensors that are left out, since only the part for text is read: {', '.join(counts)}"]
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -400,7 +524,8 @@ def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -
 def _check_tensors(
     directory: Path,
     files: Files,
-    ignored: str,
+    family: Family,
+    unused: Collection[str],
     table: Sequence[Entry],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
@@ -410,13 +535,17 @@ def _check_tensors(
     for entry in table:
         wanted |= entry.their_shapes([leaves[name].shape for name in entry.ours])
     problems = []
+    not_named = {family.renamed(name) for name in unused}
     for name, shape in wanted.items():
         if name not in files:
-            problems.append((name, "missing", f"{list(shape)} expected"))
+            detail = f"{list(shape)} expected"
+            if name in not_named:
+                detail += f"; it is in a shard, but {INDEX} does not name it"
+            problems.append((name, "missing", detail))
     for name, stored in files.items():
         shape = list(stored.shape)
         if name not in wanted:
-            if not re.fullmatch(ignored, name):
+            if not re.fullmatch(family.ignored, name):
                 problems.append((name, "extra", f"{shape}"))
         elif stored.shape != wanted[name]:
             problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtrain.weights.hf import tensor_files
+from maxtrain.weights.hf import INDEX, tensor_files
 
 _BLOCK = 4096
 _MOST_BLOCKS = 64
@@ -19,7 +19,12 @@ def sampled_hash(directory: str | Path) -> str:
     """
     folder = Path(directory).expanduser()
     found = hashlib.blake2b(digest_size=8)
-    for path in (folder / "config.json", *tensor_files(folder)):
+    index = folder / INDEX
+    files = [folder / "config.json", *tensor_files(folder)]
+    # Which file a tensor is read from is a property of the weights, too.
+    if index.exists():
+        files.append(index)
+    for path in files:
         size = path.stat().st_size
         found.update(f"{path.name} {size}\n".encode())
         blocks = -(-size // _BLOCK)

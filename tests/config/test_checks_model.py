@@ -35,7 +35,7 @@ LONGROPE = [
         ),
         (
             ["model.window=8"],
-            "model.window=8 is for mistral, mixtral, gemma2, gemma3 or gpt_oss, not for",
+            "model.window=8 is for mistral, qwen2, qwen2_moe, qwen3, gemma2, gemma3, gpt_oss, mixtral ",
             "model.family",
         ),
         (

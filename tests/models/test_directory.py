@@ -202,17 +202,99 @@ def test_keys_that_are_missing_have_their_familys_defaults(tmp_path):
     assert (read.rope_scaling, read.rope_factor) == ("linear", 2.0)
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_window_that_is_used_is_refused_if_its_size_is_left_out_too(case, tmp_path):
-    left = ("sliding_window", "layer_types")
-    with pytest.raises(
-        DataError, match=r"sliding_window=4096 is not .*Choose a model with sliding"
-    ):
-        changed(tmp_path, case, drop=left, use_sliding_window=True)
-    without = changed(tmp_path, case, drop=left, use_sliding_window=False)
-    assert without.window is None
-    none = changed(tmp_path, case, use_sliding_window=True, sliding_window=None)
-    assert none.window is None
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def windows(config):
+    """The window of each layer."""
+    return [layer.window for layer in FAMILIES[config.family].spec(config).stack.layers()]
+
+
+def read_back(config, folder):
+    """The config that is read from what is written for this one."""
+    (folder / "config.json").write_text(json.dumps(FAMILIES[config.family].write(config)))
+    return read_config(folder)
+
+
+# As transformers 5.24 has them, of 3 layers each, and of 7 in gemma3.
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("qwen2", {"max_window_layers": 0}, [4096] * 3),
+        ("qwen2", {"max_window_layers": 1}, [None, 4096, 4096]),
+        ("qwen2", {}, [None] * 3),
+        ("qwen2", {"max_window_layers": 2, "sliding_window": 5}, [None, None, 5]),
+        ("qwen2", {"max_window_layers": 0, "sliding_window": None}, [None] * 3),
+        (
+            "qwen2",
+            {"max_window_layers": 0, "layer_types": [FULL, SLIDING, FULL]},
+            [None, 4096, None],
+        ),
+        ("qwen3", {"max_window_layers": 1, "sliding_window": 7}, [None, 7, 7]),
+        ("qwen3", {"layer_types": [SLIDING, FULL, FULL]}, [4096, None, None]),
+        ("qwen2_moe", {"sliding_window": 6}, [6, None, 6]),
+        ("qwen2_moe", {"sliding_window": 6, "max_window_layers": 1}, [6, None, None]),
+        ("qwen3_moe", {"sliding_window": 6}, [6] * 3),
+        ("mistral", {"layer_types": [FULL, SLIDING, SLIDING]}, [None, 16, 16]),
+        ("mistral", {"layer_types": [SLIDING] * 3}, [16] * 3),
+        ("mistral", {"layer_types": [FULL] * 3}, [None] * 3),
+        ("mistral", {"layer_types": None}, [16] * 3),
+        ("gemma2", {"layer_types": [FULL, SLIDING, SLIDING]}, [None, 16, 16]),
+        ("gemma2", {"layer_types": [FULL] * 3}, [None] * 3),
+        ("gpt_oss", {"layer_types": [FULL, SLIDING, FULL]}, [None, 16, None]),
+        ("gemma3", {"sliding_window_pattern": 3}, [16, 16, None, 16, 16, None, 16]),
+        ("gemma3", {"sliding_window_pattern": 1}, [None] * 7),
+        ("gemma3", {"layer_types": [FULL, SLIDING] * 3 + [FULL]}, [None, 16] * 3 + [None]),
+        ("mixtral", {"sliding_window": 9, "layer_types": [SLIDING] * 3}, [9] * 3),
+    ],
+    ids=str,
+)
+def test_layers_have_the_windows_that_the_config_gives_them(case, changes, expected, tmp_path):
+    left = ["layer_types", "sliding_window_pattern", "_sliding_window_pattern"]
+    if case.startswith("qwen"):
+        changes = {"use_sliding_window": True, **changes}
+        left += ["sliding_window", "max_window_layers"]
+    read = changed(tmp_path, case, drop=left, **changes)
+    assert windows(read) == expected
+    assert read_back(read, tmp_path) == read
+    if case == "gemma3":
+        # Layers without a window have the rotary positions of long contexts.
+        layers = FAMILIES[case].spec(read).stack.layers()
+        bases = [read.rope.local_theta if window else read.rope_theta for window in expected]
+        assert [layer.rope.theta for layer in layers] == bases
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_a_window_counts_only_where_it_is_used(case, tmp_path):
+    read = changed(tmp_path, case, drop=["layer_types"], sliding_window=5, use_sliding_window=False)
+    assert windows(read) == [None] * 3 and read.window is None
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("mistral", {"layer_types": [FULL, SLIDING]}),
+        ("mistral", {"layer_types": [FULL, SLIDING, "chunked_attention"]}),
+        ("mistral", {"layer_types": [FULL, SLIDING, None]}),
+        ("mistral", {"layer_types": "full_attention"}),
+        ("mistral", {"layer_types": [FULL, SLIDING, FULL], "sliding_window": None}),
+        ("mixtral", {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 9}),
+        ("mixtral", {"layer_types": [FULL] * 3, "sliding_window": 9}),
+        ("qwen2", {"layer_types": [FULL, SLIDING, FULL]}),
+        ("qwen2", {"layer_types": [FULL, "linear_attention", FULL]}),
+        ("qwen3", {"layer_types": [FULL] * 4}),
+        ("qwen3_moe", {"layer_types": [FULL, SLIDING, FULL], "use_sliding_window": True}),
+        ("gemma2", {"layer_types": [FULL] * 4}),
+        ("gemma3", {"sliding_window_pattern": 0}),
+        ("gemma3", {"layer_types": [SLIDING] * 3}),
+        ("gpt_oss", {"layer_types": [SLIDING, FULL, FULL], "sliding_window": None}),
+        ("olmo2", {"layer_types": [SLIDING, FULL, FULL]}),
+    ],
+    ids=str,
+)
+def test_kinds_of_layers_that_are_not_known_or_do_not_fit_are_refused(case, changes, tmp_path):
+    with pytest.raises(DataError, match=r"layer_types|sliding_window_pattern"):
+        changed(tmp_path, case, **changes)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,115 @@ def test_shards_with_an_index_are_read_as_one(copy):
         load_pretrained(copy)
 
 
+def write_shards(folder, shards, weight_map):
+    """Turns model.safetensors into shards with an index."""
+    (folder / "model.safetensors").unlink()
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("stale", ["a.safetensors", "b.safetensors"])
+def test_each_tensor_is_read_from_the_shard_that_the_index_names(stale, copy):
+    tensors = load_file(copy / "model.safetensors")
+    one = "model.layers.1.mlp.down_proj.weight"
+    shards = {"a.safetensors": dict(tensors), "b.safetensors": dict(tensors)}
+    (named,) = shards.keys() - {stale}
+    shards[stale][one] = tensors[one] + 1
+    shards[stale]["left_over"] = tensors[one]
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {one: named}
+    weight_map["model.norm.weight"] = "b.safetensors"
+    write_shards(copy, shards, weight_map)
+    notes = []
+    found, _ = load_pretrained(copy, note=notes.append)
+    expected, _ = load_pretrained(PARITY / "llama3")
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(found)), jax.tree.leaves(nnx.state(expected)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(notes) == 1 and "left_over" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        # In the index, and in no shard.
+        ("left out", True),
+        # In a shard, and not in the index.
+        ("there", False),
+        # In another shard than the index says.
+        ("elsewhere", True),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(kept, named, copy):
+    tensors = load_file(copy / "model.safetensors")
+    one = "model.layers.2.input_layernorm.weight"
+    first = {name: tensor for name, tensor in tensors.items() if name != one}
+    second = {"model.norm.weight": first.pop("model.norm.weight")}
+    if kept == "there":
+        first[one] = tensors[one]
+    elif kept == "elsewhere":
+        second[one] = tensors[one]
+    weight_map = dict.fromkeys(tensors, "a.safetensors")
+    weight_map["model.norm.weight"] = "b.safetensors"
+    if not named:
+        del weight_map[one]
+    write_shards(copy, {"a.safetensors": first, "b.safetensors": second}, weight_map)
+    with pytest.raises(DataError, match=one):
+        load_pretrained(copy)
+
+
+# The name of the embedding, and of the head.
+HEADS = {
+    "gpt2": ("transformer.wte.weight", "lm_head.weight"),
+    "gemma2": ("model.embed_tokens.weight", "lm_head.weight"),
+    "gemma3": ("model.embed_tokens.weight", "lm_head.weight"),
+    "llama_tied_mha": ("model.embed_tokens.weight", "lm_head.weight"),
+}
+
+
+def with_head(case, folder, head):
+    """A copy of a model whose head is its embedding, with a head that is made from that."""
+    shutil.copy(PARITY / case / "config.json", folder)
+    tensors = load_file(PARITY / case / "model.safetensors")
+    embedding, name = HEADS[case]
+    tensors[name] = head(tensors[embedding])
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_that_is_not_the_embedding_that_it_is_tied_to_is_refused(case, dtype, tmp_path):
+    def other(embedding):
+        head = embedding.astype(dtype).copy()
+        # One number in the last row.
+        head[-1, -1] += 1
+        return head
+
+    with pytest.raises(DataError, match=r'Set "tie_word_embeddings": false in config.json'):
+        load_pretrained(with_head(case, tmp_path, other))
+
+
+def test_a_head_of_another_shape_than_the_embedding_is_refused(tmp_path):
+    with pytest.raises(DataError, match="tie_word_embeddings"):
+        load_pretrained(with_head("gemma2", tmp_path, lambda embedding: embedding[:-1].copy()))
+
+
+def test_a_head_that_is_a_copy_of_the_embedding_is_no_other_model(tmp_path):
+    found, config = load_pretrained(with_head("llama_tied_mha", tmp_path, np.copy))
+    assert config.tie_embeddings
+    assert "head" not in nnx.state(found)
+
+
+def test_an_untied_model_without_a_head_is_refused(copy):
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(DataError, match=r"lm_head\.weight  missing"):
+        load_pretrained(copy)
+
+
 def test_a_whole_file_counts_and_not_an_index_beside_it(copy):
     """As transformers has it: the index may be left of shards that are gone, or have other weights."""
     for tensors in ({"old": "a.safetensors"}, {}, None):
@@ -294,7 +403,7 @@ LONGROPE = {
 }
 REFUSED_CONFIGS = [
     ({"architectures": ["MambaForCausalLM"]}, "one of: LlamaForCausalLM, MistralForCausalLM, "),
-    ({"architectures": "absent"}, "architectures=None is not known here"),
+    ({"architectures": "absent"}, "architectures=null is not known here"),
     (
         {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
         "'proportional'.*only one set for all layers, of type 'default', 'linear', 'dynamic', "
@@ -306,7 +415,7 @@ REFUSED_CONFIGS = [
     ),
     (
         {"rope_parameters": "absent", "rope_scaling": {"type": "linear"}},
-        "factor=None must be a number above 0",
+        "factor=null must be a number above 0",
     ),
     (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}},
@@ -314,7 +423,7 @@ REFUSED_CONFIGS = [
     ),
     (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        "factor=None must be a number above 0",
+        "factor=null must be a number above 0",
     ),
     (
         {"rope_parameters": {**YARN, "beta_fast": 1}},
@@ -322,7 +431,7 @@ REFUSED_CONFIGS = [
     ),
     (
         {"rope_parameters": {**YARN, "truncate": None}},
-        "truncate=None must be true or false. Get the file again",
+        "truncate=null must be true or false. Get the file again",
     ),
     (
         {"rope_parameters": {**YARN, "attention_factor": "1"}},
@@ -351,7 +460,7 @@ REFUSED_CONFIGS = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "only one set for all layers"),
     (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-        "factor=None must be a number above 0",
+        "factor=null must be a number above 0",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1.0"),
     ({"sliding_window": 16}, "sliding_window=16 is not supported, only null"),
@@ -362,7 +471,7 @@ REFUSED_CONFIGS = [
     ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ({"mlp_bias": True}, "Choose a model with mlp_bias=False"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
-    ({"vocab_size": "absent"}, "vocab_size=None must be an integer above 0. Get the file again"),
+    ({"vocab_size": "absent"}, "vocab_size=null must be an integer above 0. Get the file again"),
     ({"hidden_size": 48.5}, "hidden_size=48.5 must be an integer above 0"),
     ({"num_key_value_heads": 4}, "num_key_value_heads=4 must divide num_attention_heads=6"),
 ]
@@ -380,9 +489,10 @@ def test_a_window_that_qwen3_does_not_use_is_no_obstacle(tmp_path):
     shutil.copy(PARITY / "qwen3" / "config.json", tmp_path)
     change_config(tmp_path, sliding_window=4096)
     assert read_config(tmp_path).head_dim == 16
+    assert read_config(tmp_path).window is None
     change_config(tmp_path, use_sliding_window=True)
-    with pytest.raises(DataError, match="sliding_window=4096 is not supported"):
-        read_config(tmp_path)
+    # All layers are of the kind full_attention.
+    assert read_config(tmp_path).window is None
 
 
 NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"

@@ -185,7 +185,7 @@ def test_a_quantised_directory_has_the_tensors_of_the_plain_one_bit_for_bit(case
     assert read_config(quantized) == read_config(plain)
     expected = load_file(plain / "model.safetensors")
     with contextlib.ExitStack() as held:
-        files = open_directory(quantized, held)
+        files = open_directory(quantized, held).tensors
         assert files.keys() == expected.keys()
         for name, stored in files.items():
             part = tuple(range(size) for size in expected[name].shape)

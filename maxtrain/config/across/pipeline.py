@@ -14,7 +14,7 @@ from maxtrain.config.sections.mesh import (
     stage_words,
     without_stages,
 )
-from maxtrain.config.sections.model import MAX_LAYERS, PERIODS
+from maxtrain.config.sections.model import MAX_LAYERS, layer_period
 from maxtrain.config.sections.moe import DEEPSEEK
 from maxtrain.config.words import choices, divisors, multiples, nearest
 
@@ -35,7 +35,7 @@ class Alike(NamedTuple):
 
 def alike_layers(model: ModelConfig) -> Alike:
     """Of a model, as its family makes them."""
-    length = PERIODS.get(model.family, 1)
+    length = len(layer_period(model))
     dense = 0
     if model.family in DEEPSEEK and model.moe.dense_layers < model.num_layers:
         dense = model.moe.dense_layers

@@ -11,10 +11,19 @@ from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, Routi
 from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
-# How many layers of a family take turns; those of others are alike.
-PERIODS = {"gemma2": 2, "gemma3": 6, "gpt_oss": 2}
+# The kinds of layers, as config.json at Hugging Face calls them: with model.window, and without.
+LayerType = Literal["sliding_attention", "full_attention"]
+SLIDING_ATTENTION: LayerType = "sliding_attention"
+FULL_ATTENTION: LayerType = "full_attention"
+# The kinds of layers that take turns in a family; in others, all layers are alike.
+_PERIODS: dict[str, tuple[LayerType, ...]] = {
+    "gemma2": (SLIDING_ATTENTION, FULL_ATTENTION),
+    "gemma3": (SLIDING_ATTENTION,) * 5 + (FULL_ATTENTION,),
+    "gpt_oss": (SLIDING_ATTENTION, FULL_ATTENTION),
+}
 MAX_LAYERS = 10_000
-_LOCAL = UsedBy({"model.family": ("mistral", "mixtral", "gemma2", "gemma3", "gpt_oss")})
+_ALTERNATING = ("mistral", "qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3", "gpt_oss")
+_LOCAL = UsedBy({"model.family": (*_ALTERNATING, "mixtral", "qwen3_moe")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _TURNED = UsedBy(
     {"model.family": AllBut("gpt2")},
@@ -178,6 +187,12 @@ class ModelConfig:
         low=1,
         used_by=_LOCAL,
     )
+    layer_types: tuple[LayerType, ...] = key(
+        (),
+        "kinds of the first layers, which the others repeat: sliding_attention has the window, "
+        "full_attention none; empty: as usual in the family",
+        used_by=UsedBy({"model.family": _ALTERNATING}),
+    )
     query_pre_attn_scalar: float | None = key(
         None,
         "scores are divided by its root; null: head_dim",
@@ -267,6 +282,33 @@ class ModelConfig:
     loss_chunk: int = key(
         2048, "tokens per device whose logits are in memory at one time; 0: all at once", low=0
     )
+
+
+def usual_period(family: str) -> tuple[LayerType, ...]:
+    """The kinds of layers that take turns in a family, or the one kind of all its layers."""
+    return _PERIODS.get(family, (SLIDING_ATTENTION,))
+
+
+def layer_period(model: ModelConfig) -> tuple[LayerType, ...]:
+    """The kinds of layers that take turns in a model. Without model.window, the two kinds are
+    alike but for the rotary positions of Gemma 3."""
+    return model.layer_types or usual_period(model.family)
+
+
+def layer_type_problems(model: ModelConfig) -> Iterator[str]:
+    """Kinds of layers that do not fit the model."""
+    count = len(model.layer_types)
+    if count > model.num_layers:
+        yield (
+            f"model.layer_types has {count:,} entries, and must have at most "
+            f"model.num_layers={model.num_layers:,}. Leave out the last ones."
+        )
+    has_window = SLIDING_ATTENTION in model.layer_types
+    if has_window and model.window is None and model.family != "gemma3":
+        yield (
+            "model.layer_types has sliding_attention, but model.window=null is no window. "
+            "Set model.window=4096, for example, or leave model.layer_types out."
+        )
 
 
 def heads_problems(model: ModelConfig) -> Iterator[str]:

@@ -17,8 +17,10 @@ from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
 from maxtrain.weights.codec import Entry, Flatten, Transpose
 
+# The head, in all families.
+HEAD = "lm_head.weight"
 # Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
-# the head of a model with tied embeddings, which is a copy of its embedding.
+# the head of a model with tied embeddings, which must be a copy of its embedding.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -10,9 +10,20 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
-from maxtrain.config.sections.model import PERIODS
+from maxtrain.config.sections.model import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    LayerType,
+    usual_period,
+)
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings, plain_number
+from maxtrain.models.families.layer_types import (
+    AGAIN,
+    layer_types,
+    read_window,
+    windowed_stack,
+)
 from maxtrain.models.families.tables import decoder_table
 from maxtrain.models.specs import (
     AttentionSpec,
@@ -20,7 +31,6 @@ from maxtrain.models.specs import (
     LayerSpec,
     MlpSpec,
     NormSpec,
-    StackSpec,
     head_dim,
 )
 from maxtrain.weights.codec import Entry
@@ -31,11 +41,8 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-# Every so many layers, one sees all tokens; the others have a window.
-PERIOD_OF_GEMMA2 = PERIODS["gemma2"]
-PERIOD_OF_GEMMA3 = PERIODS["gemma3"]
-LOCAL = "sliding_attention"
-GLOBAL = "full_attention"
+# Every so many layers, one sees all tokens, if config.json says nothing else.
+_PERIOD_OF_GEMMA3 = len(usual_period("gemma3"))
 # How names of Gemma 3's part for text begin in a model that sees pictures, and in one for text.
 _TEXT_PARTS = {
     "language_model.model.": "model.",
@@ -52,7 +59,7 @@ def gemma2_spec(config: ModelConfig) -> DecoderSpec:
     """Gemma 2."""
     wide = _layer(config)
     narrow = dataclasses.replace(wide, window=config.window)
-    return _spec(config, (narrow, wide))
+    return _spec(config, narrow, wide)
 
 
 def gemma3_spec(config: ModelConfig) -> DecoderSpec:
@@ -61,7 +68,7 @@ def gemma3_spec(config: ModelConfig) -> DecoderSpec:
     wide = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
     rope = llama.rope(config, theta=config.rope.local_theta, scaling="none")
     narrow = dataclasses.replace(wide, window=config.window, rope=rope)
-    return _spec(config, (narrow,) * (PERIOD_OF_GEMMA3 - 1) + (wide,))
+    return _spec(config, narrow, wide)
 
 
 def _layer(config: ModelConfig) -> LayerSpec:
@@ -83,40 +90,21 @@ def _layer(config: ModelConfig) -> LayerSpec:
     )
 
 
-def _spec(config: ModelConfig, period: tuple[LayerSpec, ...]) -> DecoderSpec:
-    """A decoder of layers that take turns."""
+def _spec(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> DecoderSpec:
+    """A decoder of layers with and without a window, which take turns."""
     return DecoderSpec(
-        alternating(config.num_layers, period),
-        period[0].norm,
+        windowed_stack(config, narrow, wide),
+        wide.norm,
         embedding_scale=math.sqrt(config.embed_dim),
         logit_softcap=config.logit_softcap,
     )
-
-
-def alternating(num_layers: int, period: tuple[LayerSpec, ...]) -> StackSpec:
-    """Layers that take turns; the last ones may be the beginning of a period."""
-    repeats, left = divmod(num_layers, len(period))
-    if repeats:
-        return StackSpec(period, repeats, rest=period[:left])
-    return StackSpec(period[:left], 1)
-
-
-def layer_types(num_layers: int, period: int) -> list[str]:
-    """The kind of each layer, as config.json says it."""
-    kinds = []
-    for number in range(1, num_layers + 1):
-        kind = LOCAL
-        if number % period == 0:
-            kind = GLOBAL
-        kinds.append(kind)
-    return kinds
 
 
 def read_gemma2(settings: Settings) -> ModelConfig:
     """The ModelConfig of Gemma 2's config.json."""
     settings = settings.with_defaults(max_position_embeddings=8192)
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return _read(settings, PERIOD_OF_GEMMA2, caps)
+    return _read(settings, "gemma2", caps)
 
 
 def read_gemma3(settings: Settings) -> ModelConfig:
@@ -133,8 +121,6 @@ def read_gemma3(settings: Settings) -> ModelConfig:
         num_key_value_heads=4,
         max_position_embeddings=131_072,
     )
-    for key in ("_sliding_window_pattern", "sliding_window_pattern"):
-        settings.require(key, PERIOD_OF_GEMMA3)
     everywhere, nearby = _two_ropes(settings)
     theta = nearby.rope(1)
     if theta["rope_scaling"] != "none":
@@ -142,9 +128,28 @@ def read_gemma3(settings: Settings) -> ModelConfig:
             f"{settings.path}: rope_parameters of layers with a window must be of type 'default', "
             f"not {theta['rope_scaling']!r}. Choose a model with these."
         )
-    config = _read(everywhere, PERIOD_OF_GEMMA3, {})
+    config = _read(everywhere, "gemma3", {}, _usual_of_gemma3(settings))
     rope = dataclasses.replace(config.rope, local_theta=theta["rope_theta"])
     return dataclasses.replace(config, rope=rope)
+
+
+def _usual_of_gemma3(settings: Settings) -> list[LayerType]:
+    """The kind of each layer that `sliding_window_pattern` gives it: one of so many layers sees all
+    tokens. Of the two spellings, transformers reads this one."""
+    every = settings.number("sliding_window_pattern", _PERIOD_OF_GEMMA3)
+    other = settings.number("_sliding_window_pattern", every)
+    if other != every and settings.values.get("layer_types") is None:
+        raise DataError(
+            f"{settings.path}: _sliding_window_pattern={other} must be "
+            f"sliding_window_pattern={every} without layer_types. {AGAIN}"
+        )
+    kinds = []
+    for number in range(1, settings.number("num_hidden_layers") + 1):
+        kind = SLIDING_ATTENTION
+        if number % every == 0:
+            kind = FULL_ATTENTION
+        kinds.append(kind)
+    return kinds
 
 
 def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
@@ -155,10 +160,10 @@ def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
     # As older versions of transformers say it.
     everywhere = {"rope_theta": values.pop("rope_theta", None)}
     nearby = {"rope_theta": values.pop("rope_local_base_freq", None)}
-    if isinstance(both, dict) and isinstance(both.get(GLOBAL), dict):
-        everywhere |= both[GLOBAL]
-        if isinstance(both.get(LOCAL), dict):
-            nearby |= both[LOCAL]
+    if isinstance(both, dict) and isinstance(both.get(FULL_ATTENTION), dict):
+        everywhere |= both[FULL_ATTENTION]
+        if isinstance(both.get(SLIDING_ATTENTION), dict):
+            nearby |= both[SLIDING_ATTENTION]
     if isinstance(scaling, dict):
         # It counts beside the others, too.
         everywhere |= scaling
@@ -172,11 +177,18 @@ def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
     )
 
 
-def _read(settings: Settings, period: int, caps: dict[str, float]) -> ModelConfig:
-    """What both say in the same words; `caps`: defaults of the bounds, which may be null."""
-    layers = settings.number("num_hidden_layers")
+def _read(
+    settings: Settings, family: str, caps: dict[str, float], usual: list[LayerType] | None = None
+) -> ModelConfig:
+    """What both say in the same words.
+
+    Args:
+        settings: of config.json.
+        family: of the two.
+        caps: defaults of the bounds, which may be null.
+        usual: as of `read_window`.
+    """
     settings.require("hidden_activation", "gelu_pytorch_tanh")
-    settings.require("layer_types", layer_types(layers, period))
     settings.require("use_bidirectional_attention", False)
     window = settings.number_or_null("sliding_window", 4096)
     # What is left are the words of all families; `hidden_act` was another key for the same.
@@ -185,7 +197,7 @@ def _read(settings: Settings, period: int, caps: dict[str, float]) -> ModelConfi
     plain = dataclasses.replace(settings, values=values).with_defaults(head_dim=256)
     return llama.read_decoder(
         plain,
-        window=window,
+        **read_window(settings, family, window, usual),
         query_pre_attn_scalar=settings.number("query_pre_attn_scalar", 256.0, float),
         attention_softcap=_cap(settings, "attn_logit_softcapping", caps),
         logit_softcap=_cap(settings, "final_logit_softcapping", caps),
@@ -196,7 +208,7 @@ def _cap(settings: Settings, name: str, caps: dict[str, float]) -> float | None:
     return settings.number_or_null(name, caps.get(name), float)
 
 
-def _write(config: ModelConfig, period: int) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     values = llama.write_decoder(config)
     del values["hidden_act"]
     scalar = config.query_pre_attn_scalar or head_dim(config)
@@ -206,7 +218,7 @@ def _write(config: ModelConfig, period: int) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
         "head_dim": head_dim(config),
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": layer_types(config.num_layers, period),
+        "layer_types": layer_types(config),
         "query_pre_attn_scalar": plain_number(scalar),
         "sliding_window": config.window,
     }
@@ -214,7 +226,10 @@ def _write(config: ModelConfig, period: int) -> dict[str, Any]:
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
     """Gemma 2's config.json for this ModelConfig."""
-    return _write(config, PERIOD_OF_GEMMA2) | {
+    values = _write(config)
+    if config.window is None:
+        values["layer_types"] = [FULL_ATTENTION] * config.num_layers
+    return values | {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
         "use_bidirectional_attention": None,
@@ -223,15 +238,17 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     """Gemma 3's config.json for this ModelConfig."""
-    values = _write(config, PERIOD_OF_GEMMA3)
+    values = _write(config)
+    if not config.layer_types:
+        # Both spellings of the period.
+        values["_sliding_window_pattern"] = _PERIOD_OF_GEMMA3
+        values["sliding_window_pattern"] = _PERIOD_OF_GEMMA3
     nearby = {"rope_theta": config.rope.local_theta, "rope_type": "default"}
-    both = {GLOBAL: values["rope_parameters"], LOCAL: nearby}
+    both = {FULL_ATTENTION: values["rope_parameters"], SLIDING_ATTENTION: nearby}
     return values | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        # Both spellings of the period, and of the base of layers with a window.
-        "_sliding_window_pattern": PERIOD_OF_GEMMA3,
-        "sliding_window_pattern": PERIOD_OF_GEMMA3,
+        # Both spellings of the base of layers with a window.
         "rope_parameters": both,
         "rope_local_base_freq": config.rope.local_theta,
         "use_bidirectional_attention": False,

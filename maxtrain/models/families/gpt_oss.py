@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any
 
 from maxtrain.config.schema import ModelConfig, MoeConfig
-from maxtrain.config.sections.model import PERIODS
+from maxtrain.config.sections.model import FULL_ATTENTION
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
-from maxtrain.models.families.gemma import GLOBAL, alternating, layer_types
+from maxtrain.models.families.layer_types import layer_types, read_window, with_window
 from maxtrain.models.families.tables import (
     LLAMA_NORMS,
     Place,
@@ -22,7 +22,6 @@ from maxtrain.models.families.tables import (
 from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry, Join, Permute
 
-_PERIOD = PERIODS["gpt_oss"]
 # Where a config.json says nothing of them.
 _ROPE = {
     "rope_type": "yarn",
@@ -46,8 +45,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
         biases=_BIASES,
         quantities=moe.quantities(),
     )
-    narrow = dataclasses.replace(wide, window=config.window)
-    return DecoderSpec(alternating(config.num_layers, (narrow, wide)), layer.norm)
+    return DecoderSpec(with_window(config, wide), layer.norm)
 
 
 def read(settings: Settings) -> ModelConfig:
@@ -66,34 +64,28 @@ def read(settings: Settings) -> ModelConfig:
     settings.require("swiglu_alpha", 1.702)
     settings.require("swiglu_limit", 7.0)
     settings.require("attention_bias", True)
-    window = settings.number_or_null("sliding_window", 128)
-    count = settings.number("num_hidden_layers")
-    settings.require("layer_types", _layer_types(count, window))
+    window = read_window(settings, "gpt_oss", settings.number_or_null("sliding_window", 128))
     moe = MoeConfig(
         num_experts=settings.number("num_local_experts"),
         experts_per_token=settings.number("num_experts_per_tok"),
     )
     plain = {**settings.values, "attention_bias": False}
     settings = dataclasses.replace(settings, values=plain)
-    return llama.read_decoder(settings, window=window, moe=settings.experts(moe))
-
-
-def _layer_types(num_layers: int, window: int | None) -> list[str]:
-    """The kind of each layer, as config.json says it."""
-    if window is None:
-        return [GLOBAL] * num_layers
-    return layer_types(num_layers, _PERIOD)
+    return llama.read_decoder(settings, **window, moe=settings.experts(moe))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """GPT-OSS's config.json for this ModelConfig."""
     moe = config.moe
+    kinds = layer_types(config)
+    if config.window is None:
+        kinds = [FULL_ATTENTION] * config.num_layers
     return llama.write_decoder(config) | {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
         "head_dim": head_dim(config),
         "intermediate_size": expert_dim(config),
-        "layer_types": _layer_types(config.num_layers, config.window),
+        "layer_types": kinds,
         "model_type": "gpt_oss",
         "num_experts_per_tok": moe.experts_per_token,
         "num_local_experts": moe.num_experts,

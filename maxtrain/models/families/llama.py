@@ -11,6 +11,12 @@ from typing import Any
 
 from maxtrain.config.schema import ModelConfig, MoeConfig
 from maxtrain.models.families.family import Family, Settings, rope_settings
+from maxtrain.models.families.layer_types import (
+    layer_types,
+    read_window,
+    require_equal_layers,
+    with_window,
+)
 from maxtrain.models.families.tables import ExpertNames, Place, decoder_table, expert_entries
 from maxtrain.models.specs import (
     AttentionSpec,
@@ -117,16 +123,15 @@ def llama_spec(config: ModelConfig) -> DecoderSpec:
 
 def mistral_spec(config: ModelConfig) -> DecoderSpec:
     """Llama with a window."""
-    return of_equal_layers(config, dataclasses.replace(layer(config), window=config.window))
+    one = layer(config)
+    return DecoderSpec(with_window(config, one), one.norm)
 
 
 def mixtral_spec(config: ModelConfig) -> DecoderSpec:
     """Mistral with experts."""
     moe = experts(config)
-    one = dataclasses.replace(
-        layer(config), window=config.window, mlp=moe, quantities=moe.quantities()
-    )
-    return of_equal_layers(config, one)
+    one = dataclasses.replace(layer(config), mlp=moe, quantities=moe.quantities())
+    return DecoderSpec(with_window(config, one), one.norm)
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -177,13 +182,15 @@ def read_mixtral(settings: Settings) -> ModelConfig:
         experts_per_token=settings.number("num_experts_per_tok", 2),
     )
     window = settings.number_or_null("sliding_window", None)
+    require_equal_layers(settings, window)
     return read_decoder(settings, window=window, moe=settings.experts(moe))
 
 
 def read_mistral(settings: Settings) -> ModelConfig:
     """The ModelConfig of Mistral's config.json."""
     settings = settings.with_defaults(num_key_value_heads=8, max_position_embeddings=131_072)
-    return read_decoder(settings, window=settings.number_or_null("sliding_window", 4096))
+    window = settings.number_or_null("sliding_window", 4096)
+    return read_decoder(settings, **read_window(settings, "mistral", window))
 
 
 def write_decoder(config: ModelConfig) -> dict[str, Any]:
@@ -220,12 +227,16 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def write_mistral(config: ModelConfig) -> dict[str, Any]:
     """Mistral's config.json for this ModelConfig."""
-    return write_decoder(config) | {
+    values = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "head_dim": head_dim(config),
         "sliding_window": config.window,
     }
+    if config.layer_types:
+        # Where it is there, AutoModel of transformers takes the model for a Ministral.
+        values["layer_types"] = layer_types(config)
+    return write_decoder(config) | values
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 def read_config(settings: Settings) -> ModelConfig:
     """The ModelConfig of OLMo 2's config.json."""
+    settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     return llama.read_decoder(settings.with_defaults(rms_norm_eps=1e-5))
 
 

@@ -8,14 +8,22 @@ import dataclasses
 from typing import Any
 
 from maxtrain.config.schema import ModelConfig, MoeConfig
+from maxtrain.config.sections.model import FULL_ATTENTION, SLIDING_ATTENTION, LayerType
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.layer_types import (
+    layer_types,
+    read_window,
+    require_equal_layers,
+    with_window,
+)
 from maxtrain.models.families.tables import decoder_table
 from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry
 
-# Of a config.json that says that there is one, and not of how many tokens.
+# The window, and a number of layers, of a config.json that does not say them.
 _WINDOW = 4096
+_MAX_WINDOW_LAYERS = 28
 
 
 def _qwen2_layer(config: ModelConfig) -> LayerSpec:
@@ -29,38 +37,44 @@ def _qwen3_layer(config: ModelConfig) -> LayerSpec:
     return dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
 
 
+def _spec(config: ModelConfig, layer: LayerSpec) -> DecoderSpec:
+    """A decoder of these layers, some of which may have a window."""
+    return DecoderSpec(with_window(config, layer), layer.norm)
+
+
 def qwen2_spec(config: ModelConfig) -> DecoderSpec:
     """Qwen 2."""
-    return llama.of_equal_layers(config, _qwen2_layer(config))
+    return _spec(config, _qwen2_layer(config))
 
 
 def qwen3_spec(config: ModelConfig) -> DecoderSpec:
     """Qwen 3."""
-    return llama.of_equal_layers(config, _qwen3_layer(config))
+    return _spec(config, _qwen3_layer(config))
 
 
 def qwen2_moe_spec(config: ModelConfig) -> DecoderSpec:
     """Qwen 2 with experts, and one with a gate that all tokens go to."""
     moe = llama.experts(config, shared_gate=config.moe.shared_dim > 0)
     layer = dataclasses.replace(_qwen2_layer(config), mlp=moe, quantities=moe.quantities())
-    return llama.of_equal_layers(config, layer)
+    return _spec(config, layer)
 
 
 def qwen3_moe_spec(config: ModelConfig) -> DecoderSpec:
     """Qwen 3 with experts."""
     moe = llama.experts(config)
     layer = dataclasses.replace(_qwen3_layer(config), mlp=moe, quantities=moe.quantities())
-    return llama.of_equal_layers(config, layer)
+    return _spec(config, layer)
 
 
 def read_qwen2(settings: Settings) -> ModelConfig:
     """The ModelConfig of Qwen 2's config.json."""
-    return _read(settings.with_defaults(max_position_embeddings=32_768))
+    return _read(settings.with_defaults(max_position_embeddings=32_768), "qwen2")
 
 
 def read_qwen3(settings: Settings) -> ModelConfig:
     """The ModelConfig of Qwen 3's config.json."""
-    return _read(settings.with_defaults(head_dim=128, max_position_embeddings=32_768))
+    settings = settings.with_defaults(head_dim=128, max_position_embeddings=32_768)
+    return _read(settings, "qwen3")
 
 
 def read_qwen2_moe(settings: Settings) -> ModelConfig:
@@ -73,7 +87,7 @@ def read_qwen2_moe(settings: Settings) -> ModelConfig:
         shared_expert_intermediate_size=5632,
     )
     settings.require("qkv_bias", True)
-    return _read(settings, moe=_read_experts(settings, with_shared=True))
+    return _read(settings, "qwen2_moe", moe=_read_experts(settings, with_shared=True))
 
 
 def read_qwen3_moe(settings: Settings) -> ModelConfig:
@@ -84,7 +98,7 @@ def read_qwen3_moe(settings: Settings) -> ModelConfig:
         num_experts=settings.values.get("num_local_experts") or 128,
         num_experts_per_tok=8,
     )
-    return _read(settings, moe=_read_experts(settings, with_shared=False))
+    return _read(settings, "qwen3_moe", moe=_read_experts(settings, with_shared=False))
 
 
 def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
@@ -104,23 +118,52 @@ def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
     return settings.experts(moe)
 
 
-def _read(settings: Settings, **more: Any) -> ModelConfig:
+def _read(settings: Settings, family: str, **more: Any) -> ModelConfig:
     """The sliding window counts only with `use_sliding_window`, and is there if the key is
-    missing."""
-    if settings.values.get("use_sliding_window"):
-        values = {"sliding_window": _WINDOW, **settings.values}
-        dataclasses.replace(settings, values=values).require("sliding_window")
-    settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
-    return llama.read_decoder(settings, **more)
+    missing. Which layers have it where `layer_types` does not say, differs."""
+    window = None
+    if settings.flag("use_sliding_window", False):
+        window = settings.number_or_null("sliding_window", _WINDOW)
+    if family == "qwen3_moe":
+        require_equal_layers(settings, window)
+        return llama.read_decoder(settings, window=window, **more)
+    return llama.read_decoder(
+        settings, **read_window(settings, family, window, _usual(settings, family, window)), **more
+    )
+
+
+def _usual(settings: Settings, family: str, window: int | None) -> list[LayerType]:
+    """The kind of each layer that `max_window_layers` gives it in transformers."""
+    limit = _MAX_WINDOW_LAYERS
+    # Zero is a number of layers here.
+    if settings.values.get("max_window_layers", limit) != 0:
+        limit = settings.number("max_window_layers", limit)
+    else:
+        limit = 0
+    kinds = []
+    for index in range(settings.number("num_hidden_layers")):
+        has_window = index >= limit
+        if family == "qwen2_moe":
+            has_window = index < limit and index % 2 == 0
+        kind = FULL_ATTENTION
+        if has_window and window is not None:
+            kind = SLIDING_ATTENTION
+        kinds.append(kind)
+    return kinds
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    """No layer has a sliding window."""
+    """The window, and which layers have it."""
+    has_window = config.window is not None
+    kinds = layer_types(config)
+    if not has_window:
+        kinds = [FULL_ATTENTION] * config.num_layers
     return llama.write_decoder(config) | {
-        "layer_types": ["full_attention"] * config.num_layers,
-        "max_window_layers": 28,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": kinds,
+        # What counts of these two where there is no `layer_types`.
+        "max_window_layers": _MAX_WINDOW_LAYERS,
+        "sliding_window": config.window,
+        "use_sliding_window": has_window,
     }
 
 
@@ -150,9 +193,10 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
         "model_type": "qwen2_moe",
         "qkv_bias": True,
         "shared_expert_intermediate_size": config.moe.shared_dim,
-        # What transformers makes of none.
-        "sliding_window": 0,
     }
+    if config.window is None:
+        # What transformers makes of none.
+        values["sliding_window"] = 0
     if head_dim(config) * config.num_heads != config.embed_dim:
         values["head_dim"] = head_dim(config)
     return _write(config) | _write_experts(config) | values

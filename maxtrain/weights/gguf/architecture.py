@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import ModelConfig
+from maxtrain.config.sections.model import layer_period, usual_period
 from maxtrain.config.words import choices
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.specs import AttentionSpec, LayerSpec, MoeSpec, RopeSpec, head_dim
@@ -60,7 +61,7 @@ def describe(config: ModelConfig) -> Description:
     notes = []
     length = config.max_length
     window = config.window
-    if name == TURNS_NEIGHBOURS and window is not None and window < length:
+    if name != "gemma3" and window is not None and window < length:
         # Within the window, there is none.
         notes.append(
             f"llama.cpp has no windows in models of family {config.family}: the file says that its "
@@ -194,6 +195,8 @@ def _differences(config: ModelConfig, layers: tuple[LayerSpec, ...]) -> Iterator
     if isinstance(moe, MoeSpec) and not moe.normalize:
         yield "makes the weights of a token's experts add up to 1, this model does not", instead
     if name == "gemma3":
+        if layer_period(config) != usual_period(config.family):
+            yield "has a window in five of six layers, this model in others", instead
         mixer = layers[0].mixer
         assert isinstance(mixer, AttentionSpec)
         scale = mixer.head_dim**-0.5
