@@ -140,6 +140,10 @@ class GuardState(NamedTuple):
     seen: list[list]
 
 
+# What to do about batches of prepared documents that look wrong.
+CHECK_DATA = "Check the loss masks, and the documents of the sources for empty and repeated ones"
+
+
 class BatchGuard:
     """Checks every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
     go back, if tokens repeat.
@@ -159,8 +163,11 @@ class BatchGuard:
         max_empty_rows: float = 1.0,
         patience: int = 8,
         repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = "raise",
+        advice: str = CHECK_DATA,
     ):
         self.policy = policy
+        # How to get more targets, without a full stop at its end.
+        self.advice = advice
         self.min_fill = min_fill
         self.max_empty_rows = max_empty_rows
         self.repeated = repeated
@@ -201,6 +208,7 @@ class BatchGuard:
         self._fills.append(targets / (batch_size * seq_length))
         policy = self.policy
         decides = "data.zero_weight"
+        fix = self.advice
         fill = sum(self._fills) / len(self._fills)
         if targets <= 0:
             what = f"the batch has {targets:g} target tokens, so there is nothing to learn from it"
@@ -214,17 +222,17 @@ class BatchGuard:
         elif repeated:
             policy = self.repeated
             decides = "data.repeated"
+            fix = CHECK_DATA
             what = "its tokens are those of an earlier batch of other rows"
             key = decides
         else:
             return None
         self.found += 1
         what = f"step {step:,}: {what} ({key})"
-        mend = "Check the loss masks, and the documents of the sources for empty and repeated ones"
         if policy == "raise":
-            raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
+            raise DataError(f"{what}. {fix}, or set {decides} to stop or warn.")
         if policy == "stop":
-            message = f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
+            message = f"{what}; the run stops here. {fix}, or set {decides}=warn to go on."
             return Response(True, message)
         if policy != "warn":
             return Response(False, f"{what}.", policy)
@@ -235,4 +243,4 @@ class BatchGuard:
         unchanged = "the run goes on"
         if targets <= 0:
             unchanged = "weights stay as they are"
-        return Response(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")
+        return Response(False, f"{what}; {unchanged} ({self.found:,} such steps). {fix}.")

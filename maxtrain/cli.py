@@ -25,6 +25,8 @@ VERBS = {
     "launch local|slurm|k8s|gke-tpu config=NAME key=value ...",
     "doctor": "measure devices, network and disks of all hosts, and say what is broken: doctor",
     "status": "show how far a run has come, and how it spent its time: status RUN",
+    "rollouts": "show the completions that a run learned from, with their rewards: "
+    "rollouts RUN --step N",
     "replay": "repeat steps of a run, and compare them bit for bit: replay RUN --steps A:B",
     "compare": "show where two runs differ: compare RUN RUN",
     "probe": "find a batch size that fits and is worth using, and a learning rate: "
@@ -47,6 +49,7 @@ JOBS = {
     "launch": "maxtrain.launch.command",
     "doctor": "maxtrain.doctor.command",
     "status": "maxtrain.status",
+    "rollouts": "maxtrain.show_rollouts",
     "replay": "maxtrain.replay",
     "compare": "maxtrain.compare",
     "probe": "maxtrain.probe",

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_pipeline.config import DataConfig
 from data_pipeline.errors import DivergedError
-from data_pipeline.guard import BatchGuard
+from data_pipeline.guard import CHECK_DATA, BatchGuard
 from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain.checkpoint.rollback import Rollback, left_out
-from maxtrain.config.schema import AnomalyConfig
+from maxtrain.config import RunConfig
+from maxtrain.config.rollouts import rollout_settings
 from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.progress import Progress
 from maxtrain.run_state import HealthState
@@ -26,8 +26,7 @@ class Health:
     """What is known of how well the steps of a run went.
 
     Args:
-        section: what is done about batches that look wrong.
-        anomaly: what is done about which anomaly.
+        config: what is done about batches that look wrong, and about which anomaly.
         data: what the run reads.
         leaves: names of the parameters, and after them of the arrays of the optimizer's state.
         progress: where warnings are told.
@@ -48,14 +47,14 @@ class Health:
 
     def __init__(
         self,
-        section: DataConfig,
-        anomaly: AnomalyConfig,
+        config: RunConfig,
         data: TrainingData,
         leaves: Sequence[str],
         progress: Progress,
     ):
-        self._section = section
-        self._anomaly = anomaly
+        self._section = config.data
+        self._anomaly = config.anomaly
+        self._advice = advice_on_targets(config)
         self._data = data
         self._leaves = leaves
         self._progress = progress
@@ -79,6 +78,7 @@ class Health:
             section.max_empty_rows,
             section.fill_patience,
             section.repeated,
+            self._advice,
         )
         if saved.guard is not None:
             self.guard.restore(saved.guard)
@@ -193,3 +193,34 @@ class Health:
             if response.stop:
                 self.ending = response.message
         return None
+
+
+def advice_on_targets(config: RunConfig) -> str:
+    """Why batches may have few targets or none, and how to get more; without a full stop at its
+    end.
+
+    Advantages that are all zero are no cause: their tokens are targets nevertheless.
+    """
+    settings = rollout_settings(config)
+    if settings is None:
+        return CHECK_DATA
+    section = "grpo"
+    if config.objective == "distill":
+        section = "distill"
+    longest = f"{section}.max_completion_length"
+    masks = f"{section}.mask_truncated_completions"
+    causes = ["Only tokens of completions are targets"]
+    fixes = []
+    if settings.mask_truncated_completions:
+        causes.append(
+            f"completions that were cut at {longest}={settings.max_completion_length} are none, "
+            f"because of {masks}=true"
+        )
+        fixes += [f"set {longest} higher, so that completions come to an end", f"set {masks}=false"]
+    if config.objective == "ppo":
+        causes.append("completions to which no reward applies are none")
+        fixes.append("let a reward apply to more completions")
+    if not fixes:
+        fixes.append(f"set {longest} higher")
+    fix = ", or ".join(fixes)
+    return f"{'; '.join(causes)}. {fix[0].upper()}{fix[1:]}"

@@ -144,7 +144,7 @@ class Run:
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
         leaves = [*leaf_names(job.abstract.trainable), *moments, *buffers]
-        self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
+        self.health = Health(config, job.data, leaves, progress)
         self.step = 0
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []

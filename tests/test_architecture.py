@@ -63,6 +63,7 @@ FLOORS = {
     **dict.fromkeys(["maxtrain.recorder", "maxtrain.health", "maxtrain.hosts"], 6),
     **dict.fromkeys(["maxtrain.validation", "maxtrain.inputs", "maxtrain.run_folder"], 6),
     **dict.fromkeys(["maxtrain.status", "maxtrain.show_plan", "maxtrain.plan_options"], 6),
+    "maxtrain.show_rollouts": 6,
     **dict.fromkeys(
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.additions import task
 from benchmarks.word_problems.run import COMMANDS
 from data_pipeline import prepare
-from maxtrain import evaluate, replay, teach
+from maxtrain import cli, evaluate, replay, teach
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.config.sections.dpo import UNPAIRED
@@ -174,7 +174,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
     begin = TEXT.index("## GRPO")
     section, _, of_ppo = TEXT[begin : TEXT.index("## Distillation from files")].partition("## PPO")
-    prepares, trains, evaluates, replays = blocks(section, "bash")
+    prepares, trains, evaluates, shows, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
     assert prepare.main(words[3:]) == 0
@@ -194,6 +194,12 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     capsys.readouterr()
     assert evaluate.main(words[2:]) == 0
     assert "held_out, reward/exact" in capsys.readouterr().out
+    words = shlex.split(shows)
+    assert words[:2] == ["maxtrain", "rollouts"]
+    assert cli.main(words[1:]) == 0
+    shown = capsys.readouterr().out
+    assert "rollout of step 3" in shown and "prompt 1" in shown and "prompt 2" not in shown
+    assert "exact = " in shown and "overlong = " in shown
     words = shlex.split(replays)
     assert words[:2] == ["maxtrain", "replay"]
     assert replay.main(words[2:]) == 0

@@ -158,6 +158,7 @@ class RolloutMaker:
             "weights_of_rewards": list(scores.weights),
             "outcomes": scores.outcomes,
             "details": scores.details,
+            "judgements": [list(map(list, of_reward)) for of_reward in scores.judgements],
             "texts": texts,
             "numbers": numbers,
         }
@@ -225,7 +226,11 @@ class RolloutMaker:
             "sampling_seconds": rollout.about["sampling_seconds"] + sampling_seconds,
         }
         right = scores.right.reshape(-1, group)[places].reshape(-1)
-        scores = scores._replace(values=values.reshape(len(values), -1), right=right)
+        rows = (np.array(places)[:, None] * group + np.arange(group)).reshape(-1).tolist()
+        judgements = [[of_reward[row] for row in rows] for of_reward in scores.judgements]
+        scores = scores._replace(
+            values=values.reshape(len(values), -1), right=right, judgements=judgements
+        )
         return rollout.taken(places), Counted(scores, reward_seconds), numbers
 
 

@@ -107,6 +107,7 @@ class Rewards:
             outcomes={},
             details={},
             right=np.zeros(0),
+            judgements=[[] for _ in rewards],
         )
 
     def texts(self, prompts: Sequence[Prompt], made: Sequence[Completion]) -> list[str]:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from data_pipeline import strict_json
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.reward_calls import Rewards, column_names
-from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rewards.registry import Judgement, Scores
 from maxtrain.rl.rollout import Rollout
 
 # Of what a reward says went wrong, in characters; and bytes of what a process tells of its rewards.
@@ -105,21 +106,31 @@ class Rewarder:
         raise_together(error)
         if jax.process_count() == 1:
             return own
-        said = gather(_told(own), _MOST_BYTES)
+        judgements = json.dumps(own.scores.judgements).encode()
+        said = gather(_told(own, len(judgements)), _MOST_BYTES)
         rows = [theirs["rows"] for theirs in said]
         # A row for each reward, and one for what is right.
         values = np.zeros((len(own.scores.names) + 1, max(rows)), np.float64)
         values[:-1, : rows[jax.process_index()]] = own.scores.values
         values[-1, : rows[jax.process_index()]] = own.scores.right
         gathered = gather_bytes(values.view(np.uint8).reshape(-1)).view(np.float64)
+        # JSON may have spaces at its end, so that all processes send equally many bytes.
+        padded = judgements.ljust(max(theirs["judgement_bytes"] for theirs in said))
+        gathered_judgements = gather_bytes(np.frombuffer(padded, np.uint8))
         found = self.rewards.nothing()
-        for theirs, count, numbers in zip(said, rows, gathered, strict=True):
+        for theirs, count, numbers, text in zip(
+            said, rows, gathered, gathered_judgements, strict=True
+        ):
             of_process = numbers.reshape(values.shape)[:, :count]
+            judgements_of_process = []
+            for of_reward in strict_json.loads(text.tobytes()):
+                judgements_of_process.append([Judgement(*each) for each in of_reward])
             scores = found._replace(
                 values=of_process[:-1],
                 right=of_process[-1],
                 outcomes=theirs["outcomes"],
                 details=theirs["details"],
+                judgements=judgements_of_process,
             )
             found = joined(found, scores)
         return Counted(found, max(theirs["seconds"] for theirs in said))
@@ -135,7 +146,13 @@ class Rewarder:
         made = completions_of(rollout.taken(numbers))
         scores = self.rewards(own, made, self.rewards.texts(own, made), names)
         details = {name: words[:_MOST_WORDS] for name, words in scores.details.items()}
-        return Counted(scores._replace(details=details), time.perf_counter() - began)
+        judgements = []
+        for of_reward in scores.judgements:
+            judgements.append(
+                [each._replace(detail=each.detail[:_MOST_WORDS]) for each in of_reward]
+            )
+        scores = scores._replace(details=details, judgements=judgements)
+        return Counted(scores, time.perf_counter() - began)
 
 
 def joined(first: Scores, second: Scores) -> Scores:
@@ -150,17 +167,19 @@ def joined(first: Scores, second: Scores) -> Scores:
         outcomes=outcomes,
         details=second.details | first.details,
         right=np.concatenate([first.right, second.right]),
+        judgements=[a + b for a, b in zip(first.judgements, second.judgements, strict=True)],
     )
 
 
-def _told(own: Counted) -> dict[str, Any]:
-    """What a process tells the others of its rewards, beside their values."""
+def _told(own: Counted, judgement_bytes: int) -> dict[str, Any]:
+    """What a process tells the others of its rewards, beside their values and judgements."""
     scores = own.scores
     told = {
         "rows": scores.values.shape[1],
         "seconds": own.seconds,
         "outcomes": scores.outcomes,
         "details": scores.details,
+        "judgement_bytes": judgement_bytes,
     }
     # Many rewards may have too many words about what went wrong.
     if len(json.dumps(told, ensure_ascii=False).encode(errors="backslashreplace")) > _MOST_BYTES:

@@ -60,9 +60,11 @@ class Rollout(NamedTuple):
         advantages: of each completion.
         about: JSON: `identity` of what was asked for, digests of the weights that sampled it
             (`weights`) and that scored it (`scored_by`), after how many steps the former were
-            (`sampled_after`), with determinism=full `sampling_passes` and `tokens_replaced` as of
-            rl/sampler.py, `names`, `outcomes` and `details` of the rewards,
-            `weights_of_rewards`, `texts` of the first prompt, and `numbers` to record.
+            (`sampled_after`), the first and the last step that read it, counted from 1 (`steps`),
+            with determinism=full `sampling_passes` and `tokens_replaced` as of rl/sampler.py,
+            `names`, `outcomes` and `details` of the rewards, `judgements` as of rewards/registry.py
+            (for each reward, an outcome and a detail of each completion), `weights_of_rewards`,
+            `texts` of the first prompt, and `numbers` to record.
         values: of each token, what was to be expected before it; empty: there are none, and so for
             what follows.
         token_advantages, returns: of each token.

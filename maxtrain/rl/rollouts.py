@@ -93,6 +93,7 @@ class RolloutParts:
         """Samples what these steps read, by the weights after `step` steps, whose digest is
         `weights`."""
         about = {
+            "steps": [steps.start + 1, steps.stop],
             "identity": self.batches.identity(steps),
             "weights": weights,
             "sampled_after": step,

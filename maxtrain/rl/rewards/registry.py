@@ -79,6 +79,13 @@ class NamedReward(NamedTuple):
     verifies: bool = False
 
 
+class Judgement(NamedTuple):
+    """The outcome of a reward for one row, and what the reward says about it; mostly nothing."""
+
+    outcome: str
+    detail: str
+
+
 class Scores(NamedTuple):
     """Rewards of a batch of N rows by R rewards.
 
@@ -89,6 +96,7 @@ class Scores(NamedTuple):
     details: by the name of a reward, the first words about what went wrong, if anything did.
     right: 1 where every reward that verifies and applies calls the answer right, else 0; NaN where
         there is none.
+    judgements: for each reward, in the order of `names`, its judgement of each row.
     """
 
     values: Float[np.ndarray, "R N"]
@@ -97,6 +105,7 @@ class Scores(NamedTuple):
     outcomes: dict[str, dict[str, int]]
     details: dict[str, str]
     right: Float[np.ndarray, " N"]
+    judgements: list[list[Judgement]]
 
 
 class RewardSet:
@@ -176,12 +185,14 @@ class RewardSet:
         values = np.empty((len(self.rewards), len(completions)), np.float64)
         outcomes = {}
         details = {}
+        judgements = []
         verdicts = []
         for row, reward in zip(values, self.rewards):
             found = reward.score(batch)
             if reward.verifies:
                 verdicts.append([_verdict(reward.name, each) for each in found])
             row[:] = [np.nan if each.value is None else each.value for each in found]
+            judgements.append([Judgement(each.outcome, each.detail) for each in found])
             outcomes[reward.name] = dict(collections.Counter(each.outcome for each in found))
             said = [each.detail for each in found if each.detail and each.outcome in FAILURES]
             said += [each.detail for each in found if each.detail]
@@ -189,7 +200,8 @@ class RewardSet:
                 details[reward.name] = said[0]
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
-        return Scores(values, names, weights, outcomes, details, _right(verdicts, len(completions)))
+        right = _right(verdicts, len(completions))
+        return Scores(values, names, weights, outcomes, details, right, judgements)
 
 
 def failures(scores: Scores) -> dict[str, int]:

@@ -394,7 +394,7 @@ def _is_too_large(folder: str) -> bool:
     size = 0
     entries = 0
     try:
-        for path, folders, files in os.walk(folder):
+        for path, folders, files in os.walk(folder, onerror=_raise_unless_gone):
             entries += len(folders) + len(files)
             for name in files:
                 with contextlib.suppress(FileNotFoundError):
@@ -402,6 +402,12 @@ def _is_too_large(folder: str) -> bool:
             if size > confinement.FOLDER_BYTES or entries > confinement.FOLDER_ENTRIES:
                 return True
     except OSError:
-        # Nested deeper than a path can be long.
+        # Nested deeper than a path can be long, or hidden by its permissions.
         return True
     return False
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Let `os.walk` pass over folders that the program has removed meanwhile, and nothing else."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
