@@ -38,8 +38,8 @@ class GrpoConfig:
     )
     reward_environment: tuple[str, ...] = key(
         (),
-        "names of environment variables that functions of yours may read, such as an API key; "
-        "others that may hold a secret are not passed on",
+        "environment variables that your functions may read, such as an API key; other secrets are "
+        "not passed on",
         used_by=_SAMPLES,
     )
     num_generations: int = sampling.num_generations(
