@@ -7,7 +7,7 @@ conversations nor token ids.
 """
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ from data_pipeline.extras import load_package
 from data_pipeline.template_process import ask
 from data_pipeline.tokenizer import (
     CHAT_TEMPLATE,
+    PROCESSOR_TEMPLATE,
     SETTINGS,
-    named_token,
+    SPECIAL_TOKENS,
+    more_templates,
+    named_tokens,
+    read_beside,
     read_settings,
     tokenizer_path,
 )
@@ -39,6 +43,7 @@ __all__ = [
     "Span",
     "Template",
     "load_template",
+    "own_sources",
     "render",
     "render_all",
     "render_spans",
@@ -86,9 +91,7 @@ def load_template(
             beside = tokenizer_path(tokenizer)
             settings = read_settings(beside)
         by_name, files = _find_sources(spec, beside, settings, option)
-        # add_bos_token and the like say whether, not which.
-        keys = [k for k in settings if k.endswith("_token") and not k.startswith("add_")]
-        named = {key: named_token(settings, key) for key in keys}
+        named = named_tokens(settings)
     except UserError:
         raise
     except ValueError as error:
@@ -97,8 +100,9 @@ def load_template(
     if files:
         found_in = str(files[0])
     name = f"--chat-template {spec or found_in}"
-    if beside and settings:
-        files.append(beside.with_name(SETTINGS))
+    if beside:
+        names = (beside.with_name(SETTINGS), beside.with_name(SPECIAL_TOKENS))
+        files += [file for file in names if file.exists()]
     if spec == "chatml":
         _require_chatml_tokens(name, special)
     for source in by_name.values():
@@ -150,7 +154,7 @@ def _find_sources(
     """
     if spec == "chatml":
         return {_DEFAULT: CHATML}, []
-    own, files = _own_sources(tokenizer, settings)
+    own, files = own_sources(tokenizer, settings)
     if spec in own:
         return {_DEFAULT: own[spec]}, files
     if spec:
@@ -170,24 +174,53 @@ def _find_sources(
     return used, files
 
 
-def _own_sources(
-    tokenizer: Path | None, settings: dict[str, Any]
+def own_sources(
+    tokenizer: Path | None, settings: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[Path]]:
     """Return all templates beside a tokenizer by their names, and the files that hold them, unless
-    `settings` do. An unnamed template is "default"."""
+    `settings` do. An unnamed template is "default".
+
+    As in transformers, files of templates replace those in `settings`. A chat_template.json, which
+    only processors read, counts where there is no other template.
+
+    Args:
+        tokenizer: its file; None: it has none.
+        settings: of `read_settings`.
+
+    Raises:
+        DataError: a file of a template can't be read.
+        ValueError: chat_template.json is not a JSON object.
+    """
+    files = []
+    by_name = {}
     if tokenizer:
         file = tokenizer.with_name(CHAT_TEMPLATE)
         if file.exists():
-            return {_DEFAULT: _read_source(file)}, [file]
-    found = settings.get("chat_template")
+            by_name[_DEFAULT] = _read_source(file)
+            files.append(file)
+        for file in more_templates(tokenizer):
+            by_name[file.name.removesuffix(".jinja")] = _read_source(file)
+            files.append(file)
+    by_name = by_name or _named_sources(settings.get("chat_template"))
+    if tokenizer and not by_name:
+        found = read_beside(tokenizer, PROCESSOR_TEMPLATE)
+        by_name = _named_sources(found.get("chat_template"))
+        if by_name:
+            files.append(tokenizer.with_name(PROCESSOR_TEMPLATE))
+    return by_name, files
+
+
+def _named_sources(found: Any) -> dict[str, str]:
+    """Templates by their names, from `chat_template` of a file of settings: a text, an object of
+    texts by names, or a list of objects with `name` and `template`."""
     if isinstance(found, str):
-        return {_DEFAULT: found}, []
-    named = {}
+        return {_DEFAULT: found}
     if isinstance(found, list):
-        for entry in found:
-            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                named[str(entry.get("name"))] = entry["template"]
-    return named, []
+        entries = [entry for entry in found if isinstance(entry, dict)]
+        found = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if not isinstance(found, dict):
+        return {}
+    return {name: source for name, source in found.items() if isinstance(source, str)}
 
 
 def _read_source(file: Path) -> str:

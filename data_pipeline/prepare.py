@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,6 +36,7 @@ from data_pipeline.build import (
     unit_bytes,
 )
 from data_pipeline.cache import Cache
+from data_pipeline.chat import own_sources
 from data_pipeline.config import CACHE
 from data_pipeline.console import SafeConsole
 from data_pipeline.dedupe import Digests
@@ -75,10 +76,14 @@ from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     BESIDE,
     CHAT_TEMPLATE,
+    MORE_TEMPLATES,
     JsonTokenizer,
     Tokenizer,
     bpe_entries,
     load_tokenizer,
+    read_settings,
+    tokenizer_path,
+    unused_tokenizers,
 )
 
 _PROGRAM = "python -m data_pipeline.prepare"
@@ -106,7 +111,7 @@ _FILES = (
     r"|reference-\w+\.logprobs|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
-_OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})|{TEMPORARY}|train|eval|\.prepare")
+_OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})|{MORE_TEMPLATES}|{TEMPORARY}|train|eval|\.prepare")
 # Options that say where and how the work is done, but not what comes out of it.
 _NOT_IN_COMMAND = ("out", "workers", "runner", "runner_options", "cache", "overwrite")
 
@@ -389,6 +394,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     tokenizer = None
     if spec != "chars" and not spec.startswith("bpe:"):
         tokenizer = load_tokenizer(spec)
+        if others := unused_tokenizers(spec):
+            used = tokenizer_path(spec)
+            print(f"tokenizer: {used} is used, not {', '.join(others)} beside it", file=sys.stderr)
     options = _reading_options(arguments, spec, tokenizer)
     pieces, sources = _find_input(arguments, options)
     eod = arguments.eod or _default_eod(spec, pieces)
@@ -426,15 +434,39 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = template.targets
-        # Several templates are the tokenizer's own, whose files are copied as they are.
-        if isinstance(tokenizer, JsonTokenizer) and len(template.sources) == 1:
-            (source,) = template.sources
-            tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source.encode()}
+        if isinstance(tokenizer, JsonTokenizer):
+            chosen = template.source if arguments.chat_template else None
+            tokenizer.beside = _beside_with_templates(tokenizer.beside, spec, chosen)
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
     origin = masked_values({"sources": sources, "settings": settings, "command": command})
     if forms:
         origin["group"] = forms[0].group
     return _Request(parts, origin, tokenizer)
+
+
+def _beside_with_templates(
+    beside: Mapping[str, bytes], spec: str, chosen: str | None
+) -> dict[str, bytes]:
+    """The files that go with a tokenizer, with its chat templates as files of their own.
+
+    Args:
+        beside: the files that are there.
+        spec: of the tokenizer.
+        chosen: the template that replaces the tokenizer's own; None: those are used.
+    """
+    found = {name: data for name, data in beside.items() if not name.startswith(MORE_TEMPLATES)}
+    if chosen is not None:
+        return {**found, CHAT_TEMPLATE: chosen.encode()}
+    path = tokenizer_path(spec)
+    own, _ = own_sources(path, read_settings(path))
+    for name, source in own.items():
+        file = f"{MORE_TEMPLATES}/{name}.jinja"
+        if name == "default":
+            file = CHAT_TEMPLATE
+        # Other names are of no file.
+        if re.fullmatch(r"[\w-][\w. -]*", name):
+            found[file] = source.encode()
+    return found
 
 
 def _default_eod(spec: str, pieces: list[Piece]) -> str:

@@ -4,8 +4,7 @@
 import argparse
 
 from data_pipeline.errors import UsageError
-from data_pipeline.tokenizer import CHAT_TEMPLATE, Carried, Tokenizer
-from data_pipeline.tokenizer.carried import MORE_TEMPLATES
+from data_pipeline.tokenizer import CHAT_TEMPLATE, MORE_TEMPLATES, Carried, Tokenizer
 from maxtrain.model_source import carried_tokenizer, tell_on_stderr, tokenizer_place
 from maxtrain.serve.chat import Chat
 
@@ -50,13 +49,24 @@ def find_chat(asked: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
     chat = Chat(tokenizer, place, asked.chat_template, system=system)
     if system and asked.system is None:
         tell_on_stderr(f"system (of the run's data): {system}")
-    others = [f"{place}/{name}" for name in carried.files if name.startswith(MORE_TEMPLATES)]
+    # The tokenizer may have several templates of its own, too, which are chosen by their names.
+    of_sources = [name for name in carried.files if _is_of_source(name, carried)]
+    others = [f"{place}/{name}" for name in of_sources]
     if others and not asked.chat_template:
         tell_on_stderr(
             f"chat template: {place}/{CHAT_TEMPLATE}. Other sources of the run were rendered by "
             f"others; use --chat-template for one of {', '.join(others)}."
         )
     return chat
+
+
+def _is_of_source(name: str, carried: Carried) -> bool:
+    """Whether a file that a run carries is the chat template of one of its sources."""
+    folder, _, file = name.rpartition("/")
+    source = file.removesuffix(".jinja")
+    while source.startswith("source-") and source not in carried.system:
+        source = source.removeprefix("source-")
+    return folder == MORE_TEMPLATES and source in carried.system
 
 
 def system_message(carried: Carried) -> str:

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from data_pipeline.chat import own_sources
 from data_pipeline.errors import StorageError, UsageError, UserError
 from data_pipeline.tokenizer import (
-    CHAT_TEMPLATE,
     JsonTokenizer,
     Tokenizer,
     read_settings,
@@ -153,7 +153,8 @@ def _tokenizer_fields(
     text = None
     if isinstance(tokenizer, JsonTokenizer):
         settings = read_settings(tokenizer_path(place))
-        text = _template_beside(tokenizer, settings)
+        own, _ = own_sources(tokenizer_path(place), settings)
+        text = own.get("default")
     if template is not None:
         text = template.read_text()
     end_of_turn = None
@@ -168,18 +169,6 @@ def _tokenizer_fields(
             )
     fields, notes = describe_tokenizer(tokenizer, settings, vocab_size, text, end_of_turn, rule)
     return fields, [*notes, *more]
-
-
-def _template_beside(tokenizer: JsonTokenizer, settings: Mapping[str, Any]) -> str | None:
-    """The chat template that lies beside a tokenizer, or is in its settings; None: there is
-    none."""
-    if CHAT_TEMPLATE in tokenizer.beside:
-        return tokenizer.beside[CHAT_TEMPLATE].decode()
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found
 
 
 def _compare(

@@ -19,7 +19,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.hub import download_hint
 from data_pipeline.remote import is_url
 from data_pipeline.shards import write_atomic
-from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.tokenizer import GENERATION, files_beside, load_tokenizer
 from maxtrain.model_source import (
     load_run,
     read_run_config,
@@ -41,16 +41,7 @@ from maxtrain.weights.hf_export import (
 )
 from maxtrain.weights.tensor_file import DTYPES, StoredTensor, read_part
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -119,7 +110,7 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
         found[name] = LazyArray(there.shape, read)
         dtypes[name] = _FLOATS[there.kind]
     tokenizer = None
-    if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
+    if any((directory / name).exists() for name in _TOKENIZER_FILES[:3]):
         tokenizer = load_tokenizer(directory).sha256
     ordered = {name: found[name] for name in sorted(found)}
     return Tensors(
@@ -172,6 +163,11 @@ def _copy_tokenizer(directory: Path, out: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (directory / name).exists():
             shutil.copyfile(directory / name, out / name)
+    for name, content in files_beside(directory / "tokenizer.json").items():
+        # Goes with config.json.
+        if name != GENERATION:
+            (out / name).parent.mkdir(exist_ok=True)
+            (out / name).write_bytes(content)
 
 
 def _open_run(place: str, run: Path, step: str) -> Tensors:

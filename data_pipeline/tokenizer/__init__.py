@@ -17,26 +17,45 @@ from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, MAX_VOCABULARY, Tokenizer
-from data_pipeline.tokenizer.carried import CHAT_TEMPLATE, Carried, carry_data, carry_imported
+from data_pipeline.tokenizer.beside import (
+    BESIDE,
+    CHAT_TEMPLATE,
+    GENERATION,
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
+    SETTINGS,
+    SPECIAL_TOKENS,
+    declared_tokens,
+    files_beside,
+    more_templates,
+    named_token,
+    named_tokens,
+    read_beside,
+    read_settings,
+)
+from data_pipeline.tokenizer.byte_level import byte_level_bpe
 from data_pipeline.tokenizer.carried import FILE_NAME as CARRIED
+from data_pipeline.tokenizer.carried import Carried, carry_data, carry_imported
 from data_pipeline.tokenizer.huggingface import JsonTokenizer, bpe_entries, train_bpe
 from data_pipeline.tokenizer.plain import ByteTokenizer, CharTokenizer
 from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
 from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
 
 __all__ = [
-    "CARRIED", "CHAT_TEMPLATE", "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "Carried",
-    "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer", "Tokenizer",
-    "bpe_entries", "carry_data", "carry_imported", "load_tokenizer", "train_bpe",
+    "BESIDE", "CARRIED", "CHAT_TEMPLATE", "END_OF_DOCUMENT", "GENERATION", "MAX_VOCABULARY",
+    "MORE_TEMPLATES", "PROCESSOR_TEMPLATE", "SETTINGS", "SPECIAL_TOKENS", "TOKENIZER_FOLDER",
+    "ByteTokenizer", "Carried", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer",
+    "TiktokenTokenizer", "Tokenizer", "bpe_entries", "carry_data", "carry_imported", "files_beside",
+    "load_tokenizer", "more_templates", "named_token", "named_tokens", "read_beside",
+    "read_settings", "tokenizer_path", "train_bpe", "unused_tokenizers",
 ]  # fmt: skip
-SETTINGS = "tokenizer_config.json"
 # The folder of a run that carries its tokenizer.
 TOKENIZER_FOLDER = "tokenizer"
-# Says, among other things, which tokens end an answer.
-GENERATION = "generation_config.json"
-# What transformers keeps beside a tokenizer.json.
-BESIDE = (SETTINGS, CHAT_TEMPLATE, GENERATION, "special_tokens_map.json")
 _MODEL = "tokenizer.model"
+_VOCABULARY = "vocab.json"
+_MERGES = "merges.txt"
+_TEKKEN = "tekken.json"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
@@ -90,22 +109,8 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
         tokenizer.name = carried.name
         tokenizer.eod_id = carried.eod_id
     if isinstance(tokenizer, JsonTokenizer):
-        tokenizer.beside = _files_beside(path)
+        tokenizer.beside = files_beside(path)
     return tokenizer
-
-
-def _files_beside(path: Path | RemotePath) -> dict[str, bytes]:
-    """What lies beside a tokenizer.json and goes with it. StorageError: it can't be read now."""
-    found = {}
-    try:
-        for name in BESIDE:
-            file = path.with_name(name)
-            if file.exists():
-                found[name] = file.read_bytes()
-    except OSError as error:
-        blame_storage(str(path.parent), error)
-        raise
-    return found
 
 
 def tokenizer_path(spec: str | Path | RemotePath) -> Any:
@@ -118,40 +123,27 @@ def tokenizer_path(spec: str | Path | RemotePath) -> Any:
         return path / TOKENIZER
     if (path / _MODEL).exists():
         return path / _MODEL
+    if (path / _VOCABULARY).exists() and (path / _MERGES).exists():
+        return path / _VOCABULARY
     # What prepare made with --holdout has one in each part.
     train = path / PARTS[0] / TOKENIZER
     if train.exists():
         return train
     if (path / TOKENIZER_FOLDER / CARRIED).exists():
         return path / TOKENIZER_FOLDER / TOKENIZER
+    if (path / _TEKKEN).exists():
+        return path / _TEKKEN
     return path / TOKENIZER
 
 
-def read_settings(path: Path | RemotePath) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a
-    JSON object."""
-    beside = path.with_name(SETTINGS)
-    if not beside.exists():
-        return {}
-    content = beside.read_bytes()
-    try:
-        settings = loads(content)
-    except ValueError as error:
-        raise ValueError(f"{SETTINGS} beside it is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{SETTINGS} beside it is not a JSON object")
-    return settings
-
-
-def named_token(settings: dict[str, Any], key: str) -> str | None:
-    """The token that a tokenizer_config.json gives for "eos_token" and the like; None: none.
-    ValueError: not a token."""
-    token = settings.get(key)
-    if isinstance(token, dict):
-        token = token.get("content", token)
-    if token is not None and not isinstance(token, str):
-        raise ValueError(f"{key} of {SETTINGS} is {token!r}, not a token")
-    return token
+def unused_tokenizers(spec: str | Path | RemotePath) -> list[str]:
+    """The files in a directory that hold a tokenizer of another kind than the one that is used."""
+    directory = place(spec)
+    if not directory.is_dir():
+        return []
+    used = tokenizer_path(spec)
+    kinds = (TOKENIZER, _MODEL, _VOCABULARY, _TEKKEN)
+    return [name for name in kinds if name != used.name and used.with_name(name).exists()]
 
 
 def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
@@ -178,7 +170,7 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
             return TiktokenTokenizer(
                 ranks, name, record["pattern"], record["special"], record["eod"]
             )
-        return JsonTokenizer(content, name, named_token(read_settings(path), "eos_token"))
+        return _read_json(path, content, record, name)
     settings = read_settings(path)
     if path.name != _MODEL:
         name = path.stem
@@ -186,24 +178,35 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
     if is_ranks(content):
         pattern, special = ranks_settings(path)
         return TiktokenTokenizer(content, name, pattern, special, eod)
-    special = _added_tokens(settings, special=True)
+    if content.startswith(_LFS_POINTER):
+        raise ValueError("is a pointer of Git LFS, not the file itself. Run `git lfs pull` there")
+    with_ids = [token for token in declared_tokens(path, settings) if token.id is not None]
+    special = {token.content: token.id for token in with_ids if token.flags.get("special")}
     tokenizer = SentencePieceTokenizer(content, name, special, eod)
     size = tokenizer.inner.piece_size()
-    for token, i in _added_tokens(settings, special=False).items():
-        if i >= size:
+    for token in with_ids:
+        if token.id >= size and token.content not in special:
             rule = "to be found in text, which only a tokenizer.json can do"
-            raise ValueError(f"{SETTINGS} adds {token!r} {rule}")
+            raise ValueError(f"a file beside it adds {token.content!r} {rule}")
     return tokenizer
 
 
-def _added_tokens(settings: dict[str, Any], special: bool) -> dict[str, int]:
-    """Tokens that a tokenizer_config.json lists, the special ones or the others: ids by
-    spelling."""
-    added = settings.get("added_tokens_decoder", {})
-    if not isinstance(added, dict):
-        raise ValueError(f"added_tokens_decoder of {SETTINGS} is not an object")
-    return {
-        entry["content"]: int(i)
-        for i, entry in added.items()
-        if bool(entry.get("special")) == special
-    }
+def _read_json(path: Path | RemotePath, content: bytes, record: Any, name: str) -> JsonTokenizer:
+    """The tokenizer of a tokenizer.json, or of a vocab.json with merges.txt beside it, and of the
+    tokens that files beside it declare. ValueError: it is not usable."""
+    settings = read_settings(path)
+    if path.name == _TEKKEN or (isinstance(record, dict) and {"config", "vocab"} <= record.keys()):
+        convert = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        raise ValueError(
+            "it is Mistral's tekken.json, which is not supported. Use the tokenizer.json of the "
+            f"same repository, or write one: transformers does, with {convert}"
+        )
+    if path.name == _VOCABULARY:
+        merges = path.with_name(_MERGES)
+        if not merges.exists():
+            raise ValueError(f"{_VOCABULARY} needs {_MERGES} beside it")
+        model = read_beside(path, "config.json").get("model_type")
+        content, defaults = byte_level_bpe(record, merges.read_bytes(), settings, model)
+        settings = defaults | settings
+    declared = declared_tokens(path, settings)
+    return JsonTokenizer(content, name, named_token(settings, "eos_token"), declared)

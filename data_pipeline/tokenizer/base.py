@@ -148,6 +148,7 @@ class Tokenizer(abc.ABC):
     def save(self, directory: Path | RemotePath) -> None:
         """Write directory/tokenizer.json, and the files that go with it."""
         for name, content in self.beside.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(directory / name, content)
         write_atomic(directory / TOKENIZER, self.content)
 

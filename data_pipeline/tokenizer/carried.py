@@ -26,11 +26,9 @@ from data_pipeline.shards import TOKENIZER, Manifest, write_atomic
 from data_pipeline.shards.manifest import digest_of
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import Tokenizer
+from data_pipeline.tokenizer.beside import CHAT_TEMPLATE, MORE_TEMPLATES, more_templates
 
 FILE_NAME = "carried.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-# What transformers calls the folder of templates beside the first one.
-MORE_TEMPLATES = "additional_chat_templates"
 _VERSION = 1
 _FIX = (
     "Copy the folder again from where the run was made, or run the training command again where "
@@ -137,13 +135,15 @@ def carry_data(folder: Path, sources: Mapping[str, str], beside: tuple[str, ...]
         found = _read_optional(place(sources[main]) / name)
         if found is not None:
             content[name] = found
+    for file in more_templates(place(sources[main]) / TOKENIZER):
+        content[f"{MORE_TEMPLATES}/{file.name}"] = _read(file)
     # Sources that one template has rendered need it once.
     known = {manifests[main].settings.get("chat_template")}
     for name in rendered:
         template = manifests[name].settings["chat_template"]
         found = _read_optional(place(sources[name]) / CHAT_TEMPLATE)
         if template not in known and found is not None:
-            content[f"{MORE_TEMPLATES}/{name}.jinja"] = found
+            content[f"{MORE_TEMPLATES}/{_file_of_source(name, content)}"] = found
             known.add(template)
     entry = manifests[main].tokenizer
     carried = Carried(
@@ -161,6 +161,15 @@ def carry_data(folder: Path, sources: Mapping[str, str], beside: tuple[str, ...]
             "the file, or build the data again with `prepare --overwrite`."
         )
     return _write(folder, carried, content)
+
+
+def _file_of_source(name: str, content: Mapping[str, bytes]) -> str:
+    """The name of the file of a source's chat template, which is no name of a template that the
+    tokenizer has or that transformers takes by itself."""
+    file = f"{name}.jinja"
+    while f"{MORE_TEMPLATES}/{file}" in content or file in ("default.jinja", "tool_use.jinja"):
+        file = f"source-{file}"
+    return file
 
 
 def carry_imported(folder: Path, tokenizer: Tokenizer) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from data_pipeline.tokenizer.base import (
     end_of_documents,
     splits_at_cuts,
 )
+from data_pipeline.tokenizer.beside import DeclaredToken
 from data_pipeline.tokenizer.growth import MAX_NORMALIZED_BYTES, check_growth
 
 _PIECES_AT_ONCE = 64
@@ -83,15 +84,28 @@ class JsonTokenizer(Tokenizer):
         content: the bytes of the file.
         name: short, for people.
         eod: the token that ends documents; None: the first usual one that there is.
+        declared: tokens that files beside it declare. They become a part of `content`.
 
     Raises:
-        ValueError: the file can't be used, or there is no `eod`.
+        ValueError: the file can't be used, there is no `eod`, or a declared token can't have its
+            id.
     """
 
-    def __init__(self, content: bytes, name: str, eod: str | None = None):
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        eod: str | None = None,
+        declared: Sequence[DeclaredToken] = (),
+    ):
         self.content = content
         self.name = name
         self.inner = self._load()
+        added = _tokens_to_add(self.inner, declared)
+        if added:
+            self.content = _with_added(content, added)
+            self.inner = self._load()
+        _check_declared(self.inner, declared)
         self.inner.encode_special_tokens = True
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
         check_ids(vocabulary)
@@ -253,6 +267,64 @@ def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
             raise
         reason = str(error)[:300]
         raise kind(f"{prefix}{reason}. Mend its tokenizer.json, or take another.") from error
+
+
+def _tokens_to_add(
+    inner: tokenizers.Tokenizer, declared: Sequence[DeclaredToken]
+) -> list[tokenizers.AddedToken]:
+    """The declared tokens that the tokenizer does not have as they are declared.
+
+    As in transformers, flags of a declaration with an id replace those of the tokenizer.json, and a
+    token that only has a name keeps the flags that it has but becomes special.
+    """
+    there = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    has_flags = there.keys() | {token.content for token in declared if token.id is not None}
+    wanted = dict(there)
+    for token in declared:
+        if token.id is not None or token.content not in has_flags:
+            wanted[token.content] = tokenizers.AddedToken(token.content, **token.flags)
+    for token in declared:
+        known = wanted[token.content]
+        if token.is_named and not known.special:
+            flags = {**known.__getstate__(), "special": True}
+            wanted[token.content] = tokenizers.AddedToken(**flags)
+    return [
+        token
+        for content, token in wanted.items()
+        if content not in there or token.__getstate__() != there[content].__getstate__()
+    ]
+
+
+def _with_added(content: bytes, added: list[tokenizers.AddedToken]) -> bytes:
+    """A tokenizer.json with more added tokens. ValueError: one would get an id that is taken."""
+    inner = tokenizers.Tokenizer.from_str(content.decode())
+    before = inner.get_vocab(with_added_tokens=True)
+    token_of = {i: token for token, i in before.items()}
+    inner.add_tokens(added)
+    for token in added:
+        i = inner.token_to_id(token.content)
+        if i is not None and token_of.get(i, token.content) != token.content:
+            raise ValueError(
+                f"the added token {token.content!r} would get the id {i} of {token_of[i]!r}, since "
+                "ids of the vocabulary have gaps. Write it into tokenizer.json with a free id"
+            )
+    return inner.to_str().encode()
+
+
+def _check_declared(inner: tokenizers.Tokenizer, declared: Sequence[DeclaredToken]) -> None:
+    """ValueError: a token has another id than the one that a file beside declares."""
+    for token in declared:
+        found = inner.token_to_id(token.content)
+        if token.id is not None and found != token.id:
+            holder = inner.id_to_token(token.id)
+            rule = "and ids of added tokens follow on each other"
+            if holder is not None:
+                rule = f"and {token.id} is the id of {holder!r}"
+            raise ValueError(
+                f"a file beside it declares {token.content!r} with the id {token.id}, {rule}: it "
+                f"would get {found}. Declare the ids that the model was trained with in the "
+                "tokenizer.json"
+            )
 
 
 def _decoder_steps(inner: tokenizers.Tokenizer) -> list[dict[str, Any]]:

@@ -20,19 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DataError, UserError, blame_storage
+from data_pipeline.errors import DataError, UserError
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
 from data_pipeline.tokenizer import (
-    BESIDE,
     CARRIED,
     CHAT_TEMPLATE,
     GENERATION,
+    MORE_TEMPLATES,
     SETTINGS,
     Carried,
     JsonTokenizer,
     Tokenizer,
+    files_beside,
     named_token,
+    read_beside,
     read_settings,
     tokenizer_path,
 )
@@ -302,15 +304,16 @@ def write_tokenizer(
     """
     write_atomic(directory / TOKENIZER, tokenizer.content)
     source = tokenizer_path(place)
-    for name in BESIDE:
-        content = _content_of(source.with_name(name))
-        if content is not None:
+    for name, content in files_beside(source).items():
+        # Templates by names belong to the one that `template` replaces.
+        if template is None or not name.startswith(MORE_TEMPLATES):
+            (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
     if template is not None:
         write_atomic(directory / CHAT_TEMPLATE, template)
     notes = []
     if isinstance(tokenizer, JsonTokenizer):
-        settings = _default_settings(tokenizer, config) | read_settings(source)
+        settings = _default_settings(tokenizer, config) | read_beside(source, SETTINGS)
         write_atomic(directory / SETTINGS, _as_json(settings))
     else:
         notes.append(
@@ -323,17 +326,6 @@ def write_tokenizer(
             "Export again with --chat-template FILE to carry it along."
         )
     return notes
-
-
-def _content_of(path: Path | RemotePath) -> bytes | None:
-    """The bytes of a file that may be there; StorageError: it can't be read now."""
-    try:
-        if path.exists():
-            return path.read_bytes()
-    except OSError as error:
-        blame_storage(str(path), error)
-        raise
-    return None
 
 
 def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:
