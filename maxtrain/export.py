@@ -25,7 +25,11 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain import model_card
 from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
 from maxtrain.config.words import choices
-from maxtrain.export_adapters import export_adapters, require_base_as_it_was
+from maxtrain.export_adapters import (
+    TokenizerFiles,
+    export_adapters,
+    require_base_as_it_was,
+)
 from maxtrain.export_gguf import export_gguf, require_suffix
 from maxtrain.model_source import (
     STEP_HELP,
@@ -50,20 +54,22 @@ from maxtrain.weights.hf import load_weights
 from maxtrain.weights.hf_export import (
     DTYPES,
     SETTINGS,
+    file_sizes,
     rounded,
     write_config,
     write_tokenizer,
     write_weights,
 )
+from maxtrain.weights.start import dtype_of_weights
 
 # The options of each format.
 _OPTIONS = {
     "hf": ("dtype", "max_shard_size", "chat_template"),
     "gguf": ("quant", "pre_tokenizer", "chat_template"),
-    "peft": (),
+    "peft": ("chat_template",),
 }
 # How a GGUF file stores parameters without rounding them.
-_QUANT_OF = {"float32": "f32", "bfloat16": "bf16"}
+_QUANT_OF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 MAX_SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -126,7 +132,7 @@ def export(
         _, params = nnx.split(model)
         write_weights(directory, params, model.config, dtype, max_shard_bytes, tell)
         verified = _verify(directory, out, model, dtype)
-        files = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+        files = file_sizes(directory)
     return Exported(files, notes, verified)
 
 
@@ -206,13 +212,14 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     add(
         "--dtype",
         choices=list(DTYPES),
-        help="type of the tensors (default: that of the run's parameters)",
+        help="type of the tensors (default: that of the weights that the run began with, else that "
+        "of its parameters)",
     )
     add_shard_size(parser)
     add(
         "--quant",
         choices=list(QUANTS),
-        help="how a GGUF file stores numbers (default: as the run's parameters, f32 or bf16)",
+        help="how a GGUF file stores numbers (default: f32, bf16 or f16, as of --dtype)",
     )
     add(
         "--pre-tokenizer",
@@ -315,7 +322,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         step = step_of(asked.run, asked.step)
         model, tokenizer = load_run(asked.run, step)
         if asked.format == "peft":
-            _export_peft(asked, model, config)
+            _export_peft(asked, model, tokenizer, config, template)
             return
         if config.model.lora.rank is not None:
             print(f"{asked.run}: its adapters are taken into the weights")
@@ -323,7 +330,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if asked.format == "gguf":
             _export_gguf(asked, model, tokenizer, config)
             return
-        dtype = asked.dtype or config.precision.params
+        dtype = asked.dtype or _default_dtype(asked.run, config)
         count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
         which = "newest checkpoint"
         if step is not None:
@@ -354,12 +361,21 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     return run_command(job, resumes=False)
 
 
+def _default_dtype(run: str, config: RunConfig) -> str:
+    """The type of exported numbers if nobody asks for one: that of the weights that the run was
+    made from, or began with, if they have fewer bits than its parameters."""
+    stored = dtype_of_weights(run)
+    if config.precision.params == "float32" and stored is not None:
+        return stored
+    return config.precision.params
+
+
 def _export_gguf(
     asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, config: RunConfig
 ) -> None:
     """The job of --format gguf."""
     out = asked.out.expanduser()
-    quant = asked.quant or _QUANT_OF[config.precision.params]
+    quant = asked.quant or _QUANT_OF[_default_dtype(asked.run, config)]
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     print(f"{asked.run}: {count:,} parameters, written as {quant}")
     written = export_gguf(
@@ -369,29 +385,43 @@ def _export_gguf(
         out,
         quant,
         config.run_name,
-        asked.chat_template,
+        str(asked.chat_template or ""),
         asked.pre_tokenizer,
     )
     print(f"{out}: {written.size / 1e6:,.1f} MB")
     print(
-        "read again: its tensors and keys are what was written; its logits differ from the run's "
-        f"by up to {written.difference:.2g}, where the largest is {written.largest:.3g}."
+        "read again: its keys are what was written, and its parameters and logits are those of the "
+        f"run rounded to {quant}, bit for bit."
     )
+    if written.difference:
+        print(
+            f"rounding: tensors change by up to {written.error:.2%} of their size, and logits by "
+            f"up to {written.difference:.2g}, where the largest is {written.largest:.3g}."
+        )
     for note in written.notes:
         print(note)
     print(f"run it: llama-cli -m {out}")
 
 
-def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -> None:
+def _export_peft(
+    asked: argparse.Namespace,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    template: bytes | None,
+) -> None:
     """The job of --format peft."""
     out = asked.out.expanduser()
     base = config.checkpoint.init_from
     if model.config.lora.rank is not None:
         require_base_as_it_was(model, config.train, config.checkpoint.init_partial)
-    files = export_adapters(model, out, base)
+    beside = TokenizerFiles(tokenizer, tokenizer_place(asked.run), template)
+    files, notes = export_adapters(model, out, base, beside)
     size = sum(files.values())
     print(f"{out}: {', '.join(files)} ({size / 1e6:,.1f} MB)")
     print("read again: its adapters are the run's, bit for bit.")
+    for note in notes:
+        print(note)
     if base is None:
         print("The run began with random weights, so that the files name none that they are for.")
     else:

@@ -2,31 +2,51 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import StorageError, UsageError
+from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import TrainConfig
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.decoder import Decoder
 from maxtrain.staging import publishing
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import frozen_paths, split_buffers
+from maxtrain.weights.hf_export import file_sizes, write_tokenizer
 from maxtrain.weights.peft import read_adapters, write_adapters
 
 
-def export_adapters(model: Decoder, out: Path, base: str | None) -> dict[str, int]:
+class TokenizerFiles(NamedTuple):
+    """The tokenizer that goes with adapters.
+
+    Attributes:
+        tokenizer: of the model.
+        place: as for `load_tokenizer`, from where it came.
+        template: a chat template; None: the one beside the tokenizer, if there is one.
+    """
+
+    tokenizer: Tokenizer
+    place: str
+    template: bytes | None = None
+
+
+def export_adapters(
+    model: Decoder, out: Path, base: str | None, beside: TokenizerFiles | None = None
+) -> tuple[dict[str, int], list[str]]:
     """Write the adapters of a model, and see that they read back as what they are.
 
     Args:
         model: with its adapters, all on this process's devices.
         out: the directory to be made; an empty one may be there.
         base: where the weights are that they are for; None: the files do not say.
+        beside: the tokenizer that is written beside them; None: none is.
 
     Returns:
-        Bytes of the files, by name.
+        Bytes of the files, by name; and what a user must know of the tokenizer.
 
     Raises:
         UsageError: the model has no adapters, or PEFT has no form for one; `out` is not free.
@@ -38,7 +58,12 @@ def export_adapters(model: Decoder, out: Path, base: str | None) -> dict[str, in
             "--format peft: the run has no adapters (model.lora.rank=null). Use --format hf."
         )
     _, adapters = split_adapters(nnx.state(model))
+    notes: list[str] = []
     with publishing(out, "export") as directory:
+        if beside is not None:
+            notes = write_tokenizer(
+                directory, beside.place, beside.tokenizer, model.config, beside.template
+            )
         write_adapters(directory, adapters, model.config, base)
         abstract = jax.tree.map(_described, adapters)
         found = jax.tree.leaves(read_adapters(directory, abstract, model.config))
@@ -48,7 +73,7 @@ def export_adapters(model: Decoder, out: Path, base: str | None) -> dict[str, in
                     f"OUT={out}: what is read back is not what was written. Nothing was exported. "
                     "Look at the disk that it is on, then run the same command again."
                 )
-        return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+        return file_sizes(directory), notes
 
 
 def require_base_as_it_was(

@@ -53,7 +53,7 @@ from maxtrain.storage.reading import require_no_url
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
-from maxtrain.weights.hf import load_weights
+from maxtrain.weights.hf import load_weights, stored_dtype
 
 # The one source of an imported run's config, which has a tokenizer and no data.
 _SOURCE = "imported"
@@ -158,7 +158,12 @@ def _write(
     params, buffers = split_buffers(variables)
     source = config.checkpoint.init_from or ""
     record = imported_record(
-        identity.id, source, to_yaml(config), tokenizer.sha256, stored_as(source)
+        identity.id,
+        source,
+        to_yaml(config),
+        tokenizer.sha256,
+        stored_as(source),
+        stored_dtype(Path(source)),
     )
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:

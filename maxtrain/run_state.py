@@ -245,7 +245,12 @@ class RunState:
 
 
 def imported_record(
-    run: str, source: str | None, config: str, tokenizer: str, stored_as: str = ""
+    run: str,
+    source: str | None,
+    config: str,
+    tokenizer: str,
+    stored_as: str = "",
+    stored_dtype: str | None = None,
 ) -> dict[str, Any]:
     """The record of step 0 of a run that `maxtrain import` makes.
 
@@ -255,6 +260,7 @@ def imported_record(
         config: of the run, as YAML.
         tokenizer: the SHA-256 of its tokenizer.
         stored_as: for people, how the weights there were quantised; empty: they were not.
+        stored_dtype: of most numbers there; None: they were quantised.
     """
     record = {
         "run": run,
@@ -265,6 +271,8 @@ def imported_record(
     }
     if stored_as:
         record["stored_as"] = stored_as
+    if stored_dtype is not None:
+        record["stored_dtype"] = stored_dtype
     return record
 
 

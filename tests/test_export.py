@@ -18,7 +18,14 @@ from safetensors.numpy import load_file
 from data_pipeline import interrupts
 from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.prepare import main as prepare
-from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from data_pipeline.tokenizer import (
+    BESIDE,
+    ByteTokenizer,
+    carry_data,
+    carry_imported,
+    load_tokenizer,
+    train_bpe,
+)
 from maxtrain import export as job
 from maxtrain import generate
 from maxtrain.checkpoint.manager import Checkpoints
@@ -29,7 +36,7 @@ from maxtrain.model_source import load_run
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
-from maxtrain.weights.hf_export import divide, write_config
+from maxtrain.weights.hf_export import divide, write_config, write_tokenizer
 from tests import pretrained
 from tests.shared import MORE_PARITY_CASES, in_time
 
@@ -379,7 +386,9 @@ def test_tokens_that_end_an_answer_are_those_of_generation_and_of_the_template(
         return config, json.loads((tmp_path / name / "generation_config.json").read_text())
 
     config, generation = written("plain")
-    assert config["eos_token_id"] == config["bos_token_id"] == of_document
+    assert config["eos_token_id"] == of_document
+    # Its bos_token is null.
+    assert config["bos_token_id"] is None and "bos_token_id" not in generation
     assert generation["eos_token_id"] == of_document
     assert generation["_from_model_config"] is True
     # 900 is none of the model's.
@@ -462,6 +471,7 @@ def run(tmp_path_factory):
     folder = root / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
+    carry_data(folder / "tokenizer", {"stdlib": str(root / "data")}, BESIDE)
     save(folder, config, [1, 2])
     return folder
 
@@ -535,6 +545,7 @@ def test_averaged_weights_are_what_is_exported_if_there_are_such(run, tmp_path, 
     folder = tmp_path / "averaged"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
+    shutil.copytree(run / "tokenizer", folder / "tokenizer")
     save(folder, config, [3])
     code, said, _ = command(folder, tmp_path / "out")
     assert code == 0 and "step 3, averaged weights (optimizer.ema_decay): " in said
@@ -588,6 +599,56 @@ def test_a_model_config_is_written_and_read_as_itself(tmp_path, place):
         model = build_model(changed, PrecisionConfig(), 1)
         write(model, place, tmp_path / family)
         assert read_config(tmp_path / family) == changed
+
+
+FILES = {
+    # Without a bos_token, and not in the form of transformers.
+    "tokenizer_config.json": b'{"eos_token":\n"<|end|>", "chat_template": [{"name": "default",\n'
+    b'"template": "a"}, {"name": "tool_use", "template": "b"}]}',
+    "special_tokens_map.json": b'{ "eos_token": "<|end|>" }\n',
+    "added_tokens.json": b'{"<|end|>": 96}',
+    "generation_config.json": b'{"top_k": 3,\n"eos_token_id": 96, "transformers_version": "5"}',
+    "additional_chat_templates/rag.jinja": b"{{ messages }}",
+    "chat_template.jinja": b"{{ messages }} \n",
+}
+
+
+@pytest.mark.parametrize("through", ["directory", "run"])
+def test_files_of_a_tokenizer_are_carried_as_they_are(through, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    pretrained.write(source)
+    for name, content in FILES.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(content)
+    place = source
+    if through == "run":
+        place = tmp_path / "run" / "tokenizer"
+        carry_imported(place, load_tokenizer(source))
+    tokenizer = load_tokenizer(place)
+    config = ModelConfig(vocab_size=160)
+    write_tokenizer(out, str(place), tokenizer, config)
+    write_config(out, config, "float32", tokenizer)
+    for name in ("tokenizer.json", *FILES):
+        assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    values = json.loads((out / "config.json").read_text())
+    assert values["bos_token_id"] is None and values["eos_token_id"] == 96
+
+
+def test_a_tokenizer_without_settings_gets_a_beginning_only_if_it_is_ours(tmp_path):
+    pretrained.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    carry_imported(tmp_path / "run", load_tokenizer(tmp_path))
+    for place, has_beginning in ((tmp_path, True), (tmp_path / "run", False)):
+        out = tmp_path / f"out-{has_beginning}"
+        out.mkdir()
+        tokenizer = load_tokenizer(place)
+        tokenizer.eod_id = 96
+        write_tokenizer(out, str(place), tokenizer, ModelConfig(vocab_size=160))
+        settings = json.loads((out / "tokenizer_config.json").read_text())
+        assert settings["eos_token"] == "<|end|>"
+        assert ("bos_token" in settings) == has_beginning
 
 
 def test_chatml_is_a_template_by_its_name():

@@ -37,7 +37,7 @@ from maxtrain.models.known import MODELS
 from maxtrain.serve.chat import Chat
 from maxtrain.train import run_from_config
 from maxtrain.weights.hf import load_pretrained
-from maxtrain.weights.start import require_same_tokenizer
+from maxtrain.weights.start import dtype_of_weights, require_same_tokenizer
 from tests.shared import MORE_PARITY_CASES, in_time
 
 PARITY = Path(__file__).parent / "data" / "parity"
@@ -189,6 +189,26 @@ def test_a_model_in_float16_goes_through_a_run_unchanged(source, tmp_path, capsy
     theirs = (source / "model.safetensors").read_bytes()
     assert (out / "model.safetensors").read_bytes() == theirs
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_of_16_bits_is_exported_so_unless_another_type_is_asked_for(
+    dtype, source, tmp_path
+):
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: value.astype(dtype) for name, value in tensors.items()}
+    save_file(halves, source / "model.safetensors", {"format": "pt"})
+    assert dtype_of_weights(str(source)) == dtype
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert cli.main(["import", str(source), str(run)]) == 0
+    theirs = (source / "model.safetensors").read_bytes()
+    # What is known of them is in the run.
+    shutil.rmtree(source)
+    assert cli.main(["export", str(run), str(out)]) == 0
+    assert (out / "model.safetensors").read_bytes() == theirs
+    assert cli.main(["export", str(run), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    assert load_file(tmp_path / "wide/model.safetensors")["model.norm.weight"].dtype == np.float32
 
 
 @pytest.mark.parametrize("command", [["import", "DIR", "RUN"], ["generate", "--hf", "DIR"]])

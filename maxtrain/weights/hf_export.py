@@ -34,7 +34,6 @@ from data_pipeline.tokenizer import (
     Tokenizer,
     files_beside,
     named_token,
-    read_beside,
     read_settings,
     tokenizer_path,
 )
@@ -215,9 +214,10 @@ def _write_shard(
 def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer) -> None:
     """Write config.json and generation_config.json into a directory that has the tokenizer's files.
 
-    What generation_config.json says already stays, but for the tokens around texts. Where the
-    tokenizer names no token that texts begin with, a document begins after the token that ends the
-    one before it: that is how rows are packed, and how `maxtrain generate` begins.
+    What generation_config.json says already stays, but for the tokens around texts. The token that
+    texts begin with is the one that the tokenizer's settings name, else that of
+    generation_config.json. Tokenizers of this program alone have no settings, and their documents
+    begin after the token that ends the one before.
 
     The token for padding is the one that the tokenizer's settings name. Nothing here reads it: what
     is trained is decided by lengths. In config.json, transformers takes it for a row of the
@@ -231,7 +231,13 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     pad_row = pad
     if pad == tokenizer.eod_id:
         pad_row = None
+    generation: dict[str, Any] = {"_from_model_config": True}
+    has_generation = (directory / GENERATION).exists()
+    if has_generation:
+        generation = read_json(directory / GENERATION)
     if begin is None:
+        begin = generation.get("bos_token_id")
+    if begin is None and not isinstance(tokenizer, JsonTokenizer):
         begin = tokenizer.eod_id
     family = FAMILIES[config.family]
     values = family.write(config)
@@ -243,22 +249,22 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
     values |= {"dtype": dtype, "torch_dtype": dtype}
     write_atomic(directory / "config.json", _as_json(values))
-    generation: dict[str, Any] = {"_from_model_config": True}
-    if (directory / GENERATION).exists():
-        generation = read_json(directory / GENERATION)
-    elif pad is not None:
+    if not has_generation and pad is not None:
         generation["pad_token_id"] = pad
     if generation.get("pad_token_id") != pad_row:
         # It says more than config.json, which transformers would read in its place.
         generation.pop("_from_model_config", None)
     ends = _ends(directory, tokenizer, config.vocab_size)
+    if begin is not None:
+        generation["bos_token_id"] = begin
     if ends == [tokenizer.eod_id]:
-        generation |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id}
+        generation["eos_token_id"] = tokenizer.eod_id
     elif ends:
         # As above.
         generation.pop("_from_model_config", None)
-        generation |= {"bos_token_id": begin, "eos_token_id": ends}
-    write_atomic(directory / GENERATION, _as_json(generation))
+        generation["eos_token_id"] = ends
+    if not has_generation or generation != read_json(directory / GENERATION):
+        write_atomic(directory / GENERATION, _as_json(generation))
 
 
 def _named_token_id(directory: Path, tokenizer: Tokenizer, key: str) -> int | None:
@@ -304,7 +310,8 @@ def write_tokenizer(
     """
     write_atomic(directory / TOKENIZER, tokenizer.content)
     source = tokenizer_path(place)
-    for name, content in files_beside(source).items():
+    beside = files_beside(source)
+    for name, content in beside.items():
         # Templates by names belong to the one that `template` replaces.
         if template is None or not name.startswith(MORE_TEMPLATES):
             (directory / name).parent.mkdir(exist_ok=True)
@@ -313,8 +320,9 @@ def write_tokenizer(
         write_atomic(directory / CHAT_TEMPLATE, template)
     notes = []
     if isinstance(tokenizer, JsonTokenizer):
-        settings = _default_settings(tokenizer, config) | read_beside(source, SETTINGS)
-        write_atomic(directory / SETTINGS, _as_json(settings))
+        if SETTINGS not in beside:
+            settings = _default_settings(tokenizer, config, _is_imported(source))
+            write_atomic(directory / SETTINGS, _as_json(settings))
     else:
         notes.append(
             f"Its tokenizer ({tokenizer.name}) is none that transformers reads, so that "
@@ -328,7 +336,25 @@ def write_tokenizer(
     return notes
 
 
-def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of all files below a directory, by their paths."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            found[str(path.relative_to(directory))] = path.stat().st_size
+    return found
+
+
+def _is_imported(tokenizer: Path | RemotePath) -> bool:
+    """Whether a tokenizer is that of a run which was made from a model of another program."""
+    if not tokenizer.with_name(CARRIED).exists():
+        return False
+    return Carried.load(tokenizer.parent).is_imported
+
+
+def _default_settings(
+    tokenizer: JsonTokenizer, config: ModelConfig, is_imported: bool
+) -> dict[str, Any]:
     """What of a tokenizer_config.json is known of any tokenizer.json."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -337,7 +363,10 @@ def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str
     }
     if tokenizer.eod_id is not None:
         end = tokenizer.inner.id_to_token(tokenizer.eod_id)
-        settings |= {"bos_token": end, "eos_token": end}
+        settings["eos_token"] = end
+        if not is_imported:
+            # A document begins after the end of the one before it.
+            settings["bos_token"] = end
     return settings
 
 

@@ -16,8 +16,9 @@ import jax
 from flax import nnx
 
 from data_pipeline import strict_yaml
-from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
 from data_pipeline.hub import download_hint
+from data_pipeline.remote import is_url
 from data_pipeline.shards import TOKENIZER
 from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, load_tokenizer
 from maxtrain.checkpoint.at_url import url_of
@@ -43,7 +44,7 @@ from maxtrain.storage.reading import readable_model
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.hf import differing_keys, load_weights
+from maxtrain.weights.hf import differing_keys, load_weights, stored_dtype
 from maxtrain.weights.peft import read_adapters
 from maxtrain.weights.peft_settings import dropout_note, require_same_settings
 
@@ -63,6 +64,8 @@ _SHAPES = {
 # Those of adapters that no shape shows.
 _SCALE_OF_ADAPTERS = ("alpha", "scaling")
 _TABLE_ROWS = 60
+# Runs that began with each other's weights, and are looked through.
+_LONGEST_CHAIN = 20
 # What checkpoints call the head.
 _HEAD = "params.head.kernel"
 # The value of a model that has learnt by PPO, which is always new.
@@ -78,6 +81,37 @@ def own_tokenizer(run: str | Path) -> Path | None:
     folder = Path(run).expanduser() / TOKENIZER_FOLDER
     if (folder / CARRIED).exists():
         return folder
+    return None
+
+
+def dtype_of_weights(place: str) -> str | None:
+    """The type that the weights of a model were stored in where another program had made them:
+    those of a Hugging Face directory, or those that a run was made from or began with.
+
+    None: that is not known, or the run began with random weights.
+    """
+    # A circle of runs would be a mistake of a person; nobody has chains as long as this.
+    for _ in range(_LONGEST_CHAIN):
+        if is_url(place):
+            return None
+        directory = Path(place).expanduser()
+        try:
+            if (directory / "config.json").exists():
+                return stored_dtype(directory)
+            path = _find_step(directory.absolute())
+            if path is None:
+                return None
+            _, record = read_step(path)
+            if "stored_dtype" in record:
+                return record["stored_dtype"]
+            saved = strict_yaml.loads(config_of(record))
+        except (UserError, OSError, ValueError):
+            return None
+        if not isinstance(saved, dict) or not isinstance(saved.get("checkpoint"), dict):
+            return None
+        place = saved["checkpoint"].get("init_from") or ""
+        if not place:
+            return None
     return None
 
 

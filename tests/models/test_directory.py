@@ -264,6 +264,37 @@ def test_layers_have_the_windows_that_the_config_gives_them(case, changes, expec
         assert [layer.rope.theta for layer in layers] == bases
 
 
+# Key and value heads where the config does not say, as in transformers 5.24; of 64 query heads.
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("llama3", 64),
+        ("olmo2", 64),
+        ("mistral", 8),
+        ("mixtral", 8),
+        ("qwen2", 32),
+        ("qwen2_moe", 16),
+        ("qwen3", 32),
+        ("qwen3_moe", 4),
+        ("gemma2", 4),
+        ("gemma3", 4),
+        ("gpt_oss", 8),
+    ],
+)
+def test_key_heads_that_are_missing_are_those_of_the_family(case, expected, tmp_path):
+    sizes = {"num_attention_heads": 64, "hidden_size": 512, "head_dim": 8}
+    assert changed(tmp_path, case, drop=["num_key_value_heads"], **sizes).num_kv_heads == expected
+    of_null = changed(tmp_path, case, num_key_value_heads=None, **sizes)
+    assert of_null.num_kv_heads == 64
+
+
+def test_key_heads_of_latents_are_as_many_as_queries(tmp_path):
+    sizes = {"num_attention_heads": 64, "hidden_size": 512}
+    with pytest.raises(DataError, match="num_key_value_heads=128"):
+        changed(tmp_path, "deepseek_v3", drop=["num_key_value_heads"], **sizes)
+    assert changed(tmp_path, "deepseek_v3", num_key_value_heads=None, **sizes).num_kv_heads == 64
+
+
 @pytest.mark.parametrize("case", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
 def test_a_window_counts_only_where_it_is_used(case, tmp_path):
     read = changed(tmp_path, case, drop=["layer_types"], sliding_window=5, use_sliding_window=False)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import random
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from data_pipeline.chat import CHATML
 from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from maxtrain import export_gguf as job
@@ -32,7 +34,7 @@ from maxtrain.verify import logits
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.gguf import tensors as gguf_tensors
 from maxtrain.weights.gguf.architecture import ARCHITECTURES, describe
-from maxtrain.weights.gguf.file import QUANTS, plan_tensors, read_gguf, write_gguf
+from maxtrain.weights.gguf.file import QUANTS, plan_tensors, read_gguf, round_trip, write_gguf
 from maxtrain.weights.gguf.tensors import gguf_table
 from maxtrain.weights.gguf.tokenizer import Refused, describe_tokenizer
 from maxtrain.weights.hf_export import lazy_parameters
@@ -295,6 +297,102 @@ def test_a_file_is_read_again_by_the_tensor(quant, tmp_path, monkeypatch):
     np.testing.assert_array_equal(vector, stored["vector"].whole()[3:7])
 
 
+# Rounding sends tokens to other experts here, which changes logits a lot in a file that is right.
+@pytest.mark.long
+@pytest.mark.parametrize("quant", ["bf16", "q8_0", "q4_0"])
+def test_experts_that_are_rounded_are_written(quant, place, tmp_path):
+    written = write(build(config_of("qwen3_moe")), place, tmp_path / "a.gguf", quant)
+    assert 0 < written.error < job._MOST_ERROR[quant]
+    assert any("experts" in note for note in written.notes)
+
+
+@pytest.mark.long
+@pytest.mark.every_dose
+@pytest.mark.parametrize(
+    ("case", "quant", "name"),
+    [
+        ("qwen3_moe", "q8_0", "blk.1.ffn_gate_inp.weight"),
+        ("qwen3_moe", "bf16", "blk.0.ffn_up_exps.weight"),
+        ("llama3", "f32", "token_embd.weight"),
+    ],
+)
+def test_one_other_number_in_the_file_is_no_export(case, quant, name, place, tmp_path, monkeypatch):
+    """Also where the checksums of the bytes do not notice it."""
+    read_gguf = job.read_gguf
+
+    def damaged(*arguments):
+        stored = dict(read_gguf(*arguments))
+        numbers = stored[name].whole().copy()
+        numbers.flat[7] += 2**-6
+        return stored | {name: in_memory(numbers)}
+
+    monkeypatch.setattr(job, "read_gguf", damaged)
+    with pytest.raises(StorageError, match="1 parameters"):
+        write(build(config_of(case)), place, tmp_path / "a.gguf", quant)
+    assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quant", ["f32", "q8_0"])
+def test_a_file_with_a_flipped_bit_is_no_export(quant, place, tmp_path, monkeypatch):
+    read_gguf = job.read_gguf
+
+    def damage(path, sums, fields):
+        content = bytearray(path.read_bytes())
+        content[-1000] ^= 64
+        path.write_bytes(content)
+        return read_gguf(path, sums, fields)
+
+    monkeypatch.setattr(job, "read_gguf", damage)
+    with pytest.raises(StorageError):
+        write(build(config_of("qwen3_moe")), place, tmp_path / "a.gguf", quant)
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_numbers_that_rounding_destroys_are_no_export(tmp_path):
+    compared = job._Compared([], True, {"a": 0.5}, 1.0, 2.0)
+    with pytest.raises(StorageError):
+        job._require_same(tmp_path / "a.gguf", compared, "q8_0")
+    job._require_same(tmp_path / "a.gguf", compared._replace(errors={"a": 0.01}), "q8_0")
+    with pytest.raises(StorageError):
+        job._require_same(tmp_path / "a.gguf", compared._replace(has_same_logits=False), "q8_0")
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_numbers_of_any_form_are_within_the_error_that_is_allowed(quant):
+    rng = np.random.default_rng(0)
+    outlier = np.full((4, 64), 1.0, np.float32)
+    outlier[:, ::32] = -16
+    outlier[:, 5] = 15.9
+    forms = [rng.normal(size=(8, 64)), rng.standard_cauchy((8, 64)), outlier, np.ones((2, 32))]
+    for numbers in forms:
+        numbers = numbers.astype(np.float32).clip(-6e4, 6e4)
+        error = job._relative_error(round_trip("a", numbers, quant), numbers)
+        assert error <= job._MOST_ERROR.get(quant, 0.0)
+
+
+def test_chatml_and_named_templates_are_in_the_file(place, tmp_path):
+    folder = shutil.copytree(place, tmp_path / "tokenizer")
+    settings = {
+        "eos_token": "<|endoftext|>",
+        "chat_template": [
+            {"name": "default", "template": "first"},
+            {"name": "tool_use", "template": "with tools"},
+        ],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+    for template, expected in (("chatml", CHATML), ("", "first")):
+        fields, _ = job._tokenizer_fields(tokenizer, str(folder), template, PLAIN.vocab_size, None)
+        said = {field.key: field.value for field in fields}
+        assert said["tokenizer.chat_template"] == expected
+        # Those by names belong to the tokenizer's own.
+        of_names = ["tool_use"] if template == "" else None
+        assert said.get("tokenizer.chat_templates") == of_names
+        if of_names:
+            assert said["tokenizer.chat_template.tool_use"] == "with tools"
+
+
 @pytest.mark.long
 def test_parameters_in_bfloat16_are_written_as_they_are(place, tmp_path):
     assert write(build(PLAIN, "bfloat16"), place, tmp_path / "a.gguf", "bf16").difference == 0
@@ -307,9 +405,9 @@ def test_llama_cpp_reads_numbers_of_gemma_3_as_we_do(place, tmp_path, monkeypatc
     weights give here, not equal. The weights as they were are much further away."""
     stored = {}
 
-    def keep(model, table, tensors):
+    def keep(model, table, plans, tensors):
         stored.update(tensors)
-        return 0.0, 1.0
+        return job._Compared([], True, {}, 0.0, 1.0)
 
     # In the place of the comparison, which takes the arrays of the model away.
     monkeypatch.setattr(job, "_compare", keep)

@@ -18,7 +18,14 @@ FULL_ATTENTION: LayerType = "full_attention"
 # The kinds of layers that take turns in a family; in others, all layers are alike.
 _PERIODS: dict[str, tuple[LayerType, ...]] = {
     "gemma2": (SLIDING_ATTENTION, FULL_ATTENTION),
-    "gemma3": (SLIDING_ATTENTION,) * 5 + (FULL_ATTENTION,),
+    "gemma3": (
+        SLIDING_ATTENTION,
+        SLIDING_ATTENTION,
+        SLIDING_ATTENTION,
+        SLIDING_ATTENTION,
+        SLIDING_ATTENTION,
+        FULL_ATTENTION,
+    ),
     "gpt_oss": (SLIDING_ATTENTION, FULL_ATTENTION),
 }
 MAX_LAYERS = 10_000

@@ -127,15 +127,18 @@ def read_v2(settings: Settings) -> ModelConfig:
 
 def read_v3(settings: Settings) -> ModelConfig:
     """The ModelConfig of DeepSeek V3's config.json."""
+    settings = settings.where_missing(
+        n_group=8,
+        num_experts_per_tok=8,
+        num_key_value_heads=128,
+        topk_group=4,
+    )
     settings = settings.with_defaults(
         first_k_dense_replace=3,
         moe_intermediate_size=2048,
-        n_group=8,
         n_routed_experts=256,
         n_shared_experts=1,
-        num_experts_per_tok=8,
         routed_scaling_factor=2.5,
-        topk_group=4,
     )
     settings.require("topk_method", "noaux_tc")
     settings.require("scoring_func", "sigmoid")

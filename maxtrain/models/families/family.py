@@ -98,6 +98,10 @@ class Settings:
         null = dict.fromkeys(self.values.keys() - given.keys() - defaults.keys())
         return dataclasses.replace(self, values={**defaults, **given, **null})
 
+    def where_missing(self, **defaults: Any) -> "Settings":
+        """The same, with values for keys that are missing; null stays."""
+        return dataclasses.replace(self, values={**defaults, **self.values})
+
     def number_or_null(self, name: str, default: Any, kind: type = int) -> Any:
         """A number above 0, or None if the key is null; the default if it is missing."""
         if self.values.get(name, default) is None:

@@ -102,6 +102,7 @@ def _spec(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> DecoderSpe
 
 def read_gemma2(settings: Settings) -> ModelConfig:
     """The ModelConfig of Gemma 2's config.json."""
+    settings = settings.where_missing(num_key_value_heads=4)
     settings = settings.with_defaults(max_position_embeddings=8192)
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     return _read(settings, "gemma2", caps)
@@ -112,13 +113,13 @@ def read_gemma3(settings: Settings) -> ModelConfig:
 
     Those of its models that see pictures leave out what is as transformers has it by default.
     """
+    settings = settings.where_missing(num_key_value_heads=4)
     settings = settings.with_defaults(
         vocab_size=262_208,
         hidden_size=2304,
         intermediate_size=9216,
         num_hidden_layers=26,
         num_attention_heads=8,
-        num_key_value_heads=4,
         max_position_embeddings=131_072,
     )
     everywhere, nearby = _two_ropes(settings)

@@ -50,11 +50,11 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 def read(settings: Settings) -> ModelConfig:
     """The ModelConfig of GPT-OSS's config.json."""
+    settings = settings.where_missing(num_key_value_heads=8)
     settings = settings.with_defaults(
         head_dim=64,
         max_position_embeddings=131_072,
         num_experts_per_tok=settings.values.get("experts_per_token") or 4,
-        num_key_value_heads=8,
         num_local_experts=128,
         rms_norm_eps=1e-5,
         rope_theta=150_000.0,

@@ -171,8 +171,7 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
 
 def read_mixtral(settings: Settings) -> ModelConfig:
     """The ModelConfig of Mixtral's config.json."""
-    settings = settings.with_defaults(
-        num_key_value_heads=8,
+    settings = settings.where_missing(num_key_value_heads=8).with_defaults(
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
         rope_theta=1_000_000.0,
@@ -188,7 +187,8 @@ def read_mixtral(settings: Settings) -> ModelConfig:
 
 def read_mistral(settings: Settings) -> ModelConfig:
     """The ModelConfig of Mistral's config.json."""
-    settings = settings.with_defaults(num_key_value_heads=8, max_position_embeddings=131_072)
+    settings = settings.where_missing(num_key_value_heads=8)
+    settings = settings.with_defaults(max_position_embeddings=131_072)
     window = settings.number_or_null("sliding_window", 4096)
     return read_decoder(settings, **read_window(settings, "mistral", window))
 

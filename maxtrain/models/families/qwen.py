@@ -118,9 +118,14 @@ def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
     return settings.experts(moe)
 
 
+# Where `num_key_value_heads` is missing; null is as many as there are queries.
+_KV_HEADS = {"qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
+
+
 def _read(settings: Settings, family: str, **more: Any) -> ModelConfig:
     """The sliding window counts only with `use_sliding_window`, and is there if the key is
     missing. Which layers have it where `layer_types` does not say, differs."""
+    settings = settings.where_missing(num_key_value_heads=_KV_HEADS[family])
     window = None
     if settings.flag("use_sliding_window", False):
         window = settings.number_or_null("sliding_window", _WINDOW)

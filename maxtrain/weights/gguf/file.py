@@ -152,6 +152,22 @@ def _stored(name: str, rows: np.ndarray, quant: str) -> np.ndarray:
     return gguf.quants.quantize(rows, gguf.GGMLQuantizationType[quant.upper()])
 
 
+def round_trip(name: str, numbers: np.ndarray, quant: str) -> np.ndarray:
+    """Numbers as a file of this type gives them back, in float32, without the file. DataError: one
+    is not finite so."""
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    out = np.empty(rows.shape, np.float32)
+    count = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    for start in range(0, len(rows), count):
+        stored = _stored(name, rows[start : start + count], quant)
+        if quant.startswith("q"):
+            gguf = library()
+            kind = gguf.GGMLQuantizationType[quant.upper()]
+            stored = gguf.quants.dequantize(stored, kind)
+        out[start : start + count] = stored
+    return out.reshape(numbers.shape)
+
+
 def _scales_fit(rows: np.ndarray) -> bool:
     """Whether numbers that share a scale are within those of a float16, as scales are."""
     return rows.size == 0 or float(np.abs(rows).max()) <= float(np.finfo(np.float16).max)
