@@ -180,12 +180,16 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
         return TiktokenTokenizer(content, name, pattern, special, eod)
     if content.startswith(_LFS_POINTER):
         raise ValueError("is a pointer of Git LFS, not the file itself. Run `git lfs pull` there")
-    with_ids = [token for token in declared_tokens(path, settings) if token.id is not None]
-    special = {token.content: token.id for token in with_ids if token.flags.get("special")}
+    declared = declared_tokens(path, settings)
+    special = {
+        token.content: token.id
+        for token in declared
+        if token.id is not None and token.flags.get("special")
+    }
     tokenizer = SentencePieceTokenizer(content, name, special, eod)
     size = tokenizer.inner.piece_size()
-    for token in with_ids:
-        if token.id >= size and token.content not in special:
+    for token in declared:
+        if token.id is not None and token.id >= size and token.content not in special:
             rule = "to be found in text, which only a tokenizer.json can do"
             raise ValueError(f"a file beside it adds {token.content!r} {rule}")
     return tokenizer
