@@ -84,12 +84,16 @@ def test_ctrl_c_is_handed_on(number, grace, does, code, monkeypatch, tmp_path):
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(local, "SETTLE", 2.0)
-    threading.Thread(target=press).start()
-    begin = time.monotonic()
-    before = signal.getsignal(number)
-    assert run(does, tmp_path, grace) == code
-    assert time.monotonic() - begin < 60
-    assert signal.getsignal(number) == before
+    # Tests that nohup started ignore the end of their terminal, and so would the job.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        threading.Thread(target=press).start()
+        begin = time.monotonic()
+        assert run(does, tmp_path, grace) == code
+        assert time.monotonic() - begin < 60
+        assert signal.getsignal(number) == signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from benchmarks.families import (
     unlike_after_resuming,
 )
 from maxtrain.config.schema import RoutingConfig
-from maxtrain.models.families import gemma
+from maxtrain.config.sections.model import FULL_ATTENTION, SLIDING_ATTENTION
 from maxtrain.models.families.directory import read_config
 from tests.shared import PARITY_CASES
 
@@ -27,13 +27,14 @@ ALIKE = ("llama_tied_mha", "qwen3_moe_unnormalised")
 
 
 @pytest.fixture
-def config(case, monkeypatch):
+def config(case):
     """The config of a case, for programs that compile in a few seconds."""
     found = read_config(PARITY / case)
     # The plain products of experts compile twice as fast; test_moe.py holds the others to them.
     found = dataclasses.replace(found, routing=RoutingConfig(kernel="eager"))
     # Two kinds of layers that take turns, where six layers would take three times as long.
-    monkeypatch.setattr(gemma, "PERIOD_OF_GEMMA3", 2)
+    if found.family == "gemma3":
+        found = dataclasses.replace(found, layer_types=(SLIDING_ATTENTION, FULL_ATTENTION))
     return found
 
 

@@ -196,8 +196,8 @@ class ModelConfig:
     )
     layer_types: tuple[LayerType, ...] = key(
         (),
-        "kinds of the first layers, which the others repeat: sliding_attention has the window, "
-        "full_attention none; empty: as usual in the family",
+        "kinds of layers, repeated: sliding_attention has the window, full_attention has none; "
+        "empty: those of the family",
         used_by=UsedBy({"model.family": _ALTERNATING}),
     )
     query_pre_attn_scalar: float | None = key(
