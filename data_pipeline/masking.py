@@ -25,9 +25,12 @@ _MASKED = re.compile(r"://[^/\s]*\*\*\*@|[?&][\w.%-]+=\*\*\*(?:[&#\s]|$)")
 
 def masked(text: str) -> str:
     """A text with a mask in the place of each secret."""
-    text = _USER.sub(_without_user, text)
-    text = _QUERY.sub(rf"\1{MASK}", text)
-    return _VARIABLE.sub(rf"\1{MASK}", text)
+    return _VARIABLE.sub(rf"\1{MASK}", masked_urls(text))
+
+
+def masked_urls(text: str) -> str:
+    """A text with a mask in the place of each secret of a URL."""
+    return _QUERY.sub(rf"\1{MASK}", _USER.sub(_without_user, text))
 
 
 def _without_user(found: re.Match[str]) -> str:

@@ -4,22 +4,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 from data_pipeline.errors import UsageError
+from data_pipeline.masking import masked_urls
 
-# The password in SCHEME://USER:PASSWORD@HOST.
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/\s:@'\"]*):[^/\s@'\"]+@")
-# A signature or token in the query of a URL.
-_IN_QUERY = re.compile(
-    r"(://[^\s'\"]*[?&][\w-]*(?:signature|token|secret|password|sig|api_?key)=)[^&\s'\"]+",
-    re.IGNORECASE,
-)
 _NAME = re.compile(
     r"secret|token$|password|passwd|credential|private_?key|api_?key|access_?key", re.IGNORECASE
 )
-
-
-def mask(text: str) -> str:
-    """A text with the passwords and tokens of its URLs replaced by ***."""
-    return _IN_QUERY.sub(r"\1***", _IN_URL.sub(r"\1:***@", text))
 
 
 def require_no_secrets(
@@ -37,12 +26,12 @@ def require_no_secrets(
         UsageError: there is a secret. Its message does not show it.
     """
     for text in texts:
-        masked = mask(text)
-        if masked == text:
+        shown = masked_urls(text)
+        if shown == text:
             continue
         place = next(
             line.strip()
-            for line, original in zip(masked.splitlines(), text.splitlines(), strict=True)
+            for line, original in zip(shown.splitlines(), text.splitlines(), strict=True)
             if line != original
         )
         raise UsageError(f"{place} has a password, which {what} would show. {elsewhere}.")
