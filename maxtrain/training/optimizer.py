@@ -54,8 +54,8 @@ def make_optimizer(
         params: the parameters, which may be abstract: paths, logical axes and shapes are read.
         factors: a number for each variable, which multiplies its learning rate but not its decay
             (models.init.learning_rate_factors); a group's own factor multiplies both.
-        clips: false: its gradients are clipped before (`make_clipping`). The arrays of the state
-            are the same.
+        clips: false: its gradients are clipped before (`make_clipping`). It goes on with
+            the state of an optimizer that clips.
 
     Raises:
         ConfigError: a pattern that matches nothing, parameters in two groups, pieces of a schedule
@@ -74,9 +74,10 @@ def make_optimizer(
         optax.masked(optax.scale(rate), _where(rates, rate))
         for rate in sorted(set(rates.values()) - {1.0})
     ]
-    before = []
-    if clips:
-        before += _clipping(config)
+    before = _clipping(config)
+    if not clips:
+        # As many parts as with clipping, so that each finds its own state.
+        before = [optax.identity() for _ in before]
     after = []
     if factors is not None:
         after.append(scale_by_factors(factors))

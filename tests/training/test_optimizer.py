@@ -393,3 +393,25 @@ def test_adafactors_moments_are_those_of_float32_also_for_bfloat16_weights():
     for exact, x in zip(*leaves, strict=True):
         assert x.dtype == jnp.float32
         np.testing.assert_array_equal(x, exact)
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        {},
+        {"clip_norm": 1.0},
+        {"clip_value": 0.1},
+        {"clip_norm": 1.0, "clip_value": 0.1, "clip_adaptive": 0.1},
+    ],
+)
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_it_goes_on_with_the_state_of_an_optimizer_that_clips(name, clipping):
+    """Updates layer by layer clip before, and go on with the state of the whole optimizer."""
+    params = variables(1)
+    rules = config(name=name, **clipping)
+    whole, unclipped = (
+        make_optimizer(rules, SCHEDULE, STEPS, params, clips=clips) for clips in (True, False)
+    )
+    state = whole.init(params)
+    _, after = unclipped.update(variables(2), state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
