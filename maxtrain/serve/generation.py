@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -17,6 +17,7 @@ Reason = Literal["stop", "length", "window", "cancelled", "failed", "unconstrain
 Alternatives = list[tuple[int, float]]
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """What the tokens of a text must be, given those before. For one text, and one thread."""
 
