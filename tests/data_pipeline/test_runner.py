@@ -82,6 +82,7 @@ def inputs(tmp_path, monkeypatch):
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     inner.save("tokenizer.json")
     given = ["--tokenizer", "tokenizer.json", "--chat", "said.jsonl", "--chat-template", "chatml"]
+    given += ["--eod", "append"]
     return ["--text", "*.txt", "--jsonl", "lines.jsonl", *given, "--holdout", "0.1", "--dedupe"]
 
 

@@ -133,7 +133,7 @@ class Job:
         return [sorted(nodes) for nodes in found.values()]
 
     def reach(self, step: int) -> None:
-        wait_until(lambda: self.step >= step, f"step {step}", 90)
+        wait_until(lambda: self.step >= step, f"step {step}", 240)
 
     def has_no_state(self) -> bool:
         return list((self.folder / "a $b's").glob(".ends-*")) == []

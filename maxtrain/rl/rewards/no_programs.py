@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, no_type_check
 
 _STARTING = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.", "pty.")
 _OTHERS = ("socket.", "ctypes.", "shutil.", "os.remove", "os.rename", "os.kill", "os.putenv")
@@ -51,6 +51,8 @@ def no_programs() -> Iterator[None]:
         _State.refuses = before
 
 
+# Type checkers wrap functions, and `_is_text` counts the frames below itself.
+@no_type_check
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _State.refuses:
         return
@@ -68,6 +70,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         raise RefusedError(f"{event} is refused while a formula is read")
 
 
+@no_type_check
 def _is_text(filename: Any) -> bool:
     """Whether code with this file name was made from text, and not from the file of a module."""
     if isinstance(filename, bytes):
