@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
 from data_pipeline.tokenizer import (
     BESIDE,
+    TOKENIZER_FOLDER,
     ByteTokenizer,
     CharTokenizer,
     JsonTokenizer,
@@ -369,6 +371,7 @@ def test_averaged_weights_are_what_is_loaded_if_there_are_such(run, tmp_path):
         [f"config={folder / 'config.yaml'}", "optimizer.ema_decay=0.9", "precision.params=bfloat16"]
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
+    shutil.copytree(folder / TOKENIZER_FOLDER, tmp_path / TOKENIZER_FOLDER)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     checkpoints.save(1, {"params": params[0], "opt_state": {"average": params[1]}}, {})
     checkpoints.close()

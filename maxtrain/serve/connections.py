@@ -55,7 +55,8 @@ class _LimitedProtocol(H11Protocol):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    # Any: the transports of uvloop are no subclasses of those of asyncio.
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         most = self.connection_limits.connections
         if len(self.connections) > 2 * most:
