@@ -140,6 +140,7 @@ class _Texts:
                 constraint=request.constraints[index] if request.constraints else None,
                 scores_prompt=options.echo and options.logprobs is not None,
                 tokenizer=request.tokenizer,
+                find_end=request.find_end(),
             )
             self.jobs.append(job)
 

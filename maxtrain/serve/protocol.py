@@ -29,6 +29,7 @@ from maxtrain.serve.tool_formats import (
     END_THINK,
     THINK,
     CompletionReader,
+    FirstCallEnd,
     ToolFormat,
     detect_format,
     has_reasoning,
@@ -76,9 +77,16 @@ _OF_CHAT = (
     "response_format",
     "chat_template_kwargs",
 )
-# These say who asks, and change no answer.
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-# These change nothing with these values, which some clients send.
+# These keys name the client or steer caches and logs. They change no answer.
+_WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+)
+# With these values, which some clients send, the keys change nothing.
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "best_of": (None,),
     "echo": (False, None),
@@ -92,7 +100,31 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": (None, "auto", "default"),
     "modalities": (None, ["text"]),
     "chat_template_kwargs": (None, {}),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "moderation": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
+# What to send in the place of a key that is refused.
+_INSTEAD = {
+    "functions": "Send tools, which took its place",
+    "function_call": "Send tool_choice, which took its place",
+    "max_completion_tokens": "Send max_tokens",
+    "reasoning_effort": (
+        "Leave it out, or set the variable that the chat template has for it in "
+        "chat_template_kwargs"
+    ),
+}
+# Keys of messages that have no meaning here, with what to send in their place.
+_UNREAD_IN_MESSAGES = {
+    "audio": "Send the text of what was said as content",
+    "refusal": "Send the text of the refusal as content",
+}
+_IN_SCHEMA_FORM = frozenset({"name", "description", "schema", "strict"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +221,7 @@ class EncodedRequest:
         num_hidden: tokens at the beginning of each prompt that the request does not have.
         constraints: what each text must be; empty: anything.
         reader: makes what takes a completion of a chat apart; None: no chat.
+        has_one_call: a completion ends with its first tool call.
         tokenizer: that decodes the texts.
         ignores_new: only the prompt is wanted, not the one token after it.
     """
@@ -202,6 +235,13 @@ class EncodedRequest:
     constraints: Sequence[Constraint] = ()
     reader: Callable[[], CompletionReader] | None = None
     ignores_new: bool = False
+    has_one_call: bool = False
+
+    def find_end(self) -> FirstCallEnd | None:
+        """Return what finds the end of one completion; None: only stop texts and tokens end it."""
+        if not self.has_one_call or self.reader is None:
+            return None
+        return FirstCallEnd(self.reader())
 
 
 class Served(NamedTuple):
@@ -418,26 +458,7 @@ def _tools(values: Mapping[str, Any], served: Served) -> tuple[list[Any], dict[s
             f"tools must be a list of at most {_MOST_TOOLS} definitions of functions.",
             param="tools",
         )
-    functions = {}
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            raise RequestError(
-                f'tools[{number}] must be {{"type": "function", "function": {{...}}}}.',
-                param="tools",
-            )
-        name = function.get("name")
-        if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name) or name in functions:
-            raise RequestError(
-                f"tools[{number}].function.name must be a name of its own, of at most 64 letters, "
-                "digits, dots, dashes and underscores.",
-                param="tools",
-            )
-        try:
-            check_schema(f"tools[{number}].function.parameters", function.get("parameters") or {})
-        except UsageError as error:
-            raise RequestError(str(error), param="tools") from error
-        functions[name] = function
+    functions = _functions(tools, may_be_free=choice in (None, "auto"))
     if choice in (None, "auto", "none") and not functions:
         return [], {}, False
     if choice == "none":
@@ -459,7 +480,8 @@ def _tools(values: Mapping[str, Any], served: Served) -> tuple[list[Any], dict[s
         return tools, functions, True
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
-    if not isinstance(name, str) or name not in functions:
+    is_function = isinstance(choice, dict) and choice.get("type") == "function"
+    if not is_function or not isinstance(name, str) or name not in functions:
         raise RequestError(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
             '{"name": ...}} with the name of one of the tools.',
@@ -468,19 +490,70 @@ def _tools(values: Mapping[str, Any], served: Served) -> tuple[list[Any], dict[s
     return tools, {name: functions[name]}, True
 
 
+def _functions(tools: list[Any], may_be_free: bool) -> dict[str, Any]:
+    """Return the functions of tools by name.
+
+    Args:
+        tools: definitions, as the request has them.
+        may_be_free: whether the model may write a call without a grammar.
+
+    Raises:
+        RequestError: a tool is not as the API has it, or asks for what cannot be kept.
+    """
+    functions = {}
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise RequestError(
+                f'tools[{number}] must be {{"type": "function", "function": {{...}}}}.',
+                param="tools",
+            )
+        name = function.get("name")
+        if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name) or name in functions:
+            raise RequestError(
+                f"tools[{number}].function.name must be a name of its own, of at most 64 letters, "
+                "digits, dots, dashes and underscores.",
+                param="tools",
+            )
+        try:
+            check_schema(f"tools[{number}].function.parameters", function.get("parameters") or {})
+        except UsageError as error:
+            raise RequestError(str(error), param="tools") from error
+        strict = _boolean(f"tools[{number}].function.strict", function.get("strict"), "tools")
+        if strict and may_be_free:
+            raise RequestError(
+                f"tools[{number}].function.strict=true is kept where tool_choice names a function "
+                "or is required: with tool_choice=auto, the model writes arguments freely. Leave "
+                "strict out, or set another tool_choice.",
+                param="tools",
+                code="unsupported_value",
+            )
+        functions[name] = function
+    return functions
+
+
 def _schema(form: Any) -> Mapping[str, Any] | None:
     """Return the JSON schema of a response_format; None: any text is an answer.
 
     Raises:
         RequestError: there is no such form, or the schema cannot be used.
     """
-    kind = form.get("type") if isinstance(form, dict) else None
-    if form is None or kind == "text":
+    if form is None:
         return None
-    if kind == "json_object":
+    kind = form.get("type") if isinstance(form, dict) else None
+    keys = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    is_right = isinstance(form, dict) and not form.keys() - keys
+    if is_right and kind == "text":
+        return None
+    if is_right and kind == "json_object":
         return {"type": "object"}
-    named = form.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(named, dict) or "schema" not in named:
+    named = form.get("json_schema") if is_right and kind == "json_schema" else None
+    if (
+        not isinstance(named, dict)
+        or "schema" not in named
+        # Another key, such as a second schema, would be ignored without a word.
+        or named.keys() - _IN_SCHEMA_FORM
+    ):
         raise RequestError(
             'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": '
             '"json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
@@ -545,7 +618,9 @@ def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
         tokenizer = VisibleTokens(tokenizer, visible)
 
     def reader() -> CompletionReader:
-        return CompletionReader(tool_format, request.functions, reasons, is_in_reasoning)
+        return CompletionReader(
+            tool_format, request.functions, reasons, is_in_reasoning, request.parallel
+        )
 
     return EncodedRequest(
         options=options,
@@ -555,6 +630,7 @@ def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
         tokenizer=tokenizer,
         constraints=_constraints(request, served, tool_format, is_in_reasoning),
         reader=reader,
+        has_one_call=tool_format is not None and not request.parallel,
     )
 
 
@@ -631,15 +707,17 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served)
         if value is None and key in (*_OF_COMPLETIONS, *_OF_CHAT):
             continue
         if key not in _NEUTRAL:
+            instead = _INSTEAD.get(key, "Leave it out")
             raise RequestError(
-                f"{key} is not supported here. Leave it out; known are "
+                f"{key} is not supported here. {instead}; known are "
                 f"{choices(sorted([*known, *_WITHOUT_EFFECT]))}.",
                 param=key,
                 code="unsupported_parameter",
             )
         if not any(_is_same(value, neutral) for neutral in _NEUTRAL[key]):
+            instead = _INSTEAD.get(key, "Leave it out")
             raise RequestError(
-                f"{key}={json.dumps(value)[:80]} is not supported here. Leave it out.",
+                f"{key}={json.dumps(value)[:80]} is not supported here. {instead}.",
                 param=key,
                 code="unsupported_value",
             )
@@ -782,6 +860,13 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is one text, where it was given in parts."""
+    for key, instead in _UNREAD_IN_MESSAGES.items():
+        if message.get(key) is not None:
+            raise RequestError(
+                f"the key {key} of a message is not supported here. {instead}.",
+                param="messages",
+                code="unsupported_content",
+            )
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

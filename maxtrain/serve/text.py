@@ -2,7 +2,7 @@
 
 import bisect
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -232,9 +232,18 @@ class TextStream:
         tokenizer: of the ids.
         prompt: ids before the new ones.
         stop: texts that it ends before.
+        find_end: takes each part, and returns how many of its characters belong to the text if the
+            text ends within it or with it, else None. None: only `stop` ends the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        find_end: Callable[[str], int | None] | None = None,
+    ):
+        self._find_end = find_end
         self._growing = _Growing(tokenizer, prompt)
         self._stop = tuple(stop)
         # For each id, the characters that were certain with it.
@@ -283,7 +292,7 @@ class TextStream:
     def num_given(self) -> int:
         """How many of the ids, from the first on, are those of the text that was given: as few as
         have it, or all at the end, if that is no stop text."""
-        if self._is_finished:
+        if self._is_finished and not self.has_stopped:
             return len(self._ends)
         if self._given == 0:
             return 0
@@ -298,6 +307,10 @@ class TextStream:
         return self._growing.open_starts()[number - len(starts)]
 
     def _give(self, part: str) -> str:
+        end = self._find_end(part) if self._find_end is not None and part else None
+        if end is not None:
+            part = part[:end]
+            self.has_stopped = True
         self._parts.append(part)
         self._given += len(part)
         self._growing.forget(self._given)

@@ -57,7 +57,8 @@ class ToolFormat(NamedTuple):
         at_start: a text that calls may also begin with, if nothing comes before.
         marks: texts that may be special tokens, which decoding would leave out.
         read: finds calls at the beginning of a text; the second argument says whether no more text
-            comes, the third has the tools by name.
+            comes, the third has the tools by name. The fourth says whether several calls may come:
+            if not, the first one is returned as soon as it is whole.
         grammar: of one or more calls, as Lark rules with the rule `calls`.
     """
 
@@ -65,7 +66,7 @@ class ToolFormat(NamedTuple):
     openings: tuple[str, ...]
     at_start: str
     marks: tuple[str, ...]
-    read: Callable[[str, bool, Mapping[str, Any]], _Found]
+    read: Callable[[str, bool, Mapping[str, Any], bool], _Found]
     grammar: Callable[[Mapping[str, Any], bool, Mapping[str, int]], str]
 
 
@@ -98,6 +99,7 @@ class CompletionReader:
         tools: the definitions of functions by name.
         reasons: whether the model may write reasoning.
         is_in_reasoning: whether the prompt has begun the reasoning.
+        parallel: whether there may be several calls. If not, what follows the first one is dropped.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class CompletionReader:
         tools: Mapping[str, Any],
         reasons: bool = False,
         is_in_reasoning: bool = False,
+        parallel: bool = True,
     ):
         self._format = tool_format
         self._tools = tools
@@ -120,7 +123,18 @@ class CompletionReader:
         # A call that is not whole is looked at again when the text has grown by a part, so that
         # the work stays linear.
         self._next_look = 0
+        self._parallel = parallel
         self.num_calls = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the completion has its only call, so that nothing may follow."""
+        return self.num_calls > 0 and not self._parallel
+
+    @property
+    def num_unread(self) -> int:
+        """How many characters at the end of the text so far are not read yet."""
+        return len(self._text)
 
     def feed(self, text: str, is_last: bool = False) -> list[TextPart | ToolCall]:
         """Return what is certain with more text of the completion."""
@@ -168,7 +182,7 @@ class CompletionReader:
 
     def _read(self, is_last: bool) -> list[TextPart | ToolCall]:
         found: list[TextPart | ToolCall] = []
-        while self._text:
+        while self._text and not self.is_over:
             at = self._opening()
             if at < 0:
                 found.append(self._content(self._certain(is_last)))
@@ -181,7 +195,7 @@ class CompletionReader:
             if len(self._text) < self._next_look and not is_last:
                 break
             assert self._format is not None
-            calls = self._format.read(self._text[at:], is_last, self._tools)
+            calls = self._format.read(self._text[at:], is_last, self._tools, self._parallel)
             if calls is None and is_last:
                 # It never became a call.
                 calls = [], len(self._text) - at
@@ -225,6 +239,26 @@ class CompletionReader:
         self._text = self._text[length:]
         self._has_content = self._has_content or bool(text.strip())
         return TextPart("content", text)
+
+
+class FirstCallEnd:
+    """Finds where the first call of a completion ends.
+
+    Args:
+        reader: a reader of its own, which allows one call.
+    """
+
+    def __init__(self, reader: CompletionReader):
+        self._reader = reader
+
+    def __call__(self, text: str) -> int | None:
+        """Take the next part of the completion. Return how many of its characters belong to the
+        completion up to the end of the first call; None: that call has not ended."""
+        self._reader.feed(text)
+        if not self._reader.is_over:
+            return None
+        # The reader looks at long calls now and then, so the end may lie in an earlier part.
+        return max(0, len(text) - self._reader.num_unread)
 
 
 def _overlap(text: str, marks: Sequence[str]) -> int:
@@ -280,9 +314,9 @@ def _loads(text: str) -> Any:
         return None
 
 
-def _read_hermes(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
+def _read_hermes(text: str, is_last: bool, tools: Mapping[str, Any], parallel: bool) -> _Found:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen2.5 and Qwen3."""
-    del tools
+    del tools, parallel
     start = _skip_space(text, len(_HERMES))
     if start == len(text):
         return None
@@ -306,9 +340,10 @@ _XML_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.S)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.S)
 
 
-def _read_xml(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
+def _read_xml(text: str, is_last: bool, tools: Mapping[str, Any], parallel: bool) -> _Found:
     """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, of
     Qwen3-Coder."""
+    del parallel
     match = _XML_FUNCTION.search(text)
     if match is None:
         if text.startswith(_HERMES) and len(text) > len(_HERMES):
@@ -348,20 +383,29 @@ def _xml_value(text: str, schema: Any) -> Any:
     return value
 
 
-def _read_mistral(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
+def _read_mistral(text: str, is_last: bool, tools: Mapping[str, Any], parallel: bool) -> _Found:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], and of newer models
     [TOOL_CALLS]NAME[ARGS]{...}."""
     del is_last, tools
     start = _skip_space(text, len(_MISTRAL))
     if start == len(text):
         return None
+    if text[start] == "[" and not parallel:
+        first = _skip_space(text, start + 1)
+        if first == len(text):
+            return None
+        end = _json_end(text, first) if text[first] == "{" else -1
+        if end >= 0:
+            call = _call(_loads(text[first:end]), "arguments")
+            if call is not None:
+                return [call], end
     if text[start] == "[":
         end = _json_end(text, start)
         if end < 0:
             return None
         values = _loads(text[start:end])
-        calls = [_call(value, "arguments") for value in values or []]
-        return [call for call in calls if call], end
+        calls = [call for value in values or [] if (call := _call(value, "arguments"))]
+        return (calls if parallel else calls[:1]), end
     brace = text.find("{", start)
     if brace < 0:
         return None
@@ -375,7 +419,7 @@ def _read_mistral(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
     return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))], end
 
 
-def _read_llama(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
+def _read_llama(text: str, is_last: bool, tools: Mapping[str, Any], parallel: bool) -> _Found:
     """{"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>, and several with ; between
     them, of Llama 3.x."""
     has_tag = text.startswith(_PYTHON)
@@ -392,6 +436,8 @@ def _read_llama(text: str, is_last: bool, tools: Mapping[str, Any]) -> _Found:
         if call is None or (not has_tag and call.name not in tools):
             return calls, (end if not calls else at)
         calls.append(call)
+        if not parallel:
+            return calls, end
         behind = _skip_space(text, end)
         if behind == len(text) and not is_last:
             return None

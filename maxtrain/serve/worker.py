@@ -61,6 +61,7 @@ class Job:
         tell: gets each part, in the engine's thread; the last one has a reason.
         constraint, scores_prompt: as of `Generation`.
         tokenizer: that decodes the text; None: the worker's.
+        find_end: as of `TextStream`.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Job:
         constraint: Constraint | None = None,
         scores_prompt: bool = False,
         tokenizer: Tokenizer | None = None,
+        find_end: Callable[[str], int | None] | None = None,
     ):
         self.constraint = constraint
+        self.find_end = find_end
         self.scores_prompt = scores_prompt
         self.tokenizer = tokenizer
         self.prompt = prompt
@@ -97,13 +100,13 @@ class _Running:
 
     def __init__(self, job: Job, engine: Engine, tokenizer: Tokenizer):
         self.job = job
-        self._stream = TextStream(job.tokenizer or tokenizer, job.prompt, job.stop)
+        self._stream = TextStream(job.tokenizer or tokenizer, job.prompt, job.stop, job.find_end)
         self._has_told = False
         self._told = 0
         self._text = ""
         self._error: Exception | None = None
         stop = None
-        if job.stop:
+        if job.stop or job.find_end is not None:
             stop = self._is_over
         self.generation: Generation = engine.submit(
             job.prompt,

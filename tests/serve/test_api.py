@@ -193,6 +193,25 @@ def test_a_call_that_must_come_is_the_only_thing_that_can(api, choice):
     assert allowed.is_complete
 
 
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_without_parallel_calls_there_is_one_at_most(api, choice):
+    values = {"tools": TOOLS, "parallel_tool_calls": False}
+    if choice is not None:
+        values["tool_choice"] = choice
+    text = "I add.\n" + CALL + "\n" + CALL + "\nmore"
+    answer = api.chat(text, **values).choices[0]
+    assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
+    assert answer.message.content == "I add."
+    find_end = api.worker.jobs[0].find_end
+    assert find_end(text) == len("I add.\n" + CALL)
+    deltas = [part.choices[0].delta for part in api.stream(text, **values)]
+    assert len([call for delta in deltas for call in delta.tool_calls or []]) == 1
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    assert api.chat("No call.", **values).choices[0].message.content == "No call."
+    api.chat(text, tools=TOOLS)
+    assert api.worker.jobs[0].find_end is None
+
+
 def test_a_choice_that_is_no_tool_is_refused(api):
     choice = {"type": "function", "function": {"name": "other"}}
     for tool_choice in (choice, "always", {"type": "function"}):

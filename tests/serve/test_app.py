@@ -9,9 +9,12 @@ import json
 import socket
 import threading
 import time
+import types
 
 import pytest
 import uvicorn
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
 from maxtrain.serve.answers import Answers
@@ -334,6 +337,97 @@ def test_mistakes_of_a_completion_are_the_client_s(site, values, message):
 def test_mistakes_of_a_chat_are_the_client_s(site, values, message):
     status, answer = site.post("/v1/chat/completions", b"{" + values + b"}")
     assert status == 400 and message in answer["error"]["message"]
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "schemas": {}}}
+# Each key of OpenAI's API for chats that is not honoured, with values that have no effect, and
+# values that change an answer and so are refused.
+UNHONOURED = {
+    "audio": ([None], [{"voice": "alloy", "format": "wav"}]),
+    "function_call": ([None, "none", "auto"], ["required", {"name": "f"}]),
+    "functions": ([None, []], [[{"name": "f"}]]),
+    "metadata": ([None, {"a": "b"}], []),
+    "modalities": ([None, ["text"]], [["text", "audio"]]),
+    "moderation": ([None], [{"model": "m"}]),
+    "prediction": ([None], [{"type": "content", "content": "a"}]),
+    "prompt_cache_key": ([None, "a"], []),
+    "prompt_cache_options": ([None, {}], []),
+    "prompt_cache_retention": ([None, "24h"], []),
+    "reasoning_effort": ([None], ["low", "none"]),
+    "safety_identifier": ([None, "a"], []),
+    "service_tier": ([None, "auto", "default"], ["flex"]),
+    "store": ([None, False], [True]),
+    "user": ([None, "a"], []),
+    "verbosity": ([None, "medium"], ["low", "high"]),
+    "web_search_options": ([None], [{}]),
+}
+HONOURED = {
+    *("frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens"),
+    *("messages", "model", "n", "parallel_tool_calls", "presence_penalty", "response_format"),
+    *("seed", "stop", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs"),
+    "top_p",
+}
+
+
+def test_every_key_of_the_api_has_a_rule():
+    keys = chat_params.CompletionCreateParamsBase.__annotations__
+    assert set(keys) == HONOURED | UNHONOURED.keys()
+    served = no_tokenizer_served()
+    for key, (neutral, _) in UNHONOURED.items():
+        for value in neutral:
+            read_chat({"messages": MESSAGES, key: value}, served)
+    for key in completion_params.CompletionCreateParamsBase.__annotations__:
+        if key not in ("prompt", "model"):
+            read_completion({"prompt": "a", key: None}, served)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key, (_, refused) in UNHONOURED.items() for value in refused),
+        ("response_format", {"type": "json_object", "schema": {}}),
+        ("response_format", {"type": "text", "json_schema": {}}),
+        ("response_format", SCHEMA_FORM),
+        ("messages", [{"role": "assistant", "content": "a", "audio": {"id": "1"}}]),
+        ("messages", [{"role": "assistant", "content": "a", "refusal": "No."}]),
+        ("max_completion_tokens", "3"),
+        ("unknown", None),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused(key, value):
+    with pytest.raises(RequestError) as raised:
+        read_chat({"messages": MESSAGES, key: value}, no_tokenizer_served())
+    assert raised.value.status == 400 and raised.value.param == key
+    if key not in ("messages", "max_completion_tokens", "response_format"):
+        with pytest.raises(RequestError) as raised:
+            read_completion({"prompt": "a", key: value}, no_tokenizer_served())
+        assert raised.value.param == key
+
+
+def test_strict_arguments_are_promised_where_they_can_be_kept():
+    """A grammar holds them where a call must come, and nothing does with tool_choice=auto."""
+    tokenizer = ByteTokenizer()
+    chat = types.SimpleNamespace(source="{{ tools }}<tool_call>")
+    served = Served("small", (), tokenizer, (), chat, 4096, 257, 0)
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named, "none"):
+        read_chat({"messages": MESSAGES, "tools": [tool], "tool_choice": choice}, served)
+    for values in ({}, {"tool_choice": "auto"}):
+        with pytest.raises(RequestError) as raised:
+            read_chat({"messages": MESSAGES, "tools": [tool], **values}, served)
+        assert raised.value.status == 400 and raised.value.param == "tools"
+    for wrong in (named | {"type": "custom"}, {"function": {"name": "f"}}):
+        with pytest.raises(RequestError) as raised:
+            read_chat({"messages": MESSAGES, "tools": [tool], "tool_choice": wrong}, served)
+        assert raised.value.param == "tool_choice"
+
+
+def no_tokenizer_served():
+    """A model with a chat template, for requests that are checked and not encoded."""
+    chat = types.SimpleNamespace(source="")
+    return Served("small", (), ByteTokenizer(), (), chat, 4096, 257, 0)
 
 
 def test_more_candidates_than_there_are_tokens_are_all(site):

@@ -7,6 +7,7 @@ import pytest
 
 from maxtrain.serve.tool_formats import (
     CompletionReader,
+    FirstCallEnd,
     TextPart,
     ToolCall,
     detect_format,
@@ -138,6 +139,26 @@ def test_calls_are_found_whatever_parts_they_come_in(name, text, content, calls)
         assert found == (content, "", calls), seed
 
 
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_without_parallel_calls_the_first_call_ends_the_completion(name, text, content, calls):
+    expected = (content if not calls else content.rstrip(), "", calls[:1])
+    for seed in (None, *range(12)):
+        assert read(name, text + "\nmore" * bool(calls), seed, parallel=False) == expected, seed
+        tool_format = detect_format(TEMPLATES[name])
+        find_end = FirstCallEnd(CompletionReader(tool_format, TOOLS, parallel=False))
+        rng = random.Random(seed)
+        at = 0
+        cut = None
+        while cut is None and at < len(text):
+            part = text[at : at + (rng.randint(1, 6) if seed is not None else len(text))]
+            cut = find_end(part)
+            at += len(part) if cut is None else cut
+        # What is left at the end of the text is a call too, once no more text comes.
+        assert read(name, text[:at], parallel=False) == expected
+        if len(calls) > 1:
+            assert cut is not None and at < len(text)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_are_told_apart(name):
     assert detect_format(TEMPLATES[name]).name == name
@@ -178,9 +199,9 @@ def test_a_long_call_takes_linear_time():
     form = detect_format(TEMPLATES["hermes"])
     looks = []
 
-    def counting(text, is_last, tools):
+    def counting(text, is_last, tools, parallel):
         looks.append(len(text))
-        return form.read(text, is_last, tools)
+        return form.read(text, is_last, tools, parallel)
 
     reader = CompletionReader(form._replace(read=counting), TOOLS)
     text = hermes(ToolCall("say", arguments))

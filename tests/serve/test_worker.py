@@ -63,6 +63,7 @@ class Told:
             (),
             settings["stop"],
             tell or self.parts.put,
+            find_end=settings.get("find_end"),
         )
 
     def wait(self):
@@ -120,6 +121,23 @@ def test_tokens_of_a_stop_text_and_behind_it_are_not_told(begin, stop):
     text, tokens, reason = told.wait()
     assert text == TEXT.decode().partition(stop)[0]
     assert len(tokens) == len(text) and reason == "stop"
+
+
+@pytest.mark.parametrize("stop", [(), ["never"], ["four"]])
+def test_a_text_ends_where_its_end_is_found(begin, stop):
+    seen = []
+
+    def find_end(text):
+        before = len("".join(seen))
+        seen.append(text)
+        whole = "".join(seen)
+        return None if "three" not in whole else whole.index("three") + 5 - before
+
+    told = Told(find_end=find_end, stop=stop, max_tokens=25)
+    begin(ScriptedEngine()).submit([told.job])
+    text, tokens, reason = told.wait()
+    assert (text, reason) == ("one two three", "stop")
+    assert [token.id for token in tokens] == list(b"one two three")
 
 
 @pytest.mark.parametrize("stop", [(), ["never"]])
