@@ -17,6 +17,15 @@ class SafeConsole(Console):
     def __init__(self, **options: Any):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
 
+    def write_text(self, text: str, style: str = "") -> None:
+        """Print text as it is, without a line end: into files and pipes byte for byte, on a
+        terminal in a style and with what would command it escaped."""
+        if self.is_terminal:
+            self.print(Text(visible(text), style), end="", soft_wrap=True)
+        else:
+            self.file.write(text)
+        self.file.flush()
+
     def render_str(self, text: str, **options: Any) -> Text:
         # Before a table measures its cells.
         return super().render_str(visible(text), **options)

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 # Control characters (C0 but for tab and line feed, DEL, C1), soft hyphens, marks and overrides of
-# direction, characters without width, separators of lines, tags, and surrogates.
+# direction, characters without width, separators of lines, tags, and surrogates. The joiners U+200C
+# and U+200D stay: Persian, the scripts of India, and emoji are written with them.
 _UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 

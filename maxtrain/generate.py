@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.text import Text
-
 from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DivergedError, UsageError, run_command
 from data_pipeline.tokenizer import Tokenizer
@@ -253,12 +250,14 @@ class _RowText:
         return part
 
 
-def show(console: Console, prompts: Sequence[str], completions: Sequence[str]) -> None:
+def show(console: SafeConsole, prompts: Sequence[str], completions: Sequence[str]) -> None:
     """Print each prompt, dim, with its completion, bold, and a line between two."""
     for i, (prompt, text) in enumerate(zip(prompts, completions)):
         if i > 0:
             console.rule(style="dim")
-        console.print(Text.assemble((prompt, "dim"), (text, "bold")), soft_wrap=True)
+        console.write_text(prompt, "dim")
+        console.write_text(text, "bold")
+        console.write_text("\n")
 
 
 def describe_speed(speed: Speed) -> str:
@@ -434,9 +433,9 @@ def _continue(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -
     speed: list[Speed] = []
     options = {"begin": begin, "report": speed.append, "stop": asked.stop, **_options_of(asked)}
     if len(asked.prompt) == 1:
-        console.print(Text(asked.prompt[0], "dim"), end="", soft_wrap=True)
+        console.write_text(asked.prompt[0], "dim")
         complete(model, tokenizer, asked.prompt, stream=_printer(console), **options)
-        console.print()
+        console.write_text("\n")
     else:
         texts = complete(model, tokenizer, asked.prompt, **options)
         show(console, asked.prompt, texts)
@@ -467,14 +466,14 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
             report=speed.append,
             **options,
         )
-        console.print()
+        console.write_text("\n")
         print(describe_speed(speed[0]), file=sys.stderr)
         return text
 
     for number, prompt in enumerate(asked.prompt):
         if number > 0:
             console.rule(style="dim")
-        console.print(Text(prompt, "dim"), soft_wrap=True)
+        console.write_text(f"{prompt}\n", "dim")
         answer([{"role": "user", "content": prompt}])
     if asked.prompt:
         return
@@ -516,14 +515,9 @@ def _options_of(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _printer(console: Console) -> Callable[[int, str], object]:
+def _printer(console: SafeConsole) -> Callable[[int, str], object]:
     """What prints parts of one text as they come."""
-
-    def write(_: int, part: str) -> None:
-        console.print(Text(part, "bold"), end="", soft_wrap=True)
-        console.file.flush()
-
-    return write
+    return lambda _, part: console.write_text(part, "bold")
 
 
 if __name__ == "__main__":

@@ -340,6 +340,7 @@ def run(tmp_path_factory):
     folder = root / "quickstart"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
+    carry_data(folder / TOKENIZER_FOLDER, {"stdlib": str(root / "data")}, BESIDE)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     params = [nnx.state(build_model(config.model, config.precision, seed)) for seed in (1, 2)]
     for step, state in enumerate(params, 1):
@@ -633,9 +634,9 @@ def test_help_says_what_there_is(command):
 
 @pytest.mark.long
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
-    (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     with pytest.raises(StorageError, match="has no complete checkpoint"):
-        load_run(tmp_path)
+        load_run(tmp_path / "run")
 
 
 def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, monkeypatch, capsys):
@@ -665,7 +666,7 @@ def test_chat_has_the_system_message_that_the_data_was_prepared_with(tmp_path, m
 
     def talk(*words, sources=("kind",)):
         paths = {name: str(tmp_path / name) for name in sources}
-        carry_data(tmp_path / "tokenizer", paths, BESIDE)
+        carry_data(tmp_path / TOKENIZER_FOLDER, paths, BESIDE)
         arguments = job._parse(
             [str(tmp_path), "--chat", "--prompt", "a?", "--chat-template", str(template), *words],
             "generate",
