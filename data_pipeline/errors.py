@@ -43,6 +43,9 @@ _PASSING = (
     errno.ENFILE,
 )
 
+# Signals that ask a process to stop. SIGHUP comes when its terminal is closed.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 # As a shell tells that SIGPIPE has ended a program.
 NO_READER = 128 + signal.SIGPIPE
 
@@ -177,10 +180,17 @@ def blame_storage(path: str, error: Exception) -> None:
         ) from error
 
 
+def handled_signals() -> list[signal.Signals]:
+    """Return the signals that stop this process: a SIGHUP that it was started to ignore, as `nohup`
+    does, stays ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored]
+
+
 def end_at_signals() -> None:
-    """From now on SIGINT and SIGTERM end this process with exit 75, until other handlers are set:
-    there is nothing to save yet."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """From now on SIGINT, SIGTERM and SIGHUP end this process with exit 75, until other handlers
+    are set: there is nothing to save yet."""
+    for number in handled_signals():
         signal.signal(number, end_by_signal)
 
 

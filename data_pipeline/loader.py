@@ -11,6 +11,7 @@ import functools
 import gc
 import hashlib
 import shlex
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -243,7 +244,8 @@ class _Dataset:
         stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
         each = -(-self.config.prefetch // workers)
         stream = stream.mp_prefetch(
-            grain.MultiprocessingOptions(workers, per_worker_buffer_size=each)
+            grain.MultiprocessingOptions(workers, per_worker_buffer_size=each),
+            worker_init_fn=_ignore_hangup,
         )
         # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and
         # leaks when interrupted.
@@ -258,6 +260,12 @@ class _Dataset:
             # made, Python 3.12 warns of leaks.
             del iterator, stream
             gc.collect()
+
+
+def _ignore_hangup(worker: int, workers: int) -> None:
+    """Leave SIGHUP to the process that reads from this worker: a terminal sends it to both."""
+    del worker, workers
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class TrainingData(_Dataset):

@@ -38,6 +38,7 @@ from maxtrain.model_source import (
 from maxtrain.models.decoder import Decoder
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.sharding import batch_shards
+from maxtrain.serve.generation import foreign_id
 
 # Rows of a batch, and tokens of a row at least.
 ROWS = 8
@@ -114,9 +115,12 @@ def _check_rows(model: Decoder, rows: Sequence[Row]) -> None:
                 f"a row has {len(row.ids):,} tokens, and the model reads at most {longest:,} "
                 "(model.max_length). Divide it into windows."
             )
-        if not (min(row.ids) >= 0 and max(row.ids) < vocabulary):
+        place = foreign_id(row.ids, vocabulary)
+        if place is not None:
             raise UsageError(
-                f"a row has ids beyond model.vocab_size={vocabulary}. Use the model's tokenizer."
+                f"a row has the id {row.ids[place]} at token {place}, which must be in "
+                f"[0, {vocabulary}) (model.vocab_size={vocabulary}). Use ids of the model's own "
+                "tokenizer."
             )
 
 

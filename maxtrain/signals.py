@@ -1,6 +1,10 @@
 """Stopping in good order: the first SIGINT or SIGTERM asks, the second one ends the process at
 once.
 
+SIGHUP, which comes when the terminal is closed, asks too. It may come several times, and together
+with SIGTERM, so that it never counts as a second signal. Where SIGHUP is ignored, as with `nohup`,
+it stays ignored.
+
 What is asked depends on what there is to save. Before the first step of a launch nothing is: the
 process ends at once, with exit 75. After it, the run ends at the next step that all processes agree
 on, when that is saved. If this takes longer than checkpoint.grace_seconds, the process says so and
@@ -12,12 +16,14 @@ asked for happens.
 """
 
 import contextlib
+import errno
 import math
 import os
 import select
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 from collections import defaultdict
@@ -26,7 +32,7 @@ from types import FrameType
 
 import jax
 
-from data_pipeline.errors import TryAgainError, end_by_signal
+from data_pipeline.errors import STOP_SIGNALS, TryAgainError, end_by_signal, handled_signals
 from data_pipeline.terminal import unescaped
 from maxtrain.parallel.agreement import gather
 
@@ -53,7 +59,7 @@ class StopRequest:
             grace_seconds for that, either.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = STOP_SIGNALS
 
     def __init__(self, grace_seconds: float = 0.0, ends_process: bool = False):
         self.name = ""
@@ -73,7 +79,7 @@ class StopRequest:
             self._theirs.setblocking(False)
             descriptor = self._theirs.fileno()
             self._old_fd = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-            self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            self._old = {n: signal.signal(n, self._handle) for n in handled_signals()}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
@@ -131,6 +137,8 @@ class StopRequest:
             self._interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
         # What the second one asks for, the thread does.
         if self.name:
             return
@@ -143,6 +151,8 @@ class StopRequest:
     def _watch(self) -> None:
         """Ends the process at the second signal, or when its time after the first one is over."""
         name = ""
+        # The last signal but SIGHUP, which never counts as a second one.
+        insistent = ""
         deadline = math.inf
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -165,11 +175,14 @@ class StopRequest:
             number = received[0]
             if number not in self.SIGNALS:
                 continue
-            before = name
-            name = signal.Signals(number).name
-            if before:
-                self._end(128 + number, f"{before}, then {name}: ended at once.")
-            deadline = time.monotonic() + self._seconds_left()
+            latest = signal.Signals(number).name
+            if number != signal.SIGHUP:
+                if insistent:
+                    self._end(128 + number, f"{insistent}, then {latest}: ended at once.")
+                insistent = latest
+            if not name:
+                name = latest
+                deadline = time.monotonic() + self._seconds_left()
 
     def _why_over(self) -> str:
         """Why the process is ended when its time after the first signal is over."""
@@ -200,6 +213,22 @@ class StopRequest:
         teller.start()
         teller.join(_AT_ONCE)
         os._exit(code)
+
+
+def _leave_closed_terminal() -> None:
+    """Write standard output and standard error to nowhere if their terminal has been closed.
+
+    Each write to such a terminal fails, which would end the run before it has saved.
+    """
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] != errno.EIO:
+                continue
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, descriptor)
+            os.close(nothing)
 
 
 class _Pace:

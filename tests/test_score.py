@@ -137,8 +137,8 @@ def test_a_long_text_is_read_in_windows(stride):
         (Row([1, 2], 2), "has none to score from number 2 on"),
         (Row([1, 2], 0), "has none to score from number 0 on"),
         (Row(list(range(42))), r"42 tokens, and the model reads at most 40 .*into windows"),
-        (Row([1, 257]), r"beyond model\.vocab_size=257. Use the model's tokenizer"),
-        (Row([-1, 2]), r"beyond model\.vocab_size=257"),
+        (Row([1, 257]), r"id 257 at token 1, which must be in \[0, 257\)"),
+        (Row([-1, 2]), r"id -1 at token 0"),
     ],
 )
 def test_rows_that_cannot_be_scored_are_refused(row, message):

@@ -5,8 +5,10 @@ import contextlib
 import itertools
 import json
 import os
+import pty
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -32,6 +34,14 @@ from maxtrain.train import main
 from tests.shared import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored():
+    """As it is where no `nohup` started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", StopRequest.SIGNALS, ids=lambda n: n.name)
@@ -84,6 +94,20 @@ def test_handlers_are_put_back_after_an_error():
     with pytest.raises(OSError), StopRequest():
         raise OSError
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
+    try:
+        end_at_signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.name
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 def test_in_another_thread_signals_are_left_alone():
@@ -180,6 +204,20 @@ PROGRAM = """
             "SIGINT: nothing is left to save. Run the same command again",
         ),
         (
+            300,
+            "steps",
+            [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM],
+            143,
+            "SIGTERM, then SIGTERM: ended at once. Run the same command",
+        ),
+        (
+            1.5,
+            "steps",
+            [signal.SIGHUP, signal.SIGHUP],
+            75,
+            "SIGHUP: checkpoint.grace_seconds=1.5 are over, in: save. The last whole checkpoint",
+        ),
+        (
             0.5,
             "steps",
             [signal.SIGTERM],
@@ -228,6 +266,55 @@ def test_while_it_is_imported_a_signal_ends_it_without_a_traceback(config, comma
         75,
         [f"{number.name}: nothing is left to save. Run the same command again."],
     )
+
+
+# Makes standard input the terminal of this session, and becomes another program.
+IN_TERMINAL = """
+    import fcntl, os, signal, sys, termios
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["terminal", "nohup"])
+def test_a_run_saves_when_its_terminal_is_closed(config, kind):
+    """The kernel sends SIGHUP to all processes of the terminal, also to those that read data, and
+    each write to the terminal fails from then on. nohup writes to a file."""
+    folder = config.parent / "runs" / kind
+    steps = 20 if kind == "nohup" else 1_000_000
+    words = [sys.executable, "-c", textwrap.dedent(IN_TERMINAL), kind]
+    words += ["-m", "maxtrain.train", f"config={config}", "observe.progress=rich"]
+    words += [f"run_name={kind}", f"steps={steps}", "data.workers=1"]
+    ours, theirs = pty.openpty()
+    with (
+        (config.parent / f"{kind}.txt").open("wb") as file,
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            stdin=theirs,
+            stdout=file if kind == "nohup" else theirs,
+            stderr=file if kind == "nohup" else theirs,
+            start_new_session=True,
+        ) as process,
+    ):
+        os.close(theirs)
+        try:
+            deadline = time.monotonic() + 240
+            while not (folder / "metrics.jsonl").exists() or not read_metrics(folder):
+                assert process.poll() is None and time.monotonic() < deadline
+                # Otherwise the run waits until somebody reads what it has written.
+                while select.select([ours], [], [], 0.1)[0]:
+                    os.read(ours, 1 << 16)
+            os.close(ours)
+            code = process.wait(timeout=240)
+        finally:
+            process.kill()
+    saved = sorted(saved_steps(folder / "checkpoints"))
+    assert code == (0 if kind == "nohup" else 75)
+    assert saved == [20] if kind == "nohup" else len(saved) == 1
 
 
 @pytest.mark.parametrize("stderr", ["closed", "full", "none"])

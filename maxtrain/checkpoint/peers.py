@@ -4,13 +4,17 @@ the devices.
 All processes of a job call these functions, in the same order.
 """
 
+import contextlib
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import numpy as np
 
 from data_pipeline.errors import StorageError
+from data_pipeline.new_files import open_beside
 from maxtrain.checkpoint.integrity import Files
 from maxtrain.checkpoint.plain import is_part_of_array, needed_parts
 from maxtrain.parallel.agreement import from_one, gather_bytes, raise_together
@@ -78,16 +82,24 @@ def is_here(path: Path, files: Files, name: str) -> bool:
 
 
 def _send(path: Path, size: int, sender: int, is_wanted: bool) -> None:
-    """Sends a file from one process to all, piece by piece; those who want it write it.
+    """Send a file from one process to all, piece by piece. The processes that want it write it.
 
-    OSError, when all is sent: this process could not read or write it.
+    Raises:
+        OSError: when all is sent: this process could not read or write the file.
     """
     error = None
-    partial = path.with_name(f".{path.name}.partial")
+    # The new file, under a name that nobody can guess; None: this process writes none.
+    file: BinaryIO | None = None
+    if is_wanted:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open_beside(path)
+        except OSError as problem:
+            error = problem
     for start in range(0, max(size, 1), _LARGEST):
         length = min(_LARGEST, size - start)
         piece = np.zeros(max(_SMALLEST, 1 << length.bit_length()), np.uint8)
-        # Who can't read or write goes on sending: the others wait for it.
+        # A process that can't read or write goes on sending: the others wait for it.
         try:
             if jax.process_index() == sender:
                 piece[:length] = _read(path, start, length)
@@ -95,28 +107,27 @@ def _send(path: Path, size: int, sender: int, is_wanted: bool) -> None:
             error = OSError(str(problem))
         piece = from_one(piece, sender)
         try:
-            if is_wanted:
-                _append(partial, start, piece[:length])
+            if file is not None and error is None:
+                file.write(piece[:length].tobytes())
         except OSError as problem:
             error = problem
+    if file is not None:
+        try:
+            file.close()
+            if error is None:
+                os.rename(file.name, path)
+        except OSError as problem:
+            error = error or problem
+        finally:
+            # Nothing has this name any more once the file is renamed.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.name)
     if error is not None:
         raise error
-    if is_wanted:
-        partial.rename(path)
 
 
 def _read(path: Path, start: int, length: int) -> np.ndarray:
-    """So many bytes of a file. OSError: it can't be read."""
+    """Return so many bytes of a file. OSError: it can't be read."""
     with path.open("rb") as file:
         file.seek(start)
         return np.frombuffer(file.read(length), np.uint8)
-
-
-def _append(path: Path, start: int, piece: np.ndarray) -> None:
-    """Writes a piece that begins at `start`. OSError: it can't be written."""
-    mode = "ab"
-    if start == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mode = "wb"
-    with path.open(mode) as file:
-        file.write(piece.tobytes())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import TryAgainError, UsageError
+from data_pipeline.errors import TryAgainError, UsageError, handled_signals
 
 # Seconds between two looks at the processes.
 POLL = 0.1
@@ -20,15 +20,10 @@ SETTLE = 10.0
 
 @contextlib.contextmanager
 def passing_on_signals(pass_on: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Calls a function at each signal that asks this process to end.
-
-    These are SIGINT, SIGTERM, and SIGHUP, which comes when the terminal is closed. A SIGHUP that is
-    ignored stays ignored, as with `nohup`.
-    """
+    """Calls a function at each signal that asks this process to end: SIGINT, SIGTERM, and a SIGHUP
+    that is not ignored."""
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue
+    for number in handled_signals():
         before[number] = signal.signal(number, pass_on)
     try:
         yield
@@ -38,7 +33,7 @@ def passing_on_signals(pass_on: Callable[[int, FrameType | None], None]) -> Iter
 
 
 def for_child(number: int) -> int:
-    """The signal to pass on to a child: a run saves at SIGINT and SIGTERM only."""
+    """Return the signal to pass on to a child: a closed terminal is not the child's own."""
     if number == signal.SIGHUP:
         return signal.SIGTERM
     return number

@@ -134,10 +134,22 @@ class Generation:
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
-    """UsageError: a prompt is empty, or has ids outside the vocabulary."""
+    """UsageError: a prompt is empty, or has ids outside the vocabulary.
+
+    An embedding would silently read another row for such an id.
+    """
     if not prompt:
         raise UsageError(
             "a prompt is empty, but there must be a token to continue. Give some text."
         )
-    if not all(0 <= i < vocab_size for i in prompt):
-        raise UsageError(f"prompt: ids beyond model.vocab_size={vocab_size}. Use its tokenizer.")
+    place = foreign_id(prompt, vocab_size)
+    if place is not None:
+        raise UsageError(
+            f"prompt: id {prompt[place]} of token {place} must be in [0, {vocab_size}) "
+            f"(model.vocab_size={vocab_size}). Use ids of the model's own tokenizer."
+        )
+
+
+def foreign_id(ids: Sequence[int], vocab_size: int) -> int | None:
+    """Return the place of the first id that a model does not have; None: it has all of them."""
+    return next((place for place, i in enumerate(ids) if not 0 <= i < vocab_size), None)

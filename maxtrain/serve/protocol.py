@@ -604,6 +604,7 @@ def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
         prompt = chat.encode(text)
     except UserError as error:
         raise RequestError(str(error), param="messages") from error
+    _known_ids(prompt, "messages", served)
     max_tokens = _max_tokens(options, [prompt], None, served)
     tool_format = detect_format(chat.source) if request.functions else None
     reasons = has_reasoning(chat.source)
@@ -840,14 +841,22 @@ def _prompt_ids(prompt: Any, served: Served) -> list[int]:
         ids = [*served.beginning, *_encoded(prompt, served.tokenizer)]
         if not ids:
             raise RequestError("prompt is empty. Write what is to be continued.", param="prompt")
-        return ids
+        return _known_ids(ids, "prompt", served)
     if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
         raise RequestError("each prompt must be a text or a list of ids.", param="prompt")
+    return _known_ids(prompt, "prompt", served)
+
+
+def _known_ids(ids: list[int], param: str, served: Served) -> list[int]:
+    """Return ids that the model has. RequestError: it lacks one of them.
+
+    Special tokens of a tokenizer, which chat templates write, may be beyond the model's embedding.
+    """
     try:
-        check_ids(prompt, served.vocab_size)
+        check_ids(ids, served.vocab_size)
     except UsageError as error:
-        raise RequestError(str(error), param="prompt") from error
-    return prompt
+        raise RequestError(str(error), param=param) from error
+    return ids
 
 
 def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:

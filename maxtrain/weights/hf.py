@@ -64,9 +64,22 @@ from maxtrain.weights.tensor_file import (
     read_part,
 )
 
-# The file of all weights, and the one that names the shards.
+
+class FileNames(NamedTuple):
+    """Names of the files that hold tensors.
+
+    Args:
+        single: the file of all tensors, which counts before an index.
+        index: names the shard of each tensor.
+    """
+
+    single: str
+    index: str
+
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_OF_MODELS = FileNames(SINGLE, INDEX)
 _TABLE_ROWS = 40
 # Numbers of two tensors that are compared at once.
 _COMPARED_AT_ONCE = 1 << 22
@@ -323,14 +336,15 @@ class OpenedWeights(NamedTuple):
     notes: list[str]
 
 
-def read_weight_map(directory: Path) -> dict[str, str] | None:
-    """The shard of each tensor, as model.safetensors.index.json says; None: the weights are in
-    model.safetensors alone, which counts before an index, as in transformers.
+def read_weight_map(directory: Path, names: FileNames = _OF_MODELS) -> dict[str, str] | None:
+    """Return the shard of each tensor, as the index says; None: all tensors are in the single file,
+    which counts before an index, as in transformers.
 
-    DataError: the index is damaged.
+    Raises:
+        DataError: the index is damaged.
     """
-    index = directory / INDEX
-    if (directory / SINGLE).exists() or not index.exists():
+    index = directory / names.index
+    if (directory / names.single).exists() or not index.exists():
         return None
     return _weight_map(index)
 
@@ -363,27 +377,34 @@ def open_directory(directory: Path, held: contextlib.ExitStack) -> OpenedWeights
         DataError: a file is missing or broken, a shard lacks a tensor that the index gives to it,
             or quantised weights have no scales that fit.
     """
-    weight_map = read_weight_map(directory)
-    if weight_map is None:
-        opened = _open_single(directory, held)
-    else:
-        opened = _open_shards(directory, weight_map, held)
+    opened = open_files(directory, _OF_MODELS, held)
     quantization = quantization_of(directory)
     if quantization is None:
         return opened
     return opened._replace(tensors=plain_tensors(opened.tensors, quantization, directory))
 
 
-def _open_single(directory: Path, held: contextlib.ExitStack) -> OpenedWeights:
-    tensors = open_tensors(directory / SINGLE, held)
+def open_files(directory: Path, names: FileNames, held: contextlib.ExitStack) -> OpenedWeights:
+    """Return the tensors of a directory as its files have them; `held` closes the files.
+
+    Raises:
+        DataError: a file is missing or broken, or a shard lacks a tensor that the index gives to
+            it.
+    """
+    weight_map = read_weight_map(directory, names)
+    if weight_map is not None:
+        return _open_shards(directory, names.index, weight_map, held)
+    tensors = open_tensors(directory / names.single, held)
     notes = []
-    if (directory / INDEX).exists():
-        notes.append(f"{SINGLE} is read, as by transformers, and {INDEX} beside it is not")
+    if (directory / names.index).exists():
+        notes.append(
+            f"{names.single} is read, as by transformers, and {names.index} beside it is not"
+        )
     return OpenedWeights(tensors, frozenset(), notes)
 
 
 def _open_shards(
-    directory: Path, weight_map: Mapping[str, str], held: contextlib.ExitStack
+    directory: Path, index: str, weight_map: Mapping[str, str], held: contextlib.ExitStack
 ) -> OpenedWeights:
     tensors: dict[str, StoredTensor] = {}
     unused = set[str]()
@@ -401,14 +422,14 @@ def _open_shards(
         if len(missing) > 3:
             shown += f" and {len(missing) - 3:,} more"
         raise DataError(
-            f"{directory / INDEX}: weight_map names tensors that their shards do not have: "
+            f"{directory / index}: weight_map names tensors that their shards do not have: "
             f"{shown}. {AGAIN}, all of them from one release."
         )
     notes = []
     if unused:
         names = ", ".join(sorted(unused)[:3])
         notes.append(
-            f"{len(unused):,} tensors in shards are not read, since {INDEX} does not give them to "
+            f"{len(unused):,} tensors in shards are not read, since {index} does not give them to "
             f"these shards: {names}"
         )
     return OpenedWeights(tensors, frozenset(unused), notes)

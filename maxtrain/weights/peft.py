@@ -1,4 +1,5 @@
-"""Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors.
+"""Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors, or shards that
+adapter_model.safetensors.index.json names.
 
 The names and layouts of the tensors follow from a family's table: what is done to the weights of a
 product on the way to Hugging Face is done to A, whose columns are the ranks, and to B, whose rows
@@ -8,6 +9,8 @@ for experts (`peft_experts`).
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
@@ -29,7 +30,7 @@ from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import LoraConfig, MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import read_json
+from maxtrain.models.families.directory import AGAIN, read_json
 from maxtrain.models.many_adapters import AdapterSet
 from maxtrain.models.specs import MoeSpec
 from maxtrain.parallel.mesh import make_mesh
@@ -42,12 +43,16 @@ from maxtrain.weights.codec import (
     Ravel,
     Stack,
     Transpose,
+    everything,
     in_memory,
 )
+from maxtrain.weights.hf import FileNames, open_files
 from maxtrain.weights.peft_experts import Joined, join_experts, names_there, split_experts
 from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of
+from maxtrain.weights.tensor_file import DTYPES, read_part
 
 TENSORS = "adapter_model.safetensors"
+_FILES = FileNames(TENSORS, f"{TENSORS}.index.json")
 # What our parts of an adapter are called there.
 _PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_ROWS = 40
@@ -104,7 +109,7 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in table:
         wanted |= entry.their_shapes([shapes[name] for name in entry.ours])
-    stored = split_experts(_read(directory / TENSORS), wanted)
+    stored = split_experts(_read(directory), wanted)
     _check(directory, wanted, stored)
     found: dict[str, LazyArray] = {}
     for entry in table:
@@ -188,11 +193,11 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
         wanted |= shapes
         product, _, _ = name.rpartition(".adapter.")
         products |= dict.fromkeys(shapes, product)
-    found = {products[name] for name in names_there(_read(directory / TENSORS), wanted)}
+    found = {products[name] for name in names_there(_read(directory), wanted)}
     targets = [f"^{re.escape(product)}$" for product in sorted(found)]
     if not targets:
         raise DataError(
-            f"{directory / TENSORS}: has no adapter of a product that models of family "
+            f"{directory}: has no adapter of a product that models of family "
             f"{config.family} have. Use adapters of this model."
         )
     return dataclasses.replace(lora, targets=tuple(targets))
@@ -269,14 +274,30 @@ def _without_prefix(names: Iterable[str]) -> list[str]:
     return sorted(name.removeprefix("base_model.model.") for name in names)
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a file; adapters are small."""
-    try:
-        with safe_open(path, "flax") as file:
-            names = file.keys()
-            return {name: np.asarray(file.get_tensor(name), jnp.float32) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: can't be read ({error}). Get the file again.") from error
+def _read(directory: Path) -> dict[str, np.ndarray]:
+    """Return all tensors of a directory in float32; adapters are small.
+
+    Raises:
+        DataError: a file is missing or damaged, or a tensor is of no type of numbers.
+    """
+    found = {}
+    with contextlib.ExitStack() as held:
+        opened = open_files(directory, _FILES, held)
+        if opened.unused:
+            names = ", ".join(sorted(opened.unused)[:3])
+            raise DataError(
+                f"{directory / _FILES.index}: its shards have {len(opened.unused):,} tensors that "
+                f"weight_map does not give to them: {names}. {AGAIN}, all of them from one release."
+            )
+        threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        for name, tensor in opened.tensors.items():
+            if tensor.kind not in DTYPES:
+                raise DataError(
+                    f"{tensor.path}: {name} has the type {tensor.kind}, which must be one of "
+                    f"{', '.join(DTYPES)}. Save the adapters in one of these."
+                )
+            found[name] = read_part(tensor, np.float32, threads, everything(tensor.shape))
+    return found
 
 
 def _check(

@@ -405,6 +405,31 @@ def test_what_can_not_be_honoured_is_refused(key, value):
         assert raised.value.param == key
 
 
+@pytest.mark.parametrize(
+    ("prompt", "beginning", "bad"),
+    [("aé", (), "195 of token 1"), ("a", (120, 99), "120 of token 0"), ([0, 100], (), "100 of")],
+)
+def test_ids_that_the_model_lacks_are_refused_before_anything_is_computed(prompt, beginning, bad):
+    """As a tokenizer has them whose special tokens are beyond the embedding."""
+    served = Served("small", (), ByteTokenizer(), beginning, None, 4096, 100, 0)
+    with pytest.raises(RequestError, match=bad) as raised:
+        encode(read_completion({"prompt": prompt}, served), served)
+    assert raised.value.status == 400 and raised.value.param == "prompt"
+    served = served._replace(beginning=())
+    assert encode(read_completion({"prompt": "a"}, served), served).prompts == [[97]]
+
+
+def test_a_template_that_writes_ids_that_the_model_lacks_is_refused(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat = Chat(ByteTokenizer(), "bytes", str(template))
+    served = Served("small", (), ByteTokenizer(), (), chat, 4096, 100, 0)
+    encode(read_chat({"messages": MESSAGES}, served), served)
+    with pytest.raises(RequestError, match="122 of token 1") as raised:
+        encode(read_chat({"messages": [{"role": "user", "content": "az"}]}, served), served)
+    assert raised.value.status == 400 and raised.value.param == "messages"
+
+
 def test_strict_arguments_are_promised_where_they_can_be_kept():
     """A grammar holds them where a call must come, and nothing does with tool_choice=auto."""
     tokenizer = ByteTokenizer()

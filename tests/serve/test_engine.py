@@ -514,7 +514,7 @@ def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
     ("options", "message"),
     [
         ({"prompt": []}, "a prompt is empty"),
-        ({"prompt": [160]}, "ids beyond model.vocab_size=160. Use its tokenizer"),
+        ({"prompt": [160]}, r"id 160 of token 0 must be in \[0, 160\)"),
         ({"prompt": [1] * 257}, "a prompt has 257 tokens, .* at most 256 .* Shorten it"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be in"),

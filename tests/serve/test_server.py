@@ -270,7 +270,7 @@ def test_log_probabilities_of_a_completion(served):
         ({"max_tokens": 400}, "is too much: after a prompt of", "max_tokens"),
         ({"prompt": "a" * 300}, "reads at most 256. Shorten it", None),
         ({"prompt": []}, "prompt must be a text", "prompt"),
-        ({"prompt": [1, 100_000]}, "ids beyond model.vocab_size=160", "prompt"),
+        ({"prompt": [1, 100_000]}, "id 100000 of token 1 must be in", "prompt"),
         ({"logprobs": 21}, "logprobs=21 must be at most 20", "logprobs"),
         ({"stop": [""]}, "none of them empty", "stop"),
         ({"n": 1000}, "at most 128 can be", "n"),

@@ -26,7 +26,7 @@ from maxtrain.models.registry import build_model
 from maxtrain.training.optimizer import paths
 from maxtrain.weights.codec import in_memory
 from maxtrain.weights.hf import load_pretrained
-from maxtrain.weights.peft import read_adapters, write_adapters
+from maxtrain.weights.peft import read_adapters, read_set, write_adapters
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 MADE_BY_PEFT = Path(__file__).parents[1] / "data" / "peft"
@@ -253,9 +253,54 @@ def test_tensors_that_are_not_those_of_the_adapters_are_told_in_a_table(tmp_path
     path.write_bytes(b"x" * 20)
     with pytest.raises(DataError, match=r"can't be read"):
         read_adapters(tmp_path, described(adapters), model.config)
-    path.unlink()
-    with pytest.raises(DataError, match=r"can't be read"):
+    save_file(whole | {names[0]: np.zeros(whole[names[0]].shape, np.int64)}, path)
+    with pytest.raises(DataError, match="type I64"):
         read_adapters(tmp_path, described(adapters), model.config)
+    path.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        read_adapters(tmp_path, described(adapters), model.config)
+
+
+def test_adapters_in_shards_are_those_in_one_file(tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    whole = load_file(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    names = sorted(whole)
+    files = [f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    shards = {name: files[number % 2] for number, name in enumerate(names)}
+    index = tmp_path / "adapter_model.safetensors.index.json"
+
+    def write(weight_map):
+        for file in files:
+            held = {name: whole[name] for name in names if shards[name] == file}
+            save_file(held, tmp_path / file)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    write(shards)
+    found = read_adapters(tmp_path, described(adapters), model.config)
+    for ours, theirs in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
+        assert np.array_equal(ours, theirs)
+    base = dataclasses.replace(model.config, lora=LoraConfig())
+    assert read_set(tmp_path, "one", base).lora.rank == model.config.lora.rank
+    first = names[0]
+    others = {name: file for name, file in shards.items() if name != first}
+    for weight_map, message in (
+        (shards | {first: shards[names[1]]}, "tensors that their shards do not have"),
+        (others, "weight_map does not give to them"),
+        (shards | {first: "../other.safetensors"}, "the name of a file beside it"),
+        (shards | {first: "/etc/passwd"}, "the name of a file beside it"),
+        (shards | {first: "none.safetensors"}, "is missing"),
+        ([], "weight_map must give"),
+    ):
+        write(weight_map)
+        with pytest.raises(DataError, match=message):
+            read_adapters(tmp_path, described(adapters), model.config)
+    # The single file counts before an index, as in PEFT.
+    write([])
+    save_file(whole, tmp_path / "adapter_model.safetensors")
+    read_adapters(tmp_path, described(adapters), model.config)
 
 
 WRONG = ("missing", "extra", "wrong shape", "not finite")
