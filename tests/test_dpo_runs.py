@@ -48,7 +48,9 @@ def test_the_chosen_answers_win_and_everything_is_on_record(config):
     launch = json.loads((folder / "launches.jsonl").read_text().splitlines()[-1])
     assert launch["units"]["reward_margin"] == "nats per pair"
     steps = [record for record in read_metrics(folder) if record["kind"] == "train"]
-    assert all(record["preference"] == record["objective"] for record in steps)
+    # Two sums of the same terms, one in float32 alone: they may differ in the last bit.
+    for record in steps:
+        assert record["preference"] == pytest.approx(record["objective"], rel=2e-7)
 
 
 def test_the_loss_of_a_run_is_what_it_minimises(config):
