@@ -23,6 +23,8 @@ from data_pipeline.chat_template import (
 )
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.extras import load_package
+from data_pipeline.limited_files import read_limited
+from data_pipeline.strict_json import MAX_FILE_BYTES
 from data_pipeline.template_process import ask
 from data_pipeline.tokenizer import (
     CHAT_TEMPLATE,
@@ -226,7 +228,8 @@ def _named_sources(found: Any) -> dict[str, str]:
 def _read_source(file: Path) -> str:
     """The text of a template's file. DataError: it can't be read."""
     try:
-        return file.read_text(encoding="utf-8")
+        source = read_limited(file, MAX_FILE_BYTES).decode()
+        return source.replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(

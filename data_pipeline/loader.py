@@ -28,6 +28,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
+from data_pipeline.limited_files import MAX_TOKENIZER_BYTES, read_limited
 from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import (
     VALUE,
@@ -993,7 +994,7 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
     expected = shards.manifest.tokenizer["sha256"]
     found = "no file"
     if file.exists():
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        found = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES)).hexdigest()
     if found != expected:
         what = f"expected sha256 {expected}, found {found}: not the data's tokenizer"
         mend = "Restore it, or build the data again with `prepare --overwrite`"

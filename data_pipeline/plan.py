@@ -590,7 +590,7 @@ def _whole_number_problem(where: str, until: float, unit: str) -> str:
     """What is wrong with the end of a stage in steps or tokens; empty: nothing."""
     if until == int(until):
         return ""
-    if until < 1:
+    if 0 < until < 1:
         return (
             f"{where}.until={until:g} must be a whole number of {unit} (unit: {unit}). "
             f"Write {{until: {until:g}, unit: fraction}} for that share of the run's steps."

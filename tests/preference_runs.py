@@ -5,9 +5,11 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 import yaml
 
 from data_pipeline import prepare
+from maxtrain import cli
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.train import main
@@ -86,3 +88,20 @@ def train(config: Path, run_name: str, *overrides: str) -> int:
 def evaluations(folder: Path) -> list[dict]:
     """The records of evaluations of a run."""
     return [record for record in read_metrics(folder) if record["kind"] == "eval"]
+
+
+def planned(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `plan` shows of a step of a run."""
+    capsys.readouterr()
+    assert cli.main(["plan", str(folder), "--step", str(step)]) == 0
+    return capsys.readouterr().out
+
+
+def assert_planned_batches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fail if `plan` shows another batch than the run has on record of a step."""
+    recorded = [record for record in read_metrics(folder) if record["kind"] == "train"]
+    assert recorded
+    for record in (recorded[0], recorded[-1]):
+        shown = planned(folder, record["step"], capsys)
+        assert f"  batch {record['batch']}\n" in shown
+        assert shown.endswith("its record of this step names the same batch.\n")

@@ -23,6 +23,7 @@ from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train import main
 from maxtrain.weights.hf_export import write_config, write_weights
+from tests.preference_runs import assert_planned_batches
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 
@@ -102,6 +103,10 @@ def test_a_student_is_closer_to_its_teacher_than_who_learns_from_the_data(config
     assert student["distill"] < 0.5 * alone["distill"]
     assert alone["nll"] < student["nll"]
     assert student["distill"] == pytest.approx(after["distill"], rel=1e-3)
+
+
+def test_plan_shows_the_rows_that_a_step_has_read(config, capsys):
+    assert_planned_batches(config.parent / "runs" / "student", capsys)
 
 
 def test_no_checkpoint_holds_the_teacher_and_each_says_which_it_is(config):

@@ -16,7 +16,15 @@ from maxtrain import evaluate, replay
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.probe import StepMemory, measured_speeds, probe_learning_rate
-from tests.preference_runs import STEPS, evaluations, prepared_labels, prepared_pairs, train
+from tests.preference_runs import (
+    STEPS,
+    assert_planned_batches,
+    evaluations,
+    planned,
+    prepared_labels,
+    prepared_pairs,
+    train,
+)
 from tests.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
@@ -73,6 +81,12 @@ def test_a_resumed_run_is_as_never_stopped_and_needs_the_same_reference(config, 
     assert final_state(folder) == expected
     capfd.readouterr()
     assert replay.main([str(folder), "--steps", "4:12"]) == 0
+
+
+def test_plan_shows_the_pairs_that_a_step_has_read(config, capsys):
+    folder = config.parent / "runs" / "dpo"
+    assert_planned_batches(folder, capsys)
+    assert "  pairs: 8 rows" in planned(folder, 1, capsys)
 
 
 def test_with_adapters_the_reference_is_the_model_without_them(config, capfd):

@@ -10,6 +10,7 @@ from flax import nnx
 from maxtrain import replay
 from maxtrain.model_source import load_run
 from maxtrain.rl.rollout import load
+from tests.preference_runs import planned
 from tests.test_grpo_runs import STEPS, config, final, records, rollouts, train
 
 __all__ = ["config"]
@@ -60,6 +61,13 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit(config, learnt, capfd):
     second = load(learnt / "rollouts" / "00000003.npz")
     assert np.abs(second.values).max() > 0
     np.testing.assert_allclose(second.token_advantages.mean(), 0.0, atol=1e-9)
+
+
+def test_plan_shows_the_prompts_of_a_step(learnt, capsys):
+    for step in (1, STEPS):
+        shown = planned(learnt, step, capsys)
+        assert shown.startswith(f"step {step} of {STEPS}:")
+        assert shown.endswith("as the launch that made it has them on record.\n")
 
 
 def test_the_value_is_no_part_of_the_model_of_text(learnt, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.inner_names import is_file_name
+from data_pipeline.limited_files import MAX_MANIFEST_BYTES, read_limited
 from data_pipeline.masking import masked_values
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards.files import num_blocks, write_atomic
@@ -166,7 +167,7 @@ class Manifest:
         changed since written."""
         path = directory / MANIFEST
         try:
-            content = loads(path.read_bytes())
+            content = loads(read_limited(path, MAX_MANIFEST_BYTES))
         except OSError as error:
             raise DataError(f"{directory}: {_why_absent(directory, error)}") from error
         except UserError:

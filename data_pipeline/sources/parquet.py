@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.remote import is_url
 from data_pipeline.sources.columns import (
     arrow,
     batch_rows,
@@ -26,6 +27,7 @@ from data_pipeline.sources.document import (
     open_piece,
     record_documents,
 )
+from data_pipeline.sources.parquet_pages import DICTIONARY, Page, pages
 
 # Of values that may be repeated in one batch. A dictionary of one long value and a run length are a
 # few bytes in the file, and each row of a batch is a copy of that value.
@@ -34,7 +36,13 @@ _REPEATED_BYTES = 1 << 26
 _LARGEST_BYTES = 1 << 28
 # Of the elements of lists in a row group: a list of one row may be all of them.
 _MOST_ELEMENTS = 1 << 27
-_DICTIONARY_PAGE = 2
+# Of a page. Writers close a page after 1,000 rows or 1 MiB, whatever comes last, so that a page of
+# long documents may have hundreds of MB.
+_MOST_PAGE_BYTES = 1 << 30
+# A page above this size may have so many times the bytes that it has in the file. No text gets so
+# much smaller; zeros do.
+_UNSUSPECTED_BYTES = 1 << 26
+_MOST_GROWTH = 256
 # Of the compressed file; else a column of a whole row group would be read at once.
 _BUFFER_BYTES = 1 << 20
 
@@ -156,10 +164,10 @@ def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[
 def _dictionary_bytes(
     piece: Piece, metadata: Any, groups: Sequence[int], columns: Sequence[str]
 ) -> int:
-    """The size of the largest dictionary of these columns in these row groups.
+    """Return the size of the largest dictionary of these columns in these row groups.
 
     Raises:
-        OSError: a dictionary or a list may be larger than is read.
+        OSError: a page, a dictionary or a list may be larger than is read.
     """
     largest = 0
     with open_piece(piece) as file:
@@ -169,6 +177,9 @@ def _dictionary_bytes(
                 continue
             for group in groups:
                 chunk = metadata.row_group(group).column(number)
+                if not chunk.num_values:
+                    # No page of it is read.
+                    continue
                 is_list = metadata.schema.column(number).max_repetition_level > 0
                 if is_list and chunk.num_values > _MOST_ELEMENTS:
                     what = f"lists of a row group with {chunk.num_values:,} elements"
@@ -178,38 +189,31 @@ def _dictionary_bytes(
                 # A dictionary lies before the data, but some writers do not say where.
                 if chunk.has_dictionary_page:
                     start = min(start, chunk.dictionary_page_offset)
-                file.seek(start)
-                kind, size = _page_header(file.read(32))
-                if kind == _DICTIONARY_PAGE:
-                    largest = max(largest, size)
+                of_chunk = pages(file, start, chunk.total_compressed_size)
+                if is_url(piece.path):
+                    # The headers of all pages would mean to read the file twice.
+                    of_chunk = itertools.islice(of_chunk, 1)
+                for page in of_chunk:
+                    _check_page(page)
+                    if page.kind == DICTIONARY:
+                        largest = max(largest, page.uncompressed)
     if largest > _LARGEST_BYTES:
         what = f"a dictionary of {largest:,} bytes"
         raise OSError(f"{what} is larger than {_LARGEST_BYTES:,}: write it with shorter values")
     return largest
 
 
-def _page_header(content: bytes) -> tuple[int, int]:
-    """The type of a page and its size after decompression: the first two fields of its header,
-    in Thrift's compact protocol. Zeros if it does not begin like that."""
-    fields = []
-    at = 0
-    for _ in range(2):
-        # The next field, an integer.
-        if content[at : at + 1] != b"\x15":
-            return 0, 0
-        at += 1
-        value = 0
-        shift = 0
-        while at < len(content):
-            value |= (content[at] & 0x7F) << shift
-            shift += 7
-            at += 1
-            if content[at - 1] < 0x80:
-                break
-        # Zigzag: the sign is the lowest bit.
-        fields.append((value >> 1) ^ -(value & 1))
-    kind, size = fields
-    return kind, size
+def _check_page(page: Page) -> None:
+    """OSError: a page takes too much memory."""
+    what = f"a page of {page.uncompressed:,} bytes"
+    if page.uncompressed > _MOST_PAGE_BYTES:
+        raise OSError(f"{what}, more than {_MOST_PAGE_BYTES:,}: write it with smaller pages")
+    most = max(_UNSUSPECTED_BYTES, _MOST_GROWTH * page.compressed)
+    if page.uncompressed > most:
+        raise OSError(
+            f"{what} has {page.compressed:,} in the file, less than a part in {_MOST_GROWTH}: "
+            "write it with smaller pages, or uncompressed"
+        )
 
 
 FORMAT = Format(

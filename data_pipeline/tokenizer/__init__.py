@@ -13,6 +13,7 @@ from typing import Any
 
 from data_pipeline.errors import DataError, UserError, blame_storage
 from data_pipeline.hub import download_hint
+from data_pipeline.limited_files import MAX_TOKENIZER_BYTES, read_limited
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
 from data_pipeline.strict_json import loads
@@ -84,7 +85,7 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
     mend += "a directory that has one, or `bytes`."
     try:
-        tokenizer = _read(path, path.read_bytes())
+        tokenizer = _read(path, read_limited(path, MAX_TOKENIZER_BYTES))
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             blame_storage(str(path), error)
@@ -210,7 +211,9 @@ def _read_json(path: Path | RemotePath, content: bytes, record: Any, name: str) 
         if not merges.exists():
             raise ValueError(f"{_VOCABULARY} needs {_MERGES} beside it")
         model = read_beside(path, "config.json").get("model_type")
-        content, defaults = byte_level_bpe(record, merges.read_bytes(), settings, model)
+        content, defaults = byte_level_bpe(
+            record, read_limited(merges, MAX_TOKENIZER_BYTES), settings, model
+        )
         settings = defaults | settings
     declared = declared_tokens(path, settings)
     return JsonTokenizer(content, name, named_token(settings, "eos_token"), declared)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import blame_storage
+from data_pipeline.limited_files import read_limited
 from data_pipeline.remote import RemotePath
-from data_pipeline.strict_json import loads
+from data_pipeline.strict_json import MAX_FILE_BYTES, loads
 
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -74,7 +75,7 @@ def read_beside(path: Path | RemotePath, name: str) -> dict[str, Any]:
     beside = path.with_name(name)
     if not beside.exists():
         return {}
-    content = beside.read_bytes()
+    content = read_limited(beside, MAX_FILE_BYTES)
     try:
         found = loads(content)
     except ValueError as error:
@@ -243,9 +244,9 @@ def files_beside(path: Path | RemotePath) -> dict[str, bytes]:
         for name in BESIDE:
             file = path.with_name(name)
             if file.exists():
-                found[name] = file.read_bytes()
+                found[name] = read_limited(file, MAX_FILE_BYTES)
         for file in more_templates(path):
-            found[f"{MORE_TEMPLATES}/{file.name}"] = file.read_bytes()
+            found[f"{MORE_TEMPLATES}/{file.name}"] = read_limited(file, MAX_FILE_BYTES)
     except OSError as error:
         blame_storage(str(path.parent), error)
         raise

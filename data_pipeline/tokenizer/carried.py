@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.limited_files import MAX_TOKENIZER_BYTES, read_limited
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import TOKENIZER, Manifest, write_atomic
 from data_pipeline.shards.manifest import digest_of
-from data_pipeline.strict_json import loads
+from data_pipeline.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.tokenizer.base import Tokenizer
 from data_pipeline.tokenizer.beside import CHAT_TEMPLATE, MORE_TEMPLATES, more_templates
 
@@ -68,7 +69,7 @@ class Carried:
         """
         path = folder / FILE_NAME
         try:
-            content = loads(path.read_bytes())
+            content = loads(read_limited(path, MAX_FILE_BYTES))
             if not isinstance(content, dict):
                 raise ValueError("it is not a JSON object")
             digest = content.pop("digest", None)
@@ -104,7 +105,7 @@ class Carried:
 def _sha256_of(path: Path | RemotePath) -> str:
     """The digest of a file; empty: it is not there."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_limited(path, MAX_TOKENIZER_BYTES)).hexdigest()
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -218,7 +219,7 @@ def _read(path: Any) -> bytes:
 def _read_optional(path: Any) -> bytes | None:
     """As `_read`; None: it is not there."""
     try:
-        return path.read_bytes()
+        return read_limited(path, MAX_TOKENIZER_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -16,8 +16,9 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.extras import load_package
+from data_pipeline.limited_files import read_limited
 from data_pipeline.remote import RemotePath
-from data_pipeline.strict_json import loads
+from data_pipeline.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
     MAX_VOCABULARY,
@@ -69,7 +70,7 @@ def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
     """
     beside = path.with_name(f"{path.name}.json")
     if beside.exists():
-        settings = loads(beside.read_bytes())
+        settings = loads(read_limited(beside, MAX_FILE_BYTES))
         if not isinstance(settings, dict) or settings.keys() != {"pattern", "special_tokens"}:
             raise ValueError(f'{beside.name} must be {{"pattern": ..., "special_tokens": {{...}}}}')
         return settings["pattern"], settings["special_tokens"]

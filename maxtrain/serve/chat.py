@@ -7,10 +7,11 @@ from typing import Any
 
 from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.limited_files import read_limited
 from data_pipeline.sources.chat import with_system
 from data_pipeline.sources.chat_map import ROLES
 from data_pipeline.sources.messages import read_messages, split_untaught
-from data_pipeline.strict_json import loads
+from data_pipeline.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.tokenizer import (
     GENERATION,
     Tokenizer,
@@ -165,7 +166,7 @@ def ends_of_generation(path: Any) -> list[int]:
     if not path.exists():
         return []
     try:
-        ids = loads(path.read_bytes()).get("eos_token_id")
+        ids = loads(read_limited(path, MAX_FILE_BYTES)).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: is not a JSON object ({error}). Mend it.") from error
     if ids is None:

@@ -556,6 +556,27 @@ def test_bad_stages_are_all_listed():
         assert problem.startswith(start)
 
 
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+@pytest.mark.parametrize(
+    ("until", "fix"),
+    [
+        (0.8, "Write {until: 0.8, unit: fraction}"),
+        (10.5, "Set it to 10"),
+        (0.0, "Set it to more"),
+        (-3.0, "Set it to more"),
+    ],
+)
+def test_a_stage_ends_after_a_whole_number(unit, until, fix):
+    """A share of the run is no number of steps, and would be rounded to a stage that is empty."""
+    stages = (StageConfig(until, unit), StageConfig(None))
+    with pytest.raises(ConfigError) as caught:
+        solve([1000, 1000], stages=stages, steps=100)
+    (problem,) = caught.value.problems
+    assert f"data.stages[0].until={until:g}" in problem and fix in problem
+    plan = solve([1000, 1000], stages=(StageConfig(0.8, "fraction"), StageConfig(None)), steps=100)
+    assert plan.num_steps == 100
+
+
 def test_the_same_data_under_two_names_is_refused():
     sources = dict.fromkeys("ab", plan_source("same", 100))
     config = DataConfig(sources=dict.fromkeys("ab", SourceConfig("x")), seq_length=LENGTH)

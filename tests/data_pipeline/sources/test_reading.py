@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from data_pipeline import build, prepare
+from data_pipeline import tokenizer as tokenizer_package
 from data_pipeline.errors import StorageError, blame_storage
 from data_pipeline.sources import reading
 from data_pipeline.sources.document import Options, Piece, record_documents
@@ -153,11 +154,11 @@ def test_libraries_that_read_files_themselves(error, passing):
 
 
 def test_a_tokenizer_that_can_not_be_read_now(tmp_path, monkeypatch):
-    def fail(_):
+    def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     load_tokenizer("bytes").save(tmp_path)
-    monkeypatch.setattr(type(tmp_path), "read_bytes", fail)
+    monkeypatch.setattr(tokenizer_package, "read_limited", fail)
     with pytest.raises(
         StorageError, match=r"tokenizer.json: can't be read now \(Input/output error\)"
     ):
