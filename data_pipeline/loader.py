@@ -887,6 +887,8 @@ def resume_training(
     steps: Steps,
     saved: DataRead | None,
     changes: Sequence[str] = (),
+    owner: str = "this run",
+    way_out: str = "set run_name to a new name to start afresh",
 ) -> TrainingData:
     """The training data to go on with from a checkpoint, before which `saved` was read (None: from
     the start of a run).
@@ -894,7 +896,8 @@ def resume_training(
     What it has before the checkpoint is what was read: since the start, or since the last accepted
     change. If it is not, the data goes on from the checkpoint's cursor, provided the config accepts
     that; ConfigError if not. It names the `changes`: settings that are not what they were, in
-    words.
+    words. `owner` is what it calls the run of the checkpoint, and `way_out` what it advises to
+    begin without the checkpoint.
     """
     if saved is None:
         return open_training(config, seed, steps)
@@ -920,9 +923,9 @@ def resume_training(
     step = saved.step
     causes = [*changes, *_other_tokens(data, saved.cursor)] or ["no key says why"]
     raise ConfigError(
-        f"before step {step:,} this run has read other data than this config describes: "
+        f"before step {step:,} {owner} has read other data than this config describes: "
         f"{'; '.join(causes)}. Set these keys back to go on as before (config.yaml has their "
-        "values), set run_name to a new name to start afresh, or set data.accept_changes=true "
+        f"values), {way_out}, or set data.accept_changes=true "
         f"to go on from step {step:,} in the order, mixture and sizes of this config."
     )
 

@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -39,8 +41,10 @@ from maxtrain.checkpoint.frozen import (
 )
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
+from maxtrain.forks import copy_run
 from maxtrain.observe.lock import RunLock
-from maxtrain.run_state import best_steps
+from maxtrain.run_folder import run_id
+from maxtrain.run_state import best_steps, run_of
 from maxtrain.storage.lease import Lease
 from maxtrain.storage.reading import readable, require_no_url
 from maxtrain.storage.records import copied_from
@@ -307,12 +311,53 @@ def verify(directory: Path, console: Console) -> None:
         raise DamagedError(path, why, mend)
 
 
-def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:
-    """Copies one step, whole or not at all; checked before and after."""
-    require_no_url(target, "TO")
-    _, steps = open_directory(directory)
+def copy(named: str, target: Path, step: int | None, console: Console) -> None:
+    """Makes a run that continues from a step of another one, whole or not at all; checked before
+    and after. Into a folder `checkpoints`, it copies the step alone.
+
+    Args:
+        named: the run, its folder of checkpoints or one step, or the URL of the run.
+        target: the folder of the new run, or the folder `checkpoints` of a run.
+        step: None: the newest one that is whole.
+        console: to print on.
+
+    Raises:
+        UsageError: there is something at `target`, or it belongs to another run.
+        DamagedError: the step is not what was saved.
+        StorageError: the copy is not like it, or something can't be read or written.
+    """
+    require_no_url(target, "TO", "A run at a URL can begin with checkpoint.fork_from=RUN@STEP")
+    _, steps = open_directory(directory_of(named))
     path = newest(steps, step)
     target = target.expanduser().absolute()
+    if target.name == "checkpoints":
+        _copy_step_alone(path, target, console)
+        return
+    place = re.sub(r"(/checkpoints)?(/\d{8,})?/*$", "", named) or named
+    notes = copy_run(f"copy {named}", place, path, target)
+    for note in notes:
+        console.print(note, style="yellow", soft_wrap=True, markup=False)
+    console.print(
+        f"{target} is a run with step {int(path.name):,} of {place}, copied and checked.",
+        soft_wrap=True,
+        markup=False,
+    )
+    config = shlex.quote(os.path.relpath(target / "config.yaml"))
+    console.print(f"continue it: maxtrain train config={config}", soft_wrap=True, markup=False)
+
+
+def _copy_step_alone(path: Path, target: Path, console: Console) -> None:
+    """Copies one step into the folder of checkpoints of a run.
+
+    UsageError: it is there, or is of another run than the folder.
+    """
+    theirs = run_id(target.parent)
+    ours = run_of(read_record(path))
+    if theirs and ours and theirs != ours:
+        raise UsageError(
+            f"TO={target} belongs to run {theirs}, and {path} to run {ours}, which no launch would "
+            "accept. Name a run that is not there yet as TO."
+        )
     if (target / path.name).exists():
         raise UsageError(f"TO={target / path.name} exists. Name another directory, or remove it.")
     copy_frozen(path, target, read_back=True)
@@ -414,7 +459,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "list": "a table of all steps",
         "show": "record and arrays of one step",
         "verify": "read every byte of every step; ends with 74 if one is damaged",
-        "copy": "copy one step to another directory, checked on both sides",
+        "copy": "make a run that continues from one step of another run, checked on both sides; "
+        "into a folder named checkpoints, copy the step alone",
         "prune": "remove old steps, never the newest, nor the best of an evaluation; "
         "only says so without --apply",
     }
@@ -424,7 +470,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             "directory", metavar="DIR", help="a run, its folder checkpoints, or the URL of a run"
         )
         if verb == "copy":
-            sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
+            sub.add_argument(
+                "to",
+                metavar="TO",
+                type=Path,
+                help="the new run, which is not there yet; or the folder checkpoints of a run",
+            )
         if verb == "show":
             sub.add_argument("--json", action="store_true", help="all of it, as it is in the files")
         if verb in ("show", "copy"):
@@ -454,6 +505,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
                 option = f"--{name.replace('_', '-')}"
                 mend = f"Use {option} {low} or more"
                 raise UsageError(f"{option}={value} must be at least {low}. {mend}.")
+        if asked.verb == "copy":
+            copy(asked.directory, asked.to, asked.step, console)
+            return
         directory = directory_of(asked.directory)
         if asked.verb == "list":
             show_list(directory, console)
@@ -461,8 +515,6 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             show_step(directory, asked.step, console, asked.json)
         elif asked.verb == "verify":
             verify(directory, console)
-        elif asked.verb == "copy":
-            copy(directory, asked.to, asked.step, console)
         else:
             prune(directory, asked.keep, asked.keep_every, asked.apply, console)
 

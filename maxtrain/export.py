@@ -31,6 +31,7 @@ from maxtrain.export_adapters import (
     require_base_as_it_was,
 )
 from maxtrain.export_gguf import export_gguf, require_suffix
+from maxtrain.forks import starting_weights
 from maxtrain.model_source import (
     STEP_HELP,
     check_step,
@@ -412,9 +413,10 @@ def _export_peft(
 ) -> None:
     """The job of --format peft."""
     out = asked.out.expanduser()
-    base = config.checkpoint.init_from
+    began_with = starting_weights(Path(asked.run), config)
+    base = began_with.init_from
     if model.config.lora.rank is not None:
-        require_base_as_it_was(model, config.train, config.checkpoint.init_partial)
+        require_base_as_it_was(model, config.train, began_with.init_partial)
     beside = TokenizerFiles(tokenizer, tokenizer_place(asked.run), template)
     files, notes = export_adapters(model, out, base, beside)
     size = sum(files.values())

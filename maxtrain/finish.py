@@ -219,7 +219,7 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
             what += " (after pip install tensorboard, which is not here)"
             tensorboard = "tensorboard"
         commands[what] = [tensorboard, "--logdir", str(folder)]
-    if config.checkpoint.init_from is None:
+    if config.checkpoint.init_from is None and config.checkpoint.fork_from is None:
         python = _program(Path(sys.executable).name) or sys.executable
         train = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}"]
         train.append(f"run_name={config.run_name}-wide")

@@ -215,6 +215,12 @@ def find_reference(config: RunConfig) -> FrozenModel | None:
                 "the run begins with, or leave train.only out."
             )
         return None
+    if config.checkpoint.fork_from is not None:
+        raise ConfigError(
+            f"objective={config.objective} with {needed_by} compares the policy with a reference, "
+            f"and a fork names none. Set {key} to the one of the run that it is forked from, which "
+            "may be its checkpoint.init_from."
+        )
     if config.checkpoint.init_from is None:
         raise ConfigError(
             f"objective={config.objective} with {needed_by} compares the policy with a "

@@ -80,13 +80,15 @@ def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
             # What is wrong with the data is for its reader to say.
             continue
         if theirs["sha256"] != saved.tokenizer:
-            own = run_path(config) / TOKENIZER_FOLDER
+            own = f"{saved.owner}/{TOKENIZER_FOLDER}"
+            if not saved.is_of_another_run:
+                own = f"{run_path(config) / TOKENIZER_FOLDER}"
             trained = f"until step {saved.step:,} (sha256 {saved.tokenizer[:12]})"
             raise ConfigError(
                 f"data.sources.{name}.path={source.path} was made with another tokenizer "
-                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than this run has been "
+                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than {saved.owner} has been "
                 f"trained with {trained}, so that ids would mean different text. Prepare the data "
-                f"with `--tokenizer {own}`, or set run_name to a new name to start afresh."
+                f"with `--tokenizer {own}`, or {saved.way_out}."
             )
 
 
@@ -107,7 +109,10 @@ def open_training_data(config: RunConfig, saved: RunState | None) -> TrainingDat
         changes = _changes_of_data(config, saved.config)
         read = saved.data
     section = data_section(config)
-    data = resume_training(section, data_seed(config), config.steps, read, changes)
+    state = saved or RunState()
+    data = resume_training(
+        section, data_seed(config), config.steps, read, changes, state.owner, state.way_out
+    )
     if config.model.vocab_size is not None:
         data.limit_vocabulary(config.model.vocab_size)
     return data

@@ -142,6 +142,8 @@ def _training_rows(model: Model, records: Iterable[Mapping[str, Any]]) -> _Rows:
     ]
     if config.checkpoint.init_from:
         rows.append(("began from", _cell(_source(config.checkpoint.init_from))))
+    if config.checkpoint.fork_from:
+        rows.append(("forked from", _cell(Path(config.checkpoint.fork_from).name)))
     return rows + _adapter_rows(config.model.lora)
 
 

@@ -5,25 +5,34 @@ from a checkpoint, makes a step, rolls back, saves and stops.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
+from data_pipeline.errors import (
+    ConfigError,
+    DamagedError,
+    DivergedError,
+    StorageError,
+    TryAgainError,
+)
 from data_pipeline.loader import HostBatch
 from data_pipeline.shards import TokenShards
 from maxtrain import failpoints
+from maxtrain.checkpoint.at_url import drop_arrays
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
 from maxtrain.config.resumed import changed_state_settings
 from maxtrain.config.rollouts import rollout_settings
+from maxtrain.config.schema import CheckpointConfig
 from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.config.words import show
+from maxtrain.forks import Fork
 from maxtrain.frozen_model import (
     frozen_digests,
     require_same_frozen_model,
@@ -51,7 +60,7 @@ from maxtrain.rl.evaluation import Asking
 from maxtrain.rl.rollouts import Rollouts
 from maxtrain.rl.unrewarded_evaluation import Completing
 from maxtrain.run_folder import RunFolder
-from maxtrain.run_state import RunState
+from maxtrain.run_state import Origin, RunState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.stored_reference import with_reference
 from maxtrain.training.evaluate import not_finite
@@ -154,6 +163,7 @@ class Run:
         self._frozen_models: dict[str, str] = {}
         # Of a reference that is not in memory; None: batches do not have its numbers yet.
         self._stored_reference: dict[str, str] | None = None
+        self._forked_from: Sequence[Origin] = ()
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -197,16 +207,23 @@ class Run:
 
     # The beginning
 
-    def restore(self, saved: RunState | None, frozen: nnx.State | None = None) -> None:
+    def restore(
+        self,
+        saved: RunState | None,
+        frozen: nnx.State | None = None,
+        fork: Fork | None = None,
+    ) -> None:
         """Restores the run from a checkpoint.
 
         Args:
             saved: what the checkpoint remembers; None: there is none, and the run begins with
                 imported or random weights.
             frozen: parameters of the frozen model, if they are in memory already.
+            fork: the checkpoint of another run that `saved` is; None: it is one of this run.
         """
         self._unseen = []
         before = saved or RunState()
+        self._forked_from = before.forked_from
         has_other_data = False
         if saved is not None and self.data.start is not None:
             has_other_data = self.data.start == saved.data.cursor
@@ -227,7 +244,7 @@ class Run:
         def start() -> TrainState:
             if saved is None:
                 return self._initial_state(frozen)
-            return self._restored_arrays(saved, frozen, has_other_data)
+            return self._restored_arrays(saved, frozen, has_other_data, fork)
 
         if self._stored_reference is None:
             self.state, self._stored_reference = with_reference(
@@ -249,17 +266,27 @@ class Run:
             return self.job.initial_state(self.progress.message, frozen)
 
     def _restored_arrays(
-        self, saved: RunState, frozen: nnx.State | None, has_other_data: bool
+        self,
+        saved: RunState,
+        frozen: nnx.State | None,
+        has_other_data: bool,
+        fork: Fork | None,
     ) -> TrainState:
         step = self.step
-        with self.clock.during("restore"):
+        with self.clock.during("restore"), self._reading(fork) as checkpoints:
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
-            self._require_same_frozen(step)
-            with self._naming_settings_of_state(saved):
-                state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
+            self._require_same_frozen(checkpoints, saved)
+            with self._naming_settings_of_state(saved, fork):
+                state, _ = checkpoints.restore(saved_part(self.job.abstract), step)
             state = self.job.with_frozen_model(state, frozen)
-        self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
+            place = checkpoints.place(step)
+        if fork is None:
+            self.progress.message(f"Goes on from step {step:,} in {place}.")
+        else:
+            self.progress.message(
+                f"A fork of {fork.origin.place}: continues from its step {step:,}."
+            )
         if has_other_data:
             self.progress.message(
                 f"What was read before step {step:,} is not what this config says: accepted, by "
@@ -268,15 +295,36 @@ class Run:
             )
         planned = saved.num_steps
         if planned != self.num_steps and step < self.num_steps:
+            planned_for = f"The run was planned for {planned:,} steps and has"
+            if fork is not None:
+                planned_for = f"{saved.owner} was planned for {planned:,} steps, and this run has"
             self.progress.message(
-                f"The run was planned for {planned:,} steps and has {self.num_steps:,} now: "
+                f"{planned_for} {self.num_steps:,} now: "
                 f"the learning rate follows the new plan from here on.",
                 style="yellow",
             )
         return state
 
     @contextlib.contextmanager
-    def _naming_settings_of_state(self, saved: RunState) -> Iterator[None]:
+    def _reading(self, fork: Fork | None) -> Iterator[Checkpoints]:
+        """The checkpoints to restore from: those of another run for a fork, else those of this run.
+
+        StorageError: in all processes: the checkpoint of the other run is damaged.
+        """
+        if fork is None:
+            yield self.checkpoints
+            return
+        checkpoints = Checkpoints(fork.path.parent, CheckpointConfig())
+        try:
+            yield checkpoints
+        except DamagedError as damage:
+            raise fork.damaged(damage) from damage
+        finally:
+            checkpoints.close()
+            drop_arrays(fork.path)
+
+    @contextlib.contextmanager
+    def _naming_settings_of_state(self, saved: RunState, fork: Fork | None) -> Iterator[None]:
         """Adds to a ConfigError, that a checkpoint holds other arrays than this config makes, the
         settings that make the difference."""
         try:
@@ -285,19 +333,22 @@ class Run:
             changed = changed_state_settings(saved.config, self.config)
             if not changed:
                 raise
+            begin_anew = f"set run_name=NAME and checkpoint.init_from={self.folder.path}"
+            if fork is not None:
+                begin_anew = f"replace checkpoint.fork_from by checkpoint.init_from={saved.owner}"
             problems = [
-                f"{key}={show(now)} was {show(before)} until step {saved.step:,} of this run, "
+                f"{key}={show(now)} was {show(before)} until step {saved.step:,} of {saved.owner}, "
                 "whose checkpoint holds other arrays than this needs. "
-                f"Set {key}={show(before)} to go on. Or begin a new run with its weights: set "
-                f"run_name=NAME and checkpoint.init_from={self.folder.path}."
+                f"Set {key}={show(before)} to go on. Or begin a new run with its weights: "
+                f"{begin_anew}."
                 for key, before, now in changed
             ]
             raise ConfigError([*problems, *error.problems]) from error
 
-    def _require_same_frozen(self, step: int) -> None:
+    def _require_same_frozen(self, checkpoints: Checkpoints, saved: RunState) -> None:
         """ConfigError: the checkpoint is of a run that trained other parameters."""
         ours = set(leaf_names(constant_part(self.job.abstract)))
-        theirs = self.checkpoints.frozen_names(step)
+        theirs = checkpoints.frozen_names(saved.step)
         if ours == theirs:
             return
         lines = []
@@ -308,7 +359,7 @@ class Run:
         train = self.config.train
         raise ConfigError(
             f"train.only={list(train.only)} and train.freeze={list(train.freeze)} choose other "
-            f"parameters than the steps of this run until now: {', and '.join(lines)}. "
+            f"parameters than the steps of {saved.owner} until now: {', and '.join(lines)}. "
             "Set both back, or begin another run with checkpoint.init_from."
         )
 
@@ -769,6 +820,7 @@ class Run:
             config=to_yaml(self.config),
             frozen_models=self._frozen_models,
             tokenizer=self.data.shards[0].manifest.tokenizer["sha256"],
+            forked_from=self._forked_from,
         )
 
     def newest(self) -> str:

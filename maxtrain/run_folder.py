@@ -37,6 +37,8 @@ from maxtrain.run_state import RunState, run_of
 FILE_NAME = "run.json"
 CONFIG = "config.yaml"
 _MOST_SUPERVISORS = 4096
+# Steps that a message lists.
+_MOST_STEPS = 20
 
 
 class RunFolder:
@@ -184,10 +186,7 @@ class RunFolder:
         write_atomic(self.path / CONFIG, content.encode(), private=True)
 
     def _write(self) -> None:
-        content = {"run": self.id, "saved": self.saved, "adopted": self._adopted}
-        if self.accumulation is not None:
-            content["accumulation"] = self.accumulation
-        write_atomic(self.path / FILE_NAME, json.dumps(content).encode() + b"\n")
+        write_identity(self.path, self.id, self.saved, self.accumulation, self._adopted)
 
     def _set_aside(self) -> Path:
         """Moves all files but the lock to a folder of their own.
@@ -205,6 +204,24 @@ class RunFolder:
         self.saved = 0
         self._adopted = []
         return target
+
+
+def write_identity(
+    run: Path, run_id: str, saved: int, accumulation: int | None, adopted: Sequence[int] = ()
+) -> None:
+    """Write RUN/run.json.
+
+    Args:
+        run: the folder of the run.
+        run_id: its id.
+        saved: the newest step that ever counted.
+        accumulation: what was chosen for optimizer.accumulation=auto; None: nothing was.
+        adopted: steps by a version without ids.
+    """
+    content: dict[str, Any] = {"run": run_id, "saved": saved, "adopted": list(adopted)}
+    if accumulation is not None:
+        content["accumulation"] = accumulation
+    write_atomic(run / FILE_NAME, json.dumps(content).encode() + b"\n")
 
 
 def _read_identity(run: Path) -> dict[str, Any]:
@@ -242,6 +259,30 @@ def decided_accumulation(run: Path) -> int | None:
         return _accumulation(_read_identity(run))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def require_no_stray_steps(run: Path, second: Path | None = None) -> None:
+    """Raise a ConfigError if checkpoints lie in a run's folder itself: no launch looks there, so
+    the run would silently begin at the start.
+
+    Args:
+        run: its folder.
+        second: the folder that its checkpoints are copied to; None: there is none.
+    """
+    folders = [run]
+    if second is not None:
+        folders.append(second.parent)
+    for folder in folders:
+        found = sorted(
+            path.parent for path in folder.glob("*/commit.json") if path.parent.name.isdecimal()
+        )
+        if found:
+            steps = ", ".join(str(int(path.name)) for path in found[:_MOST_STEPS])
+            raise ConfigError(
+                f"run_name={run.name}: checkpoints (step {steps}) lie in {folder} itself, where no "
+                f"launch looks for them. Make a run of them with `maxtrain checkpoint copy "
+                f"{folder} NEW` and set run_name to it, or move them to {folder / 'checkpoints'}."
+            )
 
 
 def require_trained(run: Path, saved: RunState | None) -> None:

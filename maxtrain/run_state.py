@@ -18,6 +18,8 @@ from maxtrain.config.kernels import ATTENTION
 
 # Of frozen models beside the policy.
 _ROLES = ("teacher", "reference")
+# What messages call the run that they are about.
+_THIS_RUN = "this run"
 
 
 class LogMark(NamedTuple):
@@ -85,6 +87,16 @@ class ValidationState:
     read: Mapping[str, str] = field(default_factory=dict)
 
 
+class Origin(NamedTuple):
+    """The checkpoint of another run that a run was forked from."""
+
+    # The id of that run; empty: it has none.
+    run: str
+    # Its folder or URL as it was named, without secrets.
+    place: str
+    step: int
+
+
 @dataclass(frozen=True)
 class RunState:
     """A run after a step.
@@ -107,6 +119,9 @@ class RunState:
         tokenizer: the SHA-256 of the tokenizer that the data was made with; empty: not known.
         imported: where `maxtrain import` found these weights, which nothing was trained of yet;
             None: it did not make this run.
+        forked_from: the forks that led to this run, oldest first; empty: it began by itself.
+        owner: what messages call the run of this state; not stored.
+        way_out: what messages advise to begin without this state; not stored.
     """
 
     run: str = ""
@@ -124,6 +139,14 @@ class RunState:
     frozen_models: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = ""
     imported: str | None = None
+    forked_from: Sequence[Origin] = ()
+    owner: str = _THIS_RUN
+    way_out: str = "set run_name to a new name to start afresh"
+
+    @property
+    def is_of_another_run(self) -> bool:
+        """Whether the state belongs to a run that this one is forked from."""
+        return self.owner != _THIS_RUN
 
     def attention(self) -> str | None:
         """The kernel of attention that the run was trained with, by its config; None: it does not
@@ -176,6 +199,8 @@ class RunState:
             del record["kept"]
         if not self.tokenizer:
             del record["tokenizer"]
+        if self.forked_from:
+            record |= fork_record(self.forked_from)
         return record
 
     @classmethod
@@ -233,6 +258,7 @@ class RunState:
             frozen_models=_frozen_models(record),
             tokenizer=tokenizer_of(record),
             imported=_value(record, "imported", None, str),
+            forked_from=_origins(_value(record, "forked_from", [], list)),
         )
 
     def went_with(self, rollbacks: Sequence[Rollback] | None) -> bool:
@@ -274,6 +300,11 @@ def imported_record(
     if stored_dtype is not None:
         record["stored_dtype"] = stored_dtype
     return record
+
+
+def fork_record(origins: Sequence[Origin]) -> dict[str, Any]:
+    """What a checkpoint's record says of the forks that led to its run."""
+    return {"forked_from": [origin._asdict() for origin in origins]}
 
 
 def run_of(record: Mapping[str, Any]) -> str:
@@ -345,6 +376,18 @@ def _best(record: Mapping[str, Any]) -> dict[str, Best]:
             raise ValueError("the loss of best must be a number")
         best[name] = Best(mark["step"], mark[loss], loss)
     return best
+
+
+def _origins(entries: Sequence[Any]) -> list[Origin]:
+    """ValueError: an entry is not a checkpoint of a run."""
+    origins = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError("forked_from must be objects")
+        run = _value(entry, "run", "", str)
+        place = _value(entry, "place", "", str)
+        origins.append(Origin(run, place, _value(entry, "step", 0, int)))
+    return origins
 
 
 def _log_mark(values: Mapping[str, Any]) -> LogMark:

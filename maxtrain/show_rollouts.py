@@ -18,8 +18,7 @@ from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from maxtrain.model_source import tokenizer_place
 from maxtrain.rl.advantages import weighted_sum
 from maxtrain.rl.completions import completions_of
-from maxtrain.rl.rollout import DamagedRolloutError, Rollout, load
-from maxtrain.rl.store import FOLDER
+from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, Rollout, load
 from maxtrain.serve.text import decode_new
 from maxtrain.storage.reading import readable
 

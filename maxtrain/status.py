@@ -14,6 +14,7 @@ from rich.text import Text
 
 from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DataError, run_command
+from maxtrain.forks import origins_of
 from maxtrain.observe.attempts import attempts as book_of_attempts
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.goodput import CLOCK, goodput, read_clock
@@ -51,7 +52,8 @@ def status(folder: Path, console: Console, name: str = "") -> None:
     """
     launches = read_clock(folder)
     attempts = read_attempts(folder)
-    if not launches and not attempts:
+    origins = origins_of(folder)
+    if not launches and not attempts and not origins:
         raise DataError(
             f"{name or folder} has neither clock.jsonl nor attempts.jsonl. "
             "Name the folder of a run, as runs/NAME."
@@ -59,6 +61,12 @@ def status(folder: Path, console: Console, name: str = "") -> None:
     saved, _ = saved_step(folder)
     reached = reached_step(folder)
     console.print(f"{name or folder}: step {reached:,} on record, step {saved:,} saved")
+    for origin in reversed(origins):
+        console.print(
+            f"forked from {origin.place} at step {origin.step:,} (run {origin.run})",
+            soft_wrap=True,
+            markup=False,
+        )
     _print_goodput(launches, console)
     if attempts:
         console.print(_table_of_attempts(attempts[-_MOST:]))
@@ -118,7 +126,10 @@ def overview(folder: Path, console: Console) -> None:
     Raises:
         DataError: there is none.
     """
-    runs = [path.parent for path in folder.glob("*/clock.jsonl")]
+    # A copy of a run that was not launched yet has its launches, but no time of its own.
+    runs = {
+        path.parent for name in ("clock", "launches") for path in folder.glob(f"*/{name}.jsonl")
+    }
     if not runs:
         raise DataError(f"{folder}/ has no runs. Name the folder of one: maxtrain status RUN.")
     table = Table(box=None, header_style="bold", pad_edge=False)

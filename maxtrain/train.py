@@ -25,7 +25,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -49,11 +49,12 @@ from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.local import LocalSteps, OtherStep
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
-from maxtrain.config.resumed import changed_settings
+from maxtrain.config.resumed import OF_EACH_FORK, changed_settings
 from maxtrain.config.run_path import local_folder, run_path, run_url
 from maxtrain.config.sections.mesh import num_stages, slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
+from maxtrain.forks import FORKED_FROM, Fork, find_fork, require_same_fork, take_records
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.inputs import inputs_on_record, with_recorded_inputs
 from maxtrain.job import ACCUMULATION, Job, launch_fields, open_job
@@ -97,7 +98,7 @@ from maxtrain.parallel.memory import (
     require_memory_of_host,
 )
 from maxtrain.run import RollBack, Run
-from maxtrain.run_folder import RunFolder, require_trained
+from maxtrain.run_folder import RunFolder, require_no_stray_steps, require_trained
 from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.storage.local import why_not
@@ -164,20 +165,17 @@ def launch(
     clock = Stopwatch()
     folder = store.folder
     second = second_of(folder / "checkpoints", config.checkpoint)
+    require_no_stray_steps(folder, second)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
     look_on_disks(store.local, run_folder, rollbacks, attempt)
     newest = functools.partial(newest_state, store, rollbacks, second)
-    saved = newest()
-    require_trained(folder, saved)
-    run_folder.require_checkpoints(config.checkpoint.start_over)
-    if rollbacks is None:
-        rollbacks = list(saved.rollbacks) if saved else []
-    launches = read_launches(folder)
+    own = newest()
+    saved, fork, rollbacks, launches = find_beginning(config, run_folder, own, rollbacks)
     with clock.during("start"):
-        job = open_with_records(config, saved, launches)
+        job = open_with_records(config, saved, launches, fork)
     if attempt == 0:
-        require_whole(store.local, saved, newest)
+        require_whole(store.local, own, newest)
     config = job.config
     is_primary = jax.process_index() == 0
     rows = job.data.describe_rows
@@ -199,8 +197,9 @@ def launch(
             store.local,
         )
         describe(progress, job)
-        tell_passed_over(progress, store.local, saved)
+        tell_passed_over(progress, store.local, own)
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
+        fields["checkpoint.fork_from"] = str(fork and fork.origin)
         require_agreement(f"launch {attempt}", fields)
         connect_peers(job.mesh)
         # In a later attempt a process keeps on a CPU the memory that it has had before, and would
@@ -227,12 +226,12 @@ def launch(
             decided.programs,
         )
         try:
-            run.restore(saved)
-            tell_changed_settings(run, saved, launches)
+            run.restore(saved, fork=fork)
+            tell_changed_settings(run, saved, launches, fork)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
-            begin_books(run, watchdog, saved is None)
+            begin_books(run, watchdog, saved is None, fork)
             begin_trackers(run, trackers)
-            train_until_done(run)
+            train_until_done(run, is_new_fork=fork is not None)
             run.settle()
         except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
             if is_loss(error):
@@ -257,6 +256,54 @@ def newest_state(
     return latest_state(
         store.folder / "checkpoints", lambda found: found.went_with(rollbacks), second, also
     )
+
+
+class Beginning(NamedTuple):
+    """Where a launch begins.
+
+    Attributes:
+        saved: the run at the checkpoint to go on from; None: it begins at the start.
+        fork: the checkpoint of another run that `saved` is; None: it is one of this run.
+        rollbacks: those of the run until now.
+        launches: those that have made the steps until now.
+    """
+
+    saved: RunState | None
+    fork: Fork | None
+    rollbacks: list[Rollback]
+    launches: list[dict[str, Any]]
+
+
+def find_beginning(
+    config: RunConfig,
+    run_folder: RunFolder,
+    own: RunState | None,
+    rollbacks: list[Rollback] | None,
+) -> Beginning:
+    """Where a launch begins: at the run's own newest checkpoint if it has one, at the checkpoint of
+    another run that checkpoint.fork_from names, or at the start.
+
+    Args:
+        own: the run at its own newest checkpoint; None: it has none.
+        rollbacks: those on record; None: nothing says.
+
+    Raises:
+        ConfigError: no run can go on from the checkpoint, or the run was begun in another way.
+        StorageError: checkpoints are gone, damaged, or cannot be read.
+    """
+    require_trained(run_folder.path, own)
+    run_folder.require_checkpoints(config.checkpoint.start_over)
+    launches = read_launches(run_folder.path)
+    if own is not None:
+        require_same_fork(config, run_folder.path, own)
+        if rollbacks is None:
+            rollbacks = list(own.rollbacks)
+        return Beginning(own, None, rollbacks, launches)
+    fork_from = config.checkpoint.fork_from
+    if fork_from is None:
+        return Beginning(None, None, rollbacks or [], launches)
+    fork = find_fork(fork_from, launches, run_folder.starts_over)
+    return Beginning(fork.state, fork, list(fork.rollbacks), list(fork.launches))
 
 
 def step_of(saved: RunState | None) -> int:
@@ -319,8 +366,10 @@ def require_room(job: Job) -> None:
         require_memory_of_host(jax.local_device_count() * of_host, ON_HOST, HOST_MEND)
 
 
-def train_until_done(run: Run) -> None:
-    """Trains until the run is done; after a rollback, the loop starts again from there.
+def train_until_done(run: Run, is_new_fork: bool) -> None:
+    """Trains until the run is done; after a rollback, the loop starts again from there. A new fork
+    first saves its own checkpoint of the step that it begins with: from then on the other run is
+    not needed, whatever becomes of it.
 
     Raises:
         TryAgainError: somebody asked to stop, and everything is saved; or a memory fault has
@@ -340,6 +389,8 @@ def train_until_done(run: Run) -> None:
     if warning:
         run.progress.message(warning, style="yellow")
     run.prepare()
+    if is_new_fork:
+        run.save(uploaded=True)
     while not run.done():
         begun_at = run.step
         going_back = None
@@ -498,25 +549,37 @@ def take_locks(
 
 
 def open_with_records(
-    config: RunConfig, saved: RunState | None, launches: Sequence[Mapping[str, Any]]
+    config: RunConfig,
+    saved: RunState | None,
+    launches: Sequence[Mapping[str, Any]],
+    fork: Fork | None,
 ) -> Job:
-    """As `open_job`, with data and models from where earlier launches of the run had them."""
+    """As `open_job`, with data and models from where earlier launches of the run had them.
+
+    ConfigError: among others, the plan of a fork ends at the checkpoint that it begins from.
+    """
     config, notes = with_recorded_inputs(config, launches)
     job = open_job(config, saved)
+    if fork is not None:
+        fork.require_steps_left(job.data.plan.num_steps)
     return dataclasses.replace(job, notes=(*notes, *job.notes))
 
 
 def tell_changed_settings(
-    run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]]
+    run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]], fork: Fork | None
 ) -> None:
     """A line about each setting that is not that of the last of the launches before, where the run
-    goes on from a checkpoint."""
+    goes on from a checkpoint. Those of a fork are the launches of the other run."""
     if saved is None or not launches:
         return
     changes = changed_settings(str(launches[-1]["config"]), run.job.asked)
+    before = "the last launch"
+    if fork is not None:
+        before = fork.origin.place
+        changes = [change for change in changes if change.key not in OF_EACH_FORK]
     if not run.done():
         for change in changes:
-            line = f"changed since the last launch: {change.describe(run.step, run.num_steps)}"
+            line = f"changed since {before}: {change.describe(run.step, run.num_steps)}"
             run.progress.message(line, style="yellow")
         return
     words = "; ".join(change.words() for change in changes if change.has_effect())
@@ -548,10 +611,22 @@ def note_checkpoint(
     progress.message(f"checkpoint: step {step:,}{where}", style="dim")
 
 
-def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
-    """Opens the logs that this launch writes in the run's folder; `is_new`: there was no
-    checkpoint."""
+def begin_books(run: Run, watchdog: Watchdog, is_new: bool, fork: Fork | None) -> None:
+    """Opens the logs that this launch writes in the run's folder.
+
+    Args:
+        is_new: there was no checkpoint.
+        fork: whose records the run takes over first; None: it is not about to become a fork.
+
+    Raises:
+        StorageError: in all processes: these records can't be read or written.
+    """
     recorder = run.recorder
+    if fork is not None:
+        with raising_together(StorageError, OSError):
+            if jax.process_index() == 0:
+                for problem in take_records(fork, run.folder.path, run.folder.id):
+                    run.progress.message(f"{problem} It is left out.", style="yellow")
     if not run.done():  # else no time is spent on the run
         watchdog.begin(lambda: run.step, run.folder.id)
     recorder.open_logs(run.step, run.evaluated_again, run.folder.id)
@@ -562,7 +637,7 @@ def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
             style="yellow",
         )
     if jax.process_index() == 0 and not run.done():
-        note_launch(run.job, run.folder, run.step)
+        note_launch(run.job, run.folder, run.step, fork)
 
 
 def begin_trackers(run: Run, trackers: Trackers) -> None:
@@ -586,8 +661,8 @@ def begin_trackers(run: Run, trackers: Trackers) -> None:
     trackers.begin(run.config.observe, info, tell)
 
 
-def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
-    """Records a launch that begins after `step` finished steps.
+def note_launch(job: Job, run_folder: RunFolder, step: int, fork: Fork | None) -> None:
+    """Records a launch that begins after `step` finished steps, of `fork` if it is one.
 
     The config is recorded as the user asked for it, not as it was fitted to this machine, so that
     it works on others, too.
@@ -600,6 +675,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     if job.units:
         record["units"] = job.units
     record["folder"] = os.getcwd()
+    if fork is not None:
+        record[FORKED_FROM] = fork.origin._asdict()
     record |= inputs_on_record(job.data, job.sets)
     append_launch(run_folder.path, record | {RUN: run_folder.id})
 

@@ -24,8 +24,7 @@ from benchmarks.chaos.rollbacks import unlike_so_far
 from benchmarks.chaos.rollouts import PHASES, rollouts_unlike
 from benchmarks.chaos.victim import Left, kept
 from maxtrain.failpoints import PLACES
-from maxtrain.rl.rollout import Rollout
-from maxtrain.rl.store import FOLDER
+from maxtrain.rl.rollout import FOLDER, Rollout
 
 ROOT = Path(__file__).parents[1]
 

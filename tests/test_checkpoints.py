@@ -4,6 +4,7 @@ copies and removes."""
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
+from maxtrain import forks
 from maxtrain.checkpoint import copying
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoints import item_bytes, main
@@ -105,24 +108,85 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
 
 
 def test_copy_is_checked_on_both_sides_and_whole(run, capsys, tmp_path, monkeypatch):
-    said(capsys, "copy", run, tmp_path / "kept")
-    said(capsys, "copy", run, tmp_path / "kept", "--step", 2)
-    assert steps(tmp_path / "kept") == [2, 6] and not list((tmp_path / "kept").glob(".*"))
+    kept = tmp_path / "kept" / "checkpoints"
+    other = tmp_path / "other" / "checkpoints"
+    said(capsys, "copy", run, kept)
+    said(capsys, "copy", run, kept, "--step", 2)
+    assert steps(kept) == [2, 6] and not list(kept.glob(".*"))
     target = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
-    reader = Checkpoints(tmp_path / "kept", CheckpointConfig())
+    reader = Checkpoints(kept, CheckpointConfig())
     np.testing.assert_array_equal(
         reader.restore(target, 2, partial=True)[0]["w"], np.full((4, 8), 2)
     )
     reader.close()
-    assert "Name another directory" in said(capsys, "copy", run, tmp_path / "kept", code=64)
+    assert "Name another directory" in said(capsys, "copy", run, kept, code=64)
     flip(run / "checkpoints" / "00000005")
-    assert "crc32" in said(capsys, "copy", run, tmp_path / "other", "--step", 5, code=74)
-    assert not list((tmp_path / "other").iterdir())
+    assert "crc32" in said(capsys, "copy", run, other, "--step", 5, code=74)
+    assert "crc32" in said(capsys, "copy", run, tmp_path / "new", "--step", 5, code=74)
+    assert not list(other.iterdir())
     monkeypatch.setattr(copying, "sync", lambda *paths: flip(paths[-1]))
-    assert "Check that disk, then copy again" in said(
-        capsys, "copy", run, tmp_path / "other", "--step", 4, code=74
-    )
-    assert not list((tmp_path / "other").iterdir())
+    for place in (other, tmp_path / "new"):
+        assert "Check that disk, then copy again" in said(
+            capsys, "copy", run, place, "--step", 4, code=74
+        )
+    assert not list(other.iterdir())
+    # A run that was not copied whole has no folder, and nothing hidden is left of it.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "other", "run"]
+
+
+def test_a_copy_is_a_run_of_its_own_with_the_records_until_its_step(run, capsys, tmp_path):
+    """Everything that says whose it is, or where the run is, is that of the copy."""
+    config = {"run_name": "run", "output_dir": "s3://bucket/runs", "local_dir": "work", "steps": 9}
+    config["checkpoint"] = {"local": "fast", "local_keep": 3, "upload_every": 5, "keep": 7}
+    header = '# run: aaaa\n# folder: "elsewhere"\n'
+    (run / "config.yaml").write_text(header + yaml.safe_dump(config))
+    lines = [{"kind": "run", "step": 0, "run": ""}]
+    lines += [{"kind": "train", "step": step, "loss": 1.5} for step in range(1, 7)]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (run / "metrics.jsonl").write_text(f"{text}{{torn")
+    out = said(capsys, "copy", f"{run}/checkpoints", tmp_path / "new", "--step", 4)
+    assert "tokenizer is not copied" in out and "config=" in out
+    new = tmp_path / "new"
+    identity = json.loads((new / "run.json").read_text())
+    assert identity["saved"] == 4 and re.fullmatch("[0-9a-f]{16}", identity["run"])
+    assert steps(new / "checkpoints") == [4]
+    copied = (new / "config.yaml").read_text()
+    assert copied.startswith(f'# run: {identity["run"]}\n# folder: "elsewhere"\n')
+    tree = yaml.safe_load(copied)
+    assert tree == {
+        "run_name": "new",
+        "output_dir": str(tmp_path),
+        "steps": 9,
+        "checkpoint": {"keep": 7},
+    }
+    ours = [json.loads(line) for line in (new / "metrics.jsonl").read_text().splitlines()]
+    assert ours[0]["run"] == identity["run"] and ours[1:] == lines[1:5]
+    record = json.loads((new / "checkpoints" / "00000004" / "record.json").read_text())
+    assert record["run"] == identity["run"]
+    assert record["forked_from"] == [{"run": "", "place": str(run), "step": 4}]
+    assert "all hashes" in said(capsys, "verify", new)
+    # A copy of the copy, which descends from both, and never over anything.
+    said(capsys, "copy", f"{new}/checkpoints/00000004", tmp_path / "third")
+    record = json.loads((tmp_path / "third/checkpoints/00000004/record.json").read_text())
+    assert [origin["place"] for origin in record["forked_from"]] == [str(run), str(new)]
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    said(capsys, "copy", run, new, code=64)
+    said(capsys, "copy", run, tmp_path / "a\tb", code=64)
+    said(capsys, "copy", run, "s3://bucket/runs/new", code=64)
+    # The steps of one run in the folder of another.
+    said(capsys, "copy", new, tmp_path / "third" / "checkpoints", code=64)
+    (new / "metrics.jsonl").write_text('{"kind": "run", "step": 0, "run": "bbbb"}\n')
+    said(capsys, "copy", new, tmp_path / "fourth", code=74)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_training_that_removes_the_step_meanwhile_is_named(run, capsys, tmp_path, monkeypatch):
+    def remove(step, *more, **options):
+        shutil.rmtree(step)
+
+    monkeypatch.setattr(forks, "copy_frozen", remove)
+    out = said(capsys, "copy", run, tmp_path / "new", code=74)
+    assert "checkpoint.keep_every" in out and not (tmp_path / "new").exists()
 
 
 def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):

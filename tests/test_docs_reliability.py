@@ -47,13 +47,19 @@ def test_the_commands_work_in_order(tmp_path):
     )
     assert "file://bucket/runs/far: step 8 on record, step 8 saved" in far
     assert any("steps=8" in command and "step 4" in out for command, out in outputs.items())
-    assert len(listed) == 24
+    assert len(listed) == 31
     assert (
         "3 whole of 3" in listed[2]
         and listed[3].count("all hashes") == 3
         and "params.layers" in listed[4]
     )
-    assert listed[6].count("all hashes") == 1
+    assert listed[6].count("all hashes") == 1 and "Goes on from step 30" in listed[7]
+    (branch,) = (out for command, out in outputs.items() if "status runs/branch" in command)
+    assert "forked from runs/kept at step 40" in branch
+    decays = [out for command, out in outputs.items() if "run_name=decay-" in command]
+    assert len(decays) == 2
+    for out in decays:
+        assert "changed since runs/stable: schedule.name: constant -> wsd" in out
     (started,) = (out for command, out in outputs.items() if "init_from" in command)
     assert re.search(r"00000040: (\d+) of \1 parameters loaded", started)
     (copies,) = (out for command, out in outputs.items() if "verify far/both" in command)

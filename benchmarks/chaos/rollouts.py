@@ -40,7 +40,7 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
 from maxtrain.failpoints import VARIABLE
 from maxtrain.rl.rollout import DamagedRolloutError, load
-from maxtrain.rl.store import FOLDER
+from maxtrain.rl.rollout import FOLDER
 
 REWARDS = ["benchmarks.chaos.letters:has_letter(by='group')", "exact"]
 CHANGES: dict[str, Any] = {

@@ -3,17 +3,29 @@
 Needs no device.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
+from data_pipeline import strict_json
 from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import at_url
-from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
+from maxtrain.checkpoint.integrity import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    encode_commit,
+    find_damage,
+    hash_files,
+    read_commit,
+    sync,
+)
+
+RECORD = "record.json"
 
 
 def copy_step(
@@ -65,6 +77,23 @@ def copy_step(
         discard(partial)
         raise
     return final
+
+
+def change_record(step: Path, changes: Mapping[str, Any]) -> None:
+    """Change what the record of a copied step says, and write its hash into the commit record.
+
+    Only for a copy that nothing reads yet: a step that counts stays as it was saved.
+    """
+    record = strict_json.loads((step / RECORD).read_bytes())
+    text = json.dumps(record | changes, indent=1, sort_keys=True, allow_nan=False)
+    commit = read_commit(step)
+    (step / RECORD).write_text(text, encoding="utf-8")
+    hashed = hash_files(step, [RECORD])[RECORD]
+    known = commit["files"][RECORD]
+    # Format 1 has no hashes.
+    commit["files"][RECORD] = {name: hashed[name] for name in known}
+    (step / "commit.json").write_bytes(encode_commit(commit))
+    sync(step / RECORD, step / "commit.json", step)
 
 
 def _require_like(copy: Path, source: Path, final: Path) -> None:

@@ -33,7 +33,7 @@ from maxtrain.config.schema import (
     RunConfig,
 )
 from maxtrain.config.sections.anomaly import window_problems
-from maxtrain.config.sections.checkpoint import adapters_problems
+from maxtrain.config.sections.checkpoint import adapters_problems, fork_problems
 from maxtrain.config.sections.distill import stored_problems, teacher_problems
 from maxtrain.config.sections.dpo import (
     packing_problems,
@@ -97,6 +97,8 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from layer_type_problems(config.model)
     yield from expert_problems(config.model.moe)
     yield from lora_problems(config.model.lora)
+    yield from idle_among(idle, "checkpoint.init_from")
+    yield from fork_problems(config.checkpoint)
     yield from adapters_problems(config.checkpoint)
     yield from rows.row_problems(config)
     yield from experts.balance_scope_problems(config)

@@ -24,7 +24,7 @@ EFFECTS: Mapping[str, str] = {
     r"seed": "other random choices from step {next:,} on; initial weights stay as they are",
     r"run_name|output_dir|local_dir": "where the run is kept: " + NO_EFFECT,
     r"log_interval|checkpoint_interval|(observe|watchdog|integrity)\..*": NO_EFFECT,
-    r"checkpoint\.init_\w+": _AT_START,
+    r"checkpoint\.(init_\w+|fork_from)": _AT_START,
     r"checkpoint\..*": NO_EFFECT,
     r"eval_interval|eval_at_start|eval_steps|eval\..*": _EVALUATION,
     r"determinism": _ROUNDING,
@@ -51,6 +51,8 @@ EFFECTS: Mapping[str, str] = {
     r"objective|(loss|distill|dpo|reward|grpo|ppo|regularization)\..*": _OBJECTIVE,
     r"(anomaly|loss_scale)\..*": _FROM,
 }
+# What a fork has of its own, so that it tells nothing that it differs.
+OF_EACH_FORK = frozenset(("run_name", "output_dir", "local_dir", "checkpoint.fork_from"))
 # What decides which arrays a checkpoint holds, and of which shapes and types.
 _OF_STATE = re.compile(
     r"objective|optimizer\.(name|ema_decay)|loss_scale\.mode|precision\.(params|compute)"

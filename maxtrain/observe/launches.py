@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ _FLAGS = re.compile(
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What does not change the numbers of training, or stands in the config, too.
 _APART = re.compile(
-    r"time|step|command|run|folder|inputs\..*|units\..*|kernels\.experts|reasons\..*|config\."
+    r"time|step|command|run|folder|forked_from\..*|inputs\..*|units\..*|kernels\.experts|reasons\..*|config\."
     r"(run_name|output_dir|local_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
@@ -120,8 +120,13 @@ def _flags() -> dict[str, str]:
 
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to RUN/launches.jsonl."""
-    before = "".join(encode(launch) for launch in read_launches(run_dir))
-    write_atomic(run_dir / FILE_NAME, (before + encode(record)).encode(), private=True)
+    write_launches(run_dir, [*read_launches(run_dir), record])
+
+
+def write_launches(run_dir: Path, launches: Sequence[Mapping[str, Any]]) -> None:
+    """Write RUN/launches.jsonl, which its user alone may read."""
+    text = "".join(encode(launch) for launch in launches)
+    write_atomic(run_dir / FILE_NAME, text.encode(), private=True)
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
@@ -177,7 +182,7 @@ def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, t
     for name in values_before | values_after:
         if name in ("time", "step", "command", "run"):
             continue
-        if name.startswith(("device_bytes.", "reasons.")):
+        if name.startswith(("device_bytes.", "reasons.", "forked_from.")):
             continue
         old = values_before.get(name, "nothing")
         new = values_after.get(name, "nothing")

@@ -175,6 +175,31 @@ def read_metrics(run_dir: str | Path, file_name: str = FILE_NAME) -> list[dict[s
     return records
 
 
+def copy_records(
+    run_dir: Path, target: Path, step: int, run: str, file_name: str = FILE_NAME
+) -> list[str]:
+    """Write the records of a run up to a step into the folder of another run.
+
+    Args:
+        run_dir: the run whose records are read. Without any, nothing is written.
+        target: the folder of the other run. Its own records are replaced.
+        step: the last step whose records are copied.
+        run: the id of the other run.
+        file_name: the log that is copied.
+
+    Returns:
+        A text about each line that cannot be read and is left out.
+    """
+    records, problems = _read(run_dir / file_name)
+    lines = [_line(record) for record in records if record["step"] <= step]
+    if lines:
+        header = _line({"kind": _HEADER, "step": 0, "run": run})
+        write_atomic(target / file_name, "".join([header, *lines]).encode())
+    else:
+        (target / file_name).unlink(missing_ok=True)
+    return problems
+
+
 def has_records(run_dir: str | Path, kept: LogMark) -> bool:
     """Whether the first records of a run are those that a checkpoint remembers."""
     records, _ = _read(Path(run_dir) / FILE_NAME)

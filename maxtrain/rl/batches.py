@@ -19,9 +19,8 @@ from maxtrain.models.cost import relative_quadratic
 from maxtrain.objectives.objective import Batch
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.sharding import batch_shards
-from maxtrain.rl.rollout import Rollout
+from maxtrain.rl.rollout import FOLDER, Rollout
 from maxtrain.rl.rows import Places, Shape, batch_arrays
-from maxtrain.rl.store import FOLDER
 
 # What the training forward reads of a batch.
 _READ = ("inputs", "targets", "segment_ids", "positions")

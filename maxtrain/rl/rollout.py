@@ -20,6 +20,8 @@ from jaxtyping import Bool, Float, Int
 from data_pipeline import strict_json
 from data_pipeline.shards import write_atomic
 
+# The folder below that of the run.
+FOLDER = "rollouts"
 _ABOUT = "about"
 _DIGEST = "digest"
 # Arrays of PPO alone. Where they are empty, files and digests are as without them.

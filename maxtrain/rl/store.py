@@ -11,9 +11,8 @@ import numpy as np
 
 from data_pipeline.errors import TryAgainError, UserError
 from maxtrain.parallel.agreement import from_first, gather, raise_together
-from maxtrain.rl.rollout import DamagedRolloutError, Rollout, from_bytes, read_file
+from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, Rollout, from_bytes, read_file
 
-FOLDER = "rollouts"
 # Of words about a file, and bytes in which they are told to others.
 _MOST_WORDS = 400
 _MOST_BYTES = 4096

@@ -72,11 +72,12 @@ def _copied(url: RemotePath, listing: dict[str, Found]) -> Path:
     return folder
 
 
-def require_no_url(path: str | Path, argument: str) -> None:
-    """UsageError: a place to write to is a URL, where the command can't write."""
+def require_no_url(path: str | Path, argument: str, instead: str = "") -> None:
+    """UsageError: a place to write to is a URL, where the command can't write. `instead`: what
+    else can be done, as a sentence without its full stop."""
     # A Path has one of the slashes.
     if is_url(str(path)) or is_url(str(path).replace(":/", "://", 1)):
         raise UsageError(
             f"{argument}={path}: is a URL, and this command writes to disks only. "
-            "Name a path, and copy what is written."
+            f"Name a path, and copy what is written.{f' {instead}.' if instead else ''}"
         )

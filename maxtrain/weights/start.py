@@ -26,6 +26,7 @@ from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, LoraConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.sections.checkpoint import fork_source
 from maxtrain.config.words import show
 from maxtrain.models.adapt import split_adapters, with_magnitudes, without_adapters
 from maxtrain.models.families.directory import read_config
@@ -111,6 +112,8 @@ def dtype_of_weights(place: str) -> str | None:
             return None
         place = saved["checkpoint"].get("init_from") or ""
         if not place:
+            place, _ = fork_source(saved["checkpoint"].get("fork_from") or "")
+        if not place:
             return None
     return None
 
@@ -160,9 +163,9 @@ def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
     problems = []
     for key, (ours, theirs) in changed_meaning(model, saved.config).items():
         problems.append(
-            f"model.{key}={ours} must be {theirs}, as until step {saved.step:,} of this run, "
-            f"whose weights would mean something else. Set model.{key}={theirs}, or set run_name "
-            "to a new name to start afresh."
+            f"model.{key}={ours} must be {theirs}, as until step {saved.step:,} of {saved.owner}, "
+            f"whose weights would mean something else. Set model.{key}={theirs}, or "
+            f"{saved.way_out}."
         )
     if problems:
         raise ConfigError(problems)

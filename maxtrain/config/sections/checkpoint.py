@@ -1,9 +1,19 @@
 """The section `checkpoint`."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+
+_STEP = re.compile(r"[0-9]{1,18}")
+# A fork takes everything from its checkpoint, so nothing reads what a run begins with.
+_NO_FORK = UsedBy(
+    {"checkpoint.fork_from": (None,)},
+    "{key}={value} is not used with {cause}, which takes the weights of that run. "
+    "Leave one of the two out.",
+    cause="checkpoint.fork_from={config.checkpoint.fork_from}",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +87,25 @@ class CheckpointConfig:
         "start from the weights of this run, checkpoint or Hugging Face directory, also by URL; "
         "null: random",
         path="any",
+        used_by=_NO_FORK,
+    )
+    fork_from: str | None = key(
+        None,
+        "continue this run in a new one: RUN@STEP, or RUN for its newest checkpoint, also by URL; "
+        "null: no fork",
+        path="any",
     )
     init_adapters: str | None = key(
         None,
         "start from the adapters of this directory of PEFT, on the weights of init_from; null: new",
         path="local",
-        used_by=UsedBy(
-            {"model.lora.rank": AllBut(None)},
-            "{key}={value} needs adapters, but model.lora.rank=null. "
-            "Set model.lora.rank to r in its adapter_config.json, or leave it out.",
+        used_by=(
+            _NO_FORK,
+            UsedBy(
+                {"model.lora.rank": AllBut(None)},
+                "{key}={value} needs adapters, but model.lora.rank=null. "
+                "Set model.lora.rank to r in its adapter_config.json, or leave it out.",
+            ),
         ),
     )
     start_over: bool = key(
@@ -96,12 +116,35 @@ class CheckpointConfig:
     init_partial: tuple[str, ...] = key(
         (),
         "regular expressions: parameters that may differ from init_from, and are then initialised",
-        used_by=UsedBy(
-            {"checkpoint.init_from": AllBut(None)},
-            "{key}={value} is not used without checkpoint.init_from. "
-            "Set checkpoint.init_from, or leave it out.",
+        used_by=(
+            _NO_FORK,
+            UsedBy(
+                {"checkpoint.init_from": AllBut(None)},
+                "{key}={value} is not used without checkpoint.init_from. "
+                "Set checkpoint.init_from, or leave it out.",
+            ),
         ),
     )
+
+
+def fork_source(fork_from: str) -> tuple[str, int | None]:
+    """The run that checkpoint.fork_from names, and the step; None: the newest one."""
+    place, _, step = fork_from.rpartition("@")
+    if _STEP.fullmatch(step) and len(step) < len(fork_from):
+        return place, int(step)
+    return fork_from, None
+
+
+def fork_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield what is wrong with the text of checkpoint.fork_from."""
+    if checkpoint.fork_from is None:
+        return
+    place, step = fork_source(checkpoint.fork_from)
+    if not place or step == 0:
+        yield (
+            f"checkpoint.fork_from={checkpoint.fork_from} must be RUN or RUN@STEP, with a step of "
+            "at least 1. Set checkpoint.fork_from=runs/NAME@1000, for example."
+        )
 
 
 def adapters_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
