@@ -197,6 +197,7 @@ HINTS: dict[str, Sequence[str]] = {
     "model.kept.on_host": ["[]", "[attention]", "[product]"],
     "model.routing.exchange_factor": ["null", "0.1", "1", "100"],
     "checkpoint.init_from": ["null", "{folder}/runs/base", "{folder}/exported", "{folder}/none"],
+    "checkpoint.fork_from": ["null", "{folder}/runs/base", "{folder}/runs/base@2", "{folder}/none"],
     "checkpoint.init_partial": ["[]", "[mlp]", "['.']", "[nothing]"],
     "distill.teacher": ["{folder}/runs/base", "{folder}/exported", "{folder}/none"],
     "distill.stored": ["null", "base", "none"],

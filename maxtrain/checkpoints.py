@@ -43,8 +43,8 @@ from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_comm
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.forks import copy_run
 from maxtrain.observe.lock import RunLock
-from maxtrain.run_folder import run_id
-from maxtrain.run_state import best_steps, run_of
+from maxtrain.run_folder import CONFIG, run_id
+from maxtrain.run_state import RunState, best_steps, run_of
 from maxtrain.storage.lease import Lease
 from maxtrain.storage.reading import readable, require_no_url
 from maxtrain.storage.records import copied_from
@@ -333,7 +333,7 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
     if target.name == "checkpoints":
         _copy_step_alone(path, target, console)
         return
-    place = re.sub(r"(/checkpoints)?(/\d{8,})?/*$", "", named) or named
+    place = re.sub(r"/checkpoints(/\d+)?/*$", "", named) or named
     notes = copy_run(f"copy {named}", place, path, target)
     for note in notes:
         console.print(note, style="yellow", soft_wrap=True, markup=False)
@@ -342,8 +342,10 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
-    config = shlex.quote(os.path.relpath(target / "config.yaml"))
-    console.print(f"continue it: maxtrain train config={config}", soft_wrap=True, markup=False)
+    then = f"continue it: maxtrain train config={shlex.quote(os.path.relpath(target / CONFIG))}"
+    if RunState.from_record(read_record(path)).imported is not None:
+        then = f"train with it: checkpoint.init_from={shlex.quote(os.path.relpath(target))}"
+    console.print(then, soft_wrap=True, markup=False)
 
 
 def _copy_step_alone(path: Path, target: Path, console: Console) -> None:

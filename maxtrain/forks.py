@@ -378,10 +378,10 @@ def _copy_rollouts(source: Path, target: Path, step: int) -> None:
             continue
         try:
             content = read_file(path)
-            if kind == "npz":
-                is_needed = int(number) <= step
-            else:
-                is_needed = from_bytes(content).about["sampled_after"] < step
+            about = from_bytes(content).about
+            is_needed = int(number) <= step
+            if kind != "npz":
+                is_needed = about["sampled_after"] < step
         except (DamagedRolloutError, KeyError):
             # It would be made again from the checkpoint, as in the other run.
             continue

@@ -48,6 +48,7 @@ FLOORS = {
     **dict.fromkeys(
         [
             "maxtrain.train",
+            "maxtrain.forks",
             "maxtrain.run",
             "maxtrain.hooks",
             "maxtrain.programs",

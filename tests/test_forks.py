@@ -388,8 +388,10 @@ def test_a_fork_of_imported_weights_names_the_right_key(tmp_path, capfd, tiny_ru
 
 def test_keys_that_a_fork_replaces(tmp_path):
     (tmp_path / "data").mkdir()
-    values = {"data": {"sources": {"text": {"path": "data"}}}}
-    values["checkpoint"] = {"init_from": "runs/base", "init_partial": ["mlp"]}
+    values = {
+        "data": {"sources": {"text": {"path": "data"}}},
+        "checkpoint": {"init_from": "runs/base", "init_partial": ["mlp"]},
+    }
     file = tmp_path / "some.yaml"
     file.write_text(yaml.safe_dump(values))
     config = load_config([f"config={file}", "checkpoint.fork_from=runs/a@4"])

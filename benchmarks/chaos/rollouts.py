@@ -39,8 +39,7 @@ from data_pipeline import prepare
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
 from maxtrain.failpoints import VARIABLE
-from maxtrain.rl.rollout import DamagedRolloutError, load
-from maxtrain.rl.rollout import FOLDER
+from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, load
 
 REWARDS = ["benchmarks.chaos.letters:has_letter(by='group')", "exact"]
 CHANGES: dict[str, Any] = {

@@ -171,7 +171,7 @@ def test_steps_of_two_runs_lie_side_by_side(checkpoints, tmp_path):
     other = Checkpoints(tmp_path / "other", SYNC)
     other.save(5, changing(5), {}, constant(8))
     other.close()
-    place = tmp_path / "archive"
+    place = tmp_path / "archive" / "checkpoints"
     assert main(["copy", str(checkpoints.directory), str(place)]) == 0
     assert main(["copy", str(tmp_path / "other"), str(place)]) == 0
     assert main(["verify", str(place)]) == 0
@@ -183,7 +183,7 @@ def test_steps_of_two_runs_lie_side_by_side(checkpoints, tmp_path):
 
 
 def test_a_copy_that_is_there_is_checked_and_mended(checkpoints, tmp_path):
-    place = tmp_path / "archive"
+    place = tmp_path / "archive" / "checkpoints"
     assert main(["copy", str(checkpoints.directory), str(place), "--step", "1"]) == 0
     flip(place)
     assert main(["copy", str(checkpoints.directory), str(place), "--step", "2"]) == 0
@@ -232,8 +232,8 @@ def test_copies_have_them_too(tmp_path):
     checkpoints = Checkpoints(local, config, far)
     checkpoints.save(1, changing(1), {}, constant())
     assert checkpoints.settle(30) == "" and store_of(far).exists()
-    assert main(["copy", str(local), str(tmp_path / "by_hand")]) == 0
-    assert main(["verify", str(tmp_path / "by_hand")]) == 0
+    assert main(["copy", str(local), str(tmp_path / "by_hand" / "checkpoints")]) == 0
+    assert main(["verify", str(tmp_path / "by_hand" / "checkpoints")]) == 0
     # Read from the second directory when the first one is damaged, or gone.
     shutil.rmtree(local / frozen.FOLDER)
     assert (np.asarray(checkpoints.restore(whole(), partial=True)[0]["params"]["a"]) == 7).all()
