@@ -48,7 +48,8 @@ _FLAGS = re.compile(
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What does not change the numbers of training, or stands in the config, too.
 _APART = re.compile(
-    r"time|step|command|run|folder|forked_from\..*|inputs\..*|units\..*|kernels\.experts|reasons\..*|config\."
+    r"time|step|command|run|folder|forked_from\..*|inputs\..*|units\..*"
+    r"|kernels\.experts|reasons\..*|config\."
     r"(run_name|output_dir|local_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
