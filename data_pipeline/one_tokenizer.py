@@ -5,6 +5,7 @@ import shlex
 from data_pipeline.errors import ConfigError
 from data_pipeline.shards import PARTS, Manifest, TokenShards
 from data_pipeline.sources import TOKEN_FORMATS
+from data_pipeline.tokenizer.base import describe_tokenizer
 
 # How the command of a manifest begins.
 _PROGRAM = ["python", "-m", "data_pipeline.prepare", "OUT"]
@@ -17,8 +18,10 @@ def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
     for where, theirs in others:
         if theirs.manifest.tokenizer["sha256"] == ours.manifest.tokenizer["sha256"]:
             continue
-        rule = f"{where} was made with tokenizer {_name(theirs)}, but {first} with {_name(ours)}, "
-        rule += "so that ids would mean different text"
+        rule = (
+            f"{where} was made with tokenizer {tokenizer_of_data(theirs)}, but {first} with "
+            f"{tokenizer_of_data(ours)}, so that ids would mean different text"
+        )
         if _keep_rank(where, theirs) > _keep_rank(first, ours):
             again = first
             command = remake_command(ours, theirs)
@@ -31,10 +34,10 @@ def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
         raise ConfigError(f"{rule}. {mend}: `{command}`")
 
 
-def _name(shards: TokenShards) -> str:
+def tokenizer_of_data(shards: TokenShards) -> str:
+    """Return the name, the size and the identity of the tokenizer of data, for messages."""
     tokenizer = shards.manifest.tokenizer
-    size = f"{tokenizer['vocab_size']:,} entries"
-    return f"{tokenizer['name']} ({size}, sha256 {tokenizer['sha256'][:12]})"
+    return describe_tokenizer(tokenizer["name"], tokenizer["vocab_size"], tokenizer["sha256"])
 
 
 def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:

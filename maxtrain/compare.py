@@ -19,7 +19,8 @@ from data_pipeline.console import SafeConsole
 from data_pipeline.errors import DataError, DifferentError, run_command
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
-from maxtrain.observe.metrics import OF_THE_MACHINE, read_metrics, same
+from maxtrain.observe.metrics import FILE_NAME, OF_THE_MACHINE, read_metrics, same
+from maxtrain.run_folder import require_run
 from maxtrain.storage.reading import readable
 
 # What says which record it is, and what equal runs may differ in.
@@ -157,21 +158,35 @@ def table_of(fields: list[Field]) -> Table:
     return table
 
 
-def compare(ours: Path, theirs: Path, console: Console) -> int:
-    """Prints what is the same in two runs and what is not.
+def compare(ours: Path, theirs: Path, console: Console, names: Sequence[str] = ()) -> int:
+    """Print what is the same in two runs and what is not.
+
+    Args:
+        ours, theirs: the folders of the runs.
+        console: to print on.
+        names: what to call the runs, such as their URLs; empty: by their folders.
 
     Returns:
         The exit code: 0, or that of DifferentError if other configs made the numbers differ.
 
     Raises:
         DifferentError: numbers of the same step differ, with the same config.
+        UsageError: one of the folders is not the folder of a run.
         DataError: no step has records in both.
     """
-    fields = compare_records(read_metrics(ours), read_metrics(theirs))
+    name_of_ours, name_of_theirs = names or (str(ours), str(theirs))
+    for folder, name in ((ours, name_of_ours), (theirs, name_of_theirs)):
+        require_run(folder, name)
+    records = _read_records(ours, name_of_ours)
+    other_records = _read_records(theirs, name_of_theirs)
+    fields = compare_records(records, other_records)
     if not fields:
-        mend = "Compare two runs that have gone through the same steps, with log_interval in common"
-        raise DataError(f"{ours} and {theirs} have no records of the same step. {mend}.")
-    console.print(Text(f"A: {ours}\nB: {theirs}"), soft_wrap=True)
+        raise DataError(
+            f"{name_of_ours} and {name_of_theirs} have no records of the same step: the first has "
+            f"{_steps_in_words(records)}, the second {_steps_in_words(other_records)}. "
+            "Compare two runs that have gone through the same steps, with the same log_interval."
+        )
+    console.print(Text(f"A: {name_of_ours}\nB: {name_of_theirs}"), soft_wrap=True)
     _print_wide(table_of(fields), console)
     first_of_arrays = _print_arrays(ours, theirs, console)
     settings = _print_launches(ours, theirs, console)
@@ -183,13 +198,36 @@ def compare(ours: Path, theirs: Path, console: Console) -> int:
         console.print(Text(said, "yellow"), soft_wrap=True)
         return DifferentError.exit_code
     if first:
-        rule = f"the numbers of {ours} and {theirs} are not the same from step {first:,} on"
-        window = f"{first - 1:,}:{first:,}"
+        both = f"{name_of_ours} and {name_of_theirs}"
+        rule = f"the numbers of {both} are not the same from step {first:,} on"
+        window = f"{first - 1}:{first}"
         mend = f"Replay {window} of each with `maxtrain replay` to see which one repeats"
         raise DifferentError(f"{rule}. {mend}.")
     compared = sum(field.compared for field in fields)
     console.print(Text(f"The same bit for bit: {compared:,} numbers.", "green"))
     return 0
+
+
+def _read_records(run: Path, name: str) -> list[dict[str, Any]]:
+    """The records of a run. DataError: it has none yet."""
+    records = read_metrics(run)
+    if records:
+        return records
+    what = f"its {FILE_NAME} has none"
+    if not (run / FILE_NAME).exists():
+        what = f"there is no {FILE_NAME}"
+    raise DataError(
+        f"{name} has no records to compare: {what}. A run writes its first record after "
+        "log_interval steps. Let the run train, or name another run."
+    )
+
+
+def _steps_in_words(records: Sequence[dict[str, Any]]) -> str:
+    """The steps that records are of, as a range."""
+    steps = [record["step"] for record in records]
+    if min(steps) == max(steps):
+        return f"step {min(steps):,}"
+    return f"steps {min(steps):,} to {max(steps):,}"
 
 
 def _print_wide(table: Table, console: Console) -> None:
@@ -251,8 +289,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         nonlocal code
-        ours, theirs = map(readable, parser.parse_args(argv).runs)
-        code = compare(ours, theirs, SafeConsole())
+        names = parser.parse_args(argv).runs
+        ours, theirs = map(readable, names)
+        code = compare(ours, theirs, SafeConsole(), names)
 
     failed = run_command(job, resumes=False)
     return failed or code

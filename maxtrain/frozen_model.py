@@ -136,9 +136,9 @@ class FrozenModel:
             theirs = load_run_tokenizer(self.directory, self.step)
         if theirs.sha256 != sha256:
             raise ConfigError(
-                f"{self.name} has another tokenizer than the data, so that ids "
-                f"would mean different text. Prepare the data with `--tokenizer {place}`, or "
-                f"choose another {self.role}."
+                f"{self.name} has another tokenizer, {theirs.describe()}, than the data (sha256 "
+                f"{sha256[:12]}), so that ids would mean different text. Prepare the data with "
+                f"`--tokenizer {place}`, or choose another {self.role}."
             )
 
     def require_length(self, length: int) -> None:
@@ -270,9 +270,12 @@ def _find_model(role: str, place: str, name: str) -> FrozenModel:
             f"{download_hint(place)}"
         )
     step = step_of(run, asked)
-    if step not in complete(run / "checkpoints"):
+    steps = complete(run / "checkpoints")
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
+            f"{name} has no complete checkpoint there. Complete steps: {known}. Name one of them, "
+            "or another run, or wait for a step to be saved."
         )
     config = read_run_config(run)
     model = dataclasses.replace(config.model, value=False)

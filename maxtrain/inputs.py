@@ -19,6 +19,7 @@ from data_pipeline.remote import is_url, place
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.teacher_files import StoredTeacher, TeacherFiles, folder_of
 from data_pipeline.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from data_pipeline.tokenizer.base import describe_tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
 from maxtrain.config.paths import MADE, path_keys
@@ -84,11 +85,12 @@ def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
             if not saved.is_of_another_run:
                 own = f"{run_path(config) / TOKENIZER_FOLDER}"
             trained = f"until step {saved.step:,} (sha256 {saved.tokenizer[:12]})"
+            words = describe_tokenizer(theirs["name"], theirs["vocab_size"], theirs["sha256"])
             raise ConfigError(
-                f"data.sources.{name}.path={source.path} was made with another tokenizer "
-                f"({theirs['name']}, sha256 {theirs['sha256'][:12]}) than {saved.owner} has been "
-                f"trained with {trained}, so that ids would mean different text. Prepare the data "
-                f"with `--tokenizer {own}`, or {saved.way_out}."
+                f"data.sources.{name}.path={source.path} was made with another tokenizer, "
+                f"{words}, than {saved.owner} has been trained with {trained}, so that ids would "
+                f"mean different text. Prepare the data with `--tokenizer {own}`, or "
+                f"{saved.way_out}."
             )
 
 

@@ -95,6 +95,7 @@ from maxtrain.weights.sample import sampled_hash
 from maxtrain.weights.start import (
     require_same_meaning,
     require_same_tokenizer,
+    require_weights,
     split_score,
     split_value,
     starting_variables,
@@ -388,6 +389,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     kept: dict[str, Any] = {}
     if saved is not None:
         kept = kept_settings(saved.kept, saved.config)
+    _require_weights_to_start(config, saved)
     data, sets = open_data(config, saved)
     require_answers(config, data, sets)
     attach_stored_teacher(config, data, sets)
@@ -439,14 +441,19 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     )
     for stored in _stored_teachers(data, sets):
         stored.require_vocabulary(fitted.model.vocab_size or 0)
-    tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
-        require_same_tokenizer(fitted.checkpoint, tokenizer)
+        require_same_tokenizer(fitted.checkpoint, data.shards[0])
     other = parts.other_model
     if other is not None:
-        other.require_same_tokenizer(tokenizer)
+        other.require_same_tokenizer(data.shards[0].manifest.tokenizer["sha256"])
         other.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+
+
+def _require_weights_to_start(config: RunConfig, saved: RunState | None) -> None:
+    """Raise if a new run starts from weights that are not there, before its data is opened."""
+    if saved is None and config.checkpoint.init_from is not None:
+        require_weights(config.checkpoint)
 
 
 def _stored_teachers(

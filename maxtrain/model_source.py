@@ -30,7 +30,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import CONFIG as RUN_CONFIG
-from maxtrain.run_folder import require_own_config
+from maxtrain.run_folder import require_own_config, runs_beside, why_no_run
 from maxtrain.run_state import config_of, tokenizer_of
 from maxtrain.storage.reading import readable
 from maxtrain.training.partition import join, split, split_buffers
@@ -112,9 +112,9 @@ def _is_of_hugging_face(place: str) -> bool:
     if (directory / HF_CONFIG).exists():
         return True
     if not (directory / RUN_CONFIG).exists():
-        what = _what_is_there(directory, RUN_CONFIG, HF_CONFIG)
+        what = why_no_run(directory, RUN_CONFIG, HF_CONFIG)
         raise UsageError(
-            f"{place}: {what}. Name the directory of a run, such as {_runs_beside(directory)}, or "
+            f"{place}: {what}. Name the directory of a run, such as {runs_beside(directory)}, or "
             f"a Hugging Face directory with {HF_CONFIG}.{download_hint(place)}"
         )
     return False
@@ -124,29 +124,12 @@ def _require_weights(place: str) -> None:
     """UsageError: a directory is not one of Hugging Face."""
     directory = Path(place).expanduser()
     if not (directory / HF_CONFIG).exists():
-        what = _what_is_there(directory, HF_CONFIG)
+        what = why_no_run(directory, HF_CONFIG)
         raise UsageError(
             f"--hf {place}: {what}. Name a directory with {HF_CONFIG}, weights and tokenizer.json, "
             "as downloaded from Hugging Face or written by `maxtrain export`."
             f"{download_hint(place)}"
         )
-
-
-def _what_is_there(directory: Path, *missing: str) -> str:
-    """Why a place has no model, in words; `missing`: the files that are looked for."""
-    if directory.is_dir():
-        if not any(directory.iterdir()):
-            return "is an empty directory"
-        return f"has no {' and no '.join(missing)}"
-    if directory.exists():
-        return "is a file"
-    return "is not there"
-
-
-def _runs_beside(directory: Path) -> str:
-    """Some runs, as examples."""
-    others = sorted(directory.parent.glob(f"*/{RUN_CONFIG}"))[:5]
-    return ", ".join(str(path.parent) for path in others) or "runs/quickstart"
 
 
 def check_step(step: int | None) -> None:
@@ -253,11 +236,11 @@ def _own_config(directory: str | Path) -> str:
     """The argument config= for the config of a run; UserError: `directory` is not a run."""
     run = Path(directory).expanduser()
     if not (run / RUN_CONFIG).exists():
-        what = _what_is_there(run, RUN_CONFIG)
+        what = why_no_run(run, RUN_CONFIG)
         if (run / HF_CONFIG).exists():
             what = "is a Hugging Face directory"
         raise UsageError(
-            f"RUN={run}: {what}. Name the directory of a run, such as {_runs_beside(run)}."
+            f"RUN={run}: {what}. Name the directory of a run, such as {runs_beside(run)}."
             f"{download_hint(directory)}"
         )
     require_own_config(run)
@@ -308,9 +291,9 @@ def load_run_tokenizer(directory: str | Path, step: int | None = None) -> Tokeni
         trained_with = tokenizer_of(read_record(path))
     if trained_with not in ("", tokenizer.sha256):
         raise DataError(
-            f"{place}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:12]}) is not the "
-            f"one that {path} was trained with (sha256 {trained_with[:12]}): ids would mean other "
-            "text. Copy the folder again from where the run was made."
+            f"{place}: its tokenizer, {tokenizer.describe()}, is not the one that {path} was "
+            f"trained with (sha256 {trained_with[:12]}): ids would mean other text. Copy the "
+            "folder again from where the run was made."
         )
     return tokenizer
 

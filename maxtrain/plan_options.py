@@ -13,6 +13,7 @@ from typing import NamedTuple
 from data_pipeline.errors import UsageError, UserError
 from maxtrain.config import RunConfig, from_command_line
 from maxtrain.models.known import MODELS
+from maxtrain.run_folder import runs_beside, why_no_run
 from maxtrain.storage.reading import readable
 
 _ROWS = 8
@@ -103,7 +104,9 @@ def _take_run(words: list[str]) -> Path | None:
         raise UsageError(f"{first!r} and {other!r}: a plan shows one run. {mend}.")
     run = readable(first)
     if not (run / "config.yaml").is_file():
-        mend = f"Name the folder of a run, such as runs/quickstart, or write config={first}"
-        raise UsageError(f"RUN={first}: there is no {run / 'config.yaml'}. {mend}.")
+        raise UsageError(
+            f"RUN={first}: {why_no_run(run)}. Name the folder of a run, such as "
+            f"{runs_beside(run)}, or write config={first}."
+        )
     words.remove(first)
     return run

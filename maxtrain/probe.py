@@ -1,12 +1,12 @@
 """`maxtrain probe config=NAME key=value ...`: a batch that fits and is worth using, and a sensible
-learning rate.
+learning rate for that batch.
 
 The largest batch is found by compiling the real training step from shapes alone: nothing is
 executed, nothing runs out of memory, and the devices may be TPUs or GPUs that are elsewhere
-(--topology). What is recommended is a round number of rows that the data has room for, and beyond
-which nothing gets faster; for that a few steps are made, if the devices are here. The rate is found
-by a short run with the real step on the real data. Writes probe.json and probe.png into the run's
-folder; reads and writes no checkpoint.
+(--topology). The recommended batch is a round number of rows that the data has room for, and beyond
+which nothing gets faster. To find it, a few steps are timed, if the devices are here. Learning
+rates are compared in short trainings with the recommended batch. The command writes probe.json and
+probe.png into the run's folder; it reads and writes no checkpoint.
 """
 
 import argparse
@@ -36,11 +36,13 @@ from data_pipeline.errors import (
     UsageError,
     run_command,
 )
-from data_pipeline.loader import open_training
+from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
+from maxtrain.config.across.steps import fit_warmup, shortened
 from maxtrain.config.rollouts import rollout_settings
-from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
+from maxtrain.config.schema import AnomalyConfig
+from maxtrain.config.sections.schedule import warmup_fits
 from maxtrain.inputs import (
     attach_stored_teacher,
     data_section,
@@ -52,12 +54,21 @@ from maxtrain.inputs import (
 )
 from maxtrain.job import Job, make_parts
 from maxtrain.models.known import MODELS
+from maxtrain.objectives.objective import REFERENCE_SUM
 from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
 from maxtrain.observe.metrics import Stopwatch
-from maxtrain.observe.probe_report import Try, draw, table
+from maxtrain.observe.probe_report import (
+    LEAST_STEPS,
+    RateTrial,
+    RateTrials,
+    Try,
+    draw,
+    rate_table,
+    table,
+)
 from maxtrain.observe.progress import Progress
-from maxtrain.observe.range_test import RangeTest, diverged, outcome
+from maxtrain.observe.rate_search import choose, has_diverged, next_rate
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import largest, memory_limit, parse_bytes, size
@@ -207,66 +218,113 @@ def fitting_tokens(
     raise ConfigError(f"max_tokens=auto: {rule}. {mend}.")
 
 
-def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) -> RangeTest:
-    """A run from fresh weights over the first batches, whose learning rate grows.
+def learning_rate_trials(
+    config: RunConfig,
+    low: float,
+    high: float,
+    steps: int,
+    most: int,
+    show: Callable[[RateTrial], object] = lambda trial: None,
+) -> RateTrials:
+    """Train for a few steps with one learning rate after another.
 
-    It grows exponentially from `low` to `high`.
+    The first rate is the config's own, and the others are those that `next_rate` asks for. Each
+    trial starts with the same weights and reads the first batches of the run. Its schedule has the
+    shape of the run's own schedule.
+
+    Args:
+        config: its batch is the one that the rates are measured with.
+        low, high: the lowest and the highest rate to try.
+        steps: of each trial; at most those of the run are made.
+        most: trials, at most.
+        show: gets each trial when it has ended.
 
     Raises:
-        UserError: the loss never fell, or was not finite from the start; data and config do not fit
-            together.
+        UserError: no rate trains; data and config do not fit together.
     """
-    if rollout_settings(config) is not None:
-        raise ConfigError(
-            f"objective={config.objective}: a range test reads its batches ahead, and these are "
-            "sampled from the weights of each step. Compare a few short runs in place of it."
-        )
     data, _ = open_data(config, None)
     require_answers(config, data, {})
     attach_stored_teacher(config, data, {})
-    optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
-    piece = PieceConfig("exponential", start=low / high, end=1.0)
-    growth = ScheduleConfig("pieces", 0, pieces=(piece,))
-    # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
-    blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
-    asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)
-    asked = with_vocabulary(asked, data.vocab_size)
-    steps = min(steps, data.plan.num_steps)
+    num_steps = data.plan.num_steps
+    config = fit_warmup(with_vocabulary(config, data.vocab_size), num_steps)
+    made = min(steps, num_steps)
+    schedule = shortened(config.schedule, num_steps, made)
+    if not warmup_fits(schedule, made):
+        raise UsageError(
+            f"--steps={made:,} is too short for schedule.name={schedule.name}, whose parts would "
+            f"have no step each. Set --steps to a larger number, at most {num_steps:,}."
+        )
+    # A trial must not change its weights or its rate when the loss rises: that is the result.
+    anomaly = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
+    config = dataclasses.replace(config, schedule=schedule, anomaly=anomaly)
+    trials: list[RateTrial] = []
+    losses: dict[float, float] = {}
+    rate: float | None = min(max(config.optimizer.learning_rate, low), high)
+    while rate is not None and len(trials) < most:
+        trial = _try_rate(config, data, rate, made)
+        trials.append(trial)
+        losses[rate] = trial.loss
+        show(trial)
+        rate = next_rate(losses, low, high)
+    choice = choose(losses)
+    if choice is None:
+        raise DivergedError(
+            f"the loss diverged at every learning rate from {min(losses):.3g} to "
+            f"{max(losses):.3g}. Set --low to a lower rate, or look at the data."
+        )
+    found = RateTrials(trials, choice, config.data.batch_size, made, num_steps)
+    if found.is_flat:
+        raise DataError(
+            f"the loss is {found.best.loss:.4g} at every learning rate from {min(losses):.3g} to "
+            f"{max(losses):.3g}, so none of them trains in {made:,} steps. Set --high to a higher "
+            "rate, set --steps to more steps, or look at the data."
+        )
+    return found
+
+
+def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) -> RateTrial:
+    """Train for some steps with this peak rate, from the run's first weights and batches."""
+    began = time.perf_counter()
+    schedule = config.schedule
+    if schedule.min_learning_rate is not None:
+        lowest = min(schedule.min_learning_rate, rate)
+        schedule = dataclasses.replace(schedule, min_learning_rate=lowest)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
+    asked = dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
     devices = jax.devices()
     fitted = fit_to_devices(asked, len(devices))
-    num_sources = len(data.plan.names)
-    marks = have_end_marks(data)
-    parts = make_parts(fitted, devices, steps, num_sources, has_end_marks=marks)
+    parts = make_parts(
+        fitted, devices, steps, len(data.plan.names), has_end_marks=have_end_marks(data)
+    )
     job = Job(**vars(parts), asked=asked, data=data, sets={})
     step = job.make_step()
-    rates: list[float] = []
     losses: list[float] = []
+    weights: list[float] = []
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
-        progress.phase("compiling the step")
+        progress.phase(f"compiling the step for learning rate {rate:.3g}")
         folder = Path(config.output_dir, config.run_name)
-        state, _ = with_reference(job, folder, job.initial_state, progress, Stopwatch())
+        if REFERENCE_SUM in data.numbers:
+            # An earlier trial has attached the numbers of the reference to the data.
+            state = job.initial_state()
+        else:
+            state, _ = with_reference(job, folder, job.initial_state, progress, Stopwatch())
         for batch, _ in job.batches(0, steps):
             state, metrics = step(state, batch)
-            rates.append(float(metrics["learning_rate"]))
             losses.append(float(metrics["loss"]))
-            if diverged(losses):
+            weights.append(float(metrics["loss_weight"]))
+            if has_diverged(losses):
                 break
-            told = None
-            if len(losses) % 10 == 0:
-                told = {"loss": losses[-1]}
-            progress.update(len(losses), told)
-    finite = np.isfinite(losses).nonzero()[0]
-    if len(finite) < 8:
-        mend = "Set --low to a tenth of it, or look at the data"
-        rule = f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on"
-        raise DivergedError(f"{rule}. {mend}.")
-    # A loss is that of the updates before it.
-    return outcome(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
+            record = None
+            if len(losses) % max(1, steps // 4) == 0:
+                record = {"loss": losses[-1]}
+            progress.update(len(losses), record)
+    seconds = time.perf_counter() - began
+    return RateTrial.of(rate, np.array(losses), np.array(weights), steps, seconds)
 
 
-def _require_numbers(config: RunConfig, looks_for_rows: bool) -> None:
-    """ConfigError: a config whose rows, or micro-batches, are known with its steps only."""
-    if looks_for_rows and config.data.packing == "balanced":
+def _require_probeable(config: RunConfig, what: str) -> None:
+    """Raise a ConfigError for a config whose batches, or steps, are known only while it trains."""
+    if what in ("batch", "both") and config.data.packing == "balanced":
         raise ConfigError(
             "data.packing=balanced counts documents in data.batch_size, and probe looks for the "
             "rows that fit into memory. "
@@ -277,20 +335,27 @@ def _require_numbers(config: RunConfig, looks_for_rows: bool) -> None:
             "optimizer.accumulation=auto is chosen when a run begins, for its batch, and probe "
             "looks for the batch. Set optimizer.accumulation to a number, such as 1."
         )
+    if what in ("learning_rate", "both") and rollout_settings(config) is not None:
+        raise ConfigError(
+            f"objective={config.objective} samples its batches from the weights of each step, and "
+            "probe compares learning rates on the same batches. Use --what batch, and compare "
+            "short runs with different rates."
+        )
 
 
 def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """What the command does.
+    """Run the command: look for a batch, then for a learning rate with that batch.
 
     Args:
-        arguments: those of the config, to be printed with what was found.
+        config: of the run.
+        asked: the options.
+        arguments: those of the config, which the printed training command repeats.
     """
     console = SafeConsole()
     what = asked.what
     if what is None:
         what = "batch" if asked.topology else "both"
-    looks_for_rows = what in ("batch", "both")
-    _require_numbers(config, looks_for_rows)
+    _require_probeable(config, what)
     devices = None
     require_no_url(config.output_dir, "output_dir")
     mesh = config.mesh
@@ -306,7 +371,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     found: dict[str, Any] = {}
     record: dict[str, Any] = {}
     tries: list[Try] = []
-    test = None
+    rates = None
     limit = 0
     length = 0
     if what != "learning_rate":
@@ -323,39 +388,53 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
         tries, record["batch"] = _look_for_batch(
             config, memory, limit, length, measure=devices is None, console=console
         )
-        found["data.batch_size"] = record["batch"]["batch_size"]
+        rows = record["batch"]["batch_size"]
+        found["data.batch_size"] = rows
+        # The rates are compared with the batch that is recommended.
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=rows))
+        # Its arrays would take the memory of the trials.
+        del memory
     if what != "batch":
-        of = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
-        rates = f"{asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps"
-        console.print(Text(f"learning rate: {rates}, {of}"))
-        test = probe_learning_rate(config, asked.low, asked.high, asked.steps)
-        found["optimizer.learning_rate"] = float(f"{test.suggestion:.2g}")
-        record["learning_rate"] = _plain(test._asdict())
-        record["learning_rate"]["batch_size"] = config.data.batch_size
+        rates = _look_for_rate(config, asked, console)
+        found["optimizer.learning_rate"] = rates.choice.rate
+        record["learning_rate"] = rates.record()
     folder = Path(config.output_dir, config.run_name)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "probe.png"
-    draw(picture, config.run_name, tries, limit, length, test)
+    draw(picture, config.run_name, tries, limit, length, rates)
     written = folder / "probe.json"
     record["overrides"] = found
     write_atomic(written, json.dumps(record, indent=1).encode())
     console.print(Text(f"picture: {picture}   record: {written}", "dim"), soft_wrap=True)
-    rows = config.data.batch_size
-    recommended = found.get("data.batch_size", rows)
-    if test is not None and recommended != rows:
-        options = f"data.batch_size={recommended} --what learning_rate"
-        mend = f"Add {options} to look for that of the recommended batch."
-        said = Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow")
-        console.print(said, soft_wrap=True)
+    if rates is None:
+        said = (
+            f"optimizer.learning_rate={config.optimizer.learning_rate:g} was not measured with "
+            f"{config.data.batch_size:,} rows a step."
+        )
+        if devices is None:
+            said += " Use --what both to measure rates with this batch."
+        console.print(Text(said, "yellow"), soft_wrap=True)
     _print_command(arguments, found, console)
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as lists, for JSON."""
-    plain = {}
-    for name, value in fields.items():
-        plain[name] = value.tolist() if isinstance(value, np.ndarray) else value
-    return plain
+def _look_for_rate(config: RunConfig, asked: argparse.Namespace, console: Console) -> RateTrials:
+    """Compare learning rates in short trainings, and print what was measured."""
+    console.print(
+        Text(
+            f"learning rate: up to {asked.tries} trainings of {asked.steps:,} steps, "
+            f"{config.data.batch_size:,} rows a step, each from the same weights and batches"
+        )
+    )
+
+    def show(trial: RateTrial) -> None:
+        console.print(f"  {trial.describe()}", style="dim")
+
+    rates = learning_rate_trials(config, asked.low, asked.high, asked.steps, asked.tries, show)
+    console.print(rate_table(rates))
+    console.print(Text(rates.describe()), soft_wrap=True)
+    for warning in rates.warnings(asked.low, asked.high):
+        console.print(Text(warning, "yellow"), soft_wrap=True)
+    return rates
 
 
 def _print_command(arguments: Sequence[str], found: dict[str, Any], console: Console) -> None:
@@ -501,22 +580,29 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         "--low",
         metavar="RATE",
         type=_rate,
-        default=1e-5,
-        help="first learning rate (default: %(default)s)",
+        default=1e-6,
+        help="lowest learning rate to try (default: %(default)s)",
     )
     parser.add_argument(
         "--high",
         metavar="RATE",
         type=_rate,
-        default=1.0,
-        help="last learning rate (default: %(default)s)",
+        default=10.0,
+        help="highest learning rate to try (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
         metavar="N",
         type=int,
         default=100,
-        help="steps of the learning-rate test (default: %(default)s)",
+        help="steps of the training with each learning rate (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tries",
+        metavar="N",
+        type=int,
+        default=10,
+        help="learning rates to try, at most (default: %(default)s)",
     )
     asked, rest = parser.parse_known_args(argv)
     if asked.topology and asked.what in ("learning_rate", "both"):
@@ -527,9 +613,16 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     if asked.low >= asked.high:
         mend = f"Set for example --low {asked.high / 1e5:g}"
         parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. {mend}")
-    if asked.steps < 16:
-        mend = "Set --steps to 16 or more, such as 100"
-        parser.error(f"--steps {asked.steps} are too few to see a curve. {mend}")
+    if asked.steps < LEAST_STEPS:
+        parser.error(
+            f"--steps {asked.steps} must be at least {LEAST_STEPS}, so that losses can be "
+            "compared. Set for example --steps 100"
+        )
+    if asked.tries < 3:
+        parser.error(
+            f"--tries {asked.tries} must be at least 3: a rate and both its neighbours. "
+            "Set for example --tries 10"
+        )
     return asked, rest
 
 

@@ -48,7 +48,7 @@ from maxtrain.ops.digest import digests, hash_text, tree_digests
 from maxtrain.rl.replayed import ReplayedRollouts
 from maxtrain.rl.rollouts import RolloutParts
 from maxtrain.rl.store import RolloutStore
-from maxtrain.run_folder import launched_config
+from maxtrain.run_folder import launched_config, require_run
 from maxtrain.run_state import RunState
 from maxtrain.storage.reading import readable
 from maxtrain.stored_reference import with_reference
@@ -430,6 +430,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             last = int(window[2])
         again = arguments.rollouts == "again"
         run = readable(arguments.run)
+        require_run(run, arguments.run)
         print(replay(run, first, last, arguments.overrides, again))
 
     return run_command(job, resumes=False)

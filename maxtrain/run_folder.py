@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline import strict_json
-from data_pipeline.errors import ConfigError, StorageError
+from data_pipeline.errors import ConfigError, StorageError, UsageError
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import TOKENIZER_FOLDER
 from maxtrain.checkpoint import rollback
@@ -39,6 +39,13 @@ CONFIG = "config.yaml"
 _MOST_SUPERVISORS = 4096
 # Steps that a message lists.
 _MOST_STEPS = 20
+# A folder with one of these is the folder of a run, perhaps of one that has just begun.
+_SIGNS_OF_A_RUN = (
+    *(CONFIG, FILE_NAME, metrics.FILE_NAME, CLOCK.name, "attempts.jsonl"),
+    *("checkpoints", "rollouts"),
+)
+# Runs that a message names.
+_MOST_NAMED = 5
 
 
 class RunFolder:
@@ -303,6 +310,57 @@ def run_id(run: Path) -> str:
         return str(_read_identity(run).get("run", ""))
     except (OSError, ValueError, TypeError):
         return ""
+
+
+def require_run(folder: Path, name: str = "", argument: str = "RUN") -> None:
+    """Check that a folder is the folder of a run.
+
+    Args:
+        folder: on this machine.
+        name: what to call it, such as its URL; empty: by its path.
+        argument: of the command line, which names the folder.
+
+    Raises:
+        UsageError: it is not; with the runs that are there.
+    """
+    if any((folder / sign).exists() for sign in _SIGNS_OF_A_RUN):
+        return
+    raise UsageError(
+        f"{argument}={name or folder}: {why_no_run(folder)}. "
+        f"Name the folder of a run, such as {runs_beside(folder)}."
+    )
+
+
+def why_no_run(folder: Path, *missing: str) -> str:
+    """Return why a folder is not the folder of a run or of a model.
+
+    Args:
+        folder: the path that was named.
+        missing: the files that were looked for.
+    """
+    if folder.is_dir():
+        if not any(folder.iterdir()):
+            return "is an empty directory"
+        if _runs_in(folder):
+            return "is a folder of runs, not a run"
+        return f"has no {' and no '.join(missing or (CONFIG,))}"
+    if folder.exists():
+        return "is a file"
+    return "is not there"
+
+
+def runs_beside(folder: Path) -> str:
+    """Name some runs that a person may have meant: those in a folder, beside it, or in runs/."""
+    for place in (folder, folder.parent, Path("runs")):
+        found = _runs_in(place)
+        if found:
+            return ", ".join(map(str, found[:_MOST_NAMED]))
+    return "runs/quickstart"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs directly below a folder, by name."""
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def require_own_config(run: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError, run_command
+from data_pipeline.errors import DataError, run_command
 from data_pipeline.report import spell
 from data_pipeline.terminal import visible
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
@@ -19,6 +19,7 @@ from maxtrain.model_source import tokenizer_place
 from maxtrain.rl.advantages import weighted_sum
 from maxtrain.rl.completions import completions_of
 from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, Rollout, load
+from maxtrain.run_folder import require_run
 from maxtrain.serve.text import decode_new
 from maxtrain.storage.reading import readable
 
@@ -26,6 +27,8 @@ _PROMPTS = 4
 # Steps that an error names.
 _MOST_STEPS = 12
 _ALL = "all"
+# What this program reads of the record of a rollout.
+_NEEDED = ("steps", "sampled_after", "names", "weights_of_rewards", "judgements")
 _FILE = re.compile(r"(\d{8,})\.npz")
 
 
@@ -93,8 +96,7 @@ def find_rollout(run: Path, step: int | None, name: str = "") -> Rollout:
         DataError: the run does not keep that rollout, or its file is damaged.
     """
     name = name or str(run)
-    if not run.is_dir():
-        raise UsageError(f"RUN={name} does not exist. Name the folder of a run, as runs/NAME.")
+    require_run(run, name)
     stored = stored_steps(run)
     if not stored:
         raise DataError(
@@ -112,6 +114,12 @@ def find_rollout(run: Path, step: int | None, name: str = "") -> Rollout:
                 f"{path}: {damage}. Use --step with another step, or run the training command "
                 "again: it makes the rollout again if it needs it."
             ) from damage
+        problem = _problem_of(rollout)
+        if problem:
+            raise DataError(
+                f"{path}: {problem}. Another version of maxtrain has written this file: print it "
+                "with that version, or use --step with another step."
+            )
         if step is None or step <= rollout.about["steps"][1]:
             return rollout
     raise DataError(
@@ -119,6 +127,41 @@ def find_rollout(run: Path, step: int | None, name: str = "") -> Rollout:
         f"{_listed(stored)}. Use one of these. A run keeps only the rollouts that its checkpoints "
         "need; with grpo.keep_rollouts=true (distill.keep_rollouts=true) it keeps all of them."
     )
+
+
+def _problem_of(rollout: Rollout) -> str:
+    """Return what this program needs to know of a rollout and its record does not say.
+
+    Empty if nothing is missing.
+    """
+    about = rollout.about
+    missing = [name for name in _NEEDED if name not in about]
+    if missing:
+        return f"its record has no {', '.join(missing)}"
+    steps = about["steps"]
+    if not (_is_list(steps, 2) and all(isinstance(step, int) for step in steps)):
+        return f"steps={steps!r:.40} of its record are not the first and the last step"
+    count = len(rollout.lengths)
+    if not len(rollout.prompt_lengths) or count % len(rollout.prompt_lengths):
+        return f"its {count:,} completions are not as many for each prompt"
+    names = about["names"]
+    for key in ("weights_of_rewards", "judgements"):
+        # Without names of rewards, nothing of what is stored for rewards is read.
+        if not isinstance(about[key], list) or len(about[key]) < len(names):
+            return f"{key} of its record has not one entry for each of its {len(names)} rewards"
+    if len(rollout.rewards) < len(names):
+        return f"it has {len(rollout.rewards)} rewards, and its record {len(names)} names of them"
+    for name, judgements in zip(names, about["judgements"]):
+        if not _is_list(judgements, count) or not all(_is_list(each, 2) for each in judgements):
+            return (
+                f"judgements of its record have no outcome and detail of each completion for "
+                f"reward {name}"
+            )
+    return ""
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
 
 
 def _listed(steps: Sequence[int]) -> str:

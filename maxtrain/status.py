@@ -20,6 +20,7 @@ from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.goodput import CLOCK, goodput, read_clock
 from maxtrain.observe.launches import LAUNCHES, launch_changes, read_launches
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.run_folder import require_run
 from maxtrain.storage.reading import readable
 
 _ABOUT = {
@@ -48,15 +49,17 @@ def status(folder: Path, console: Console, name: str = "") -> None:
         name: what to call the run; empty: by its folder.
 
     Raises:
-        DataError: there is no run in this folder.
+        UsageError: there is no run in this folder.
+        DataError: the run has no record of its time yet.
     """
+    require_run(folder, name)
     launches = read_clock(folder)
     attempts = read_attempts(folder)
     origins = origins_of(folder)
     if not launches and not attempts and not origins:
         raise DataError(
-            f"{name or folder} has neither clock.jsonl nor attempts.jsonl. "
-            "Name the folder of a run, as runs/NAME."
+            f"{name or folder} has neither {CLOCK.name} nor attempts.jsonl, so nothing is known of "
+            "its time. Name a run that has begun to train."
         )
     saved, _ = saved_step(folder)
     reached = reached_step(folder)

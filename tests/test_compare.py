@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from data_pipeline.errors import DataError, UsageError
 from maxtrain import compare
 from maxtrain.checkpoint.integrity import FORMAT, encode_commit
 from maxtrain.compare import values_in_words
@@ -151,16 +152,6 @@ def test_arrays_alone_may_differ(one, tmp_path, capsys, monkeypatch):
     assert code == 70 and "1 of 1 arrays differ: params.a" in text and "from step 8 on" in text
 
 
-@pytest.mark.parametrize("losses", [{}, {20: 1.0}])
-def test_runs_without_a_step_in_common_are_refused(one, tmp_path, capsys, monkeypatch, losses):
-    code, text = compared(one, make_run(tmp_path / "two", losses), capsys, monkeypatch)
-    assert (
-        code == 65
-        and "have no records of the same step. Compare two runs that have gone through the same steps"
-        in text
-    )
-
-
 def test_not_a_number_is_like_another(one, tmp_path, capsys, monkeypatch):
     a, b = (make_run(tmp_path / name, {1: float("nan"), 2: float("inf")}) for name in "ab")
     assert compared(a, b, capsys, monkeypatch)[0] == 0
@@ -193,3 +184,41 @@ def test_names_that_sound_like_the_clock_are_compared(name, tmp_path, capsys, mo
         log.close()
     code, said = compared(tmp_path / "a", tmp_path / "b", capsys, monkeypatch)
     assert code == 70 and name in said
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("missing", ["none", "empty", "file", "folder of runs"])
+def test_a_run_that_is_none_is_named_with_those_beside_it(one, tmp_path, capsys, place, missing):
+    (one / "config.yaml").write_text("steps: 8\n")
+    other = tmp_path / "other"
+    if missing == "empty":
+        other.mkdir()
+    elif missing == "file":
+        other.write_text("text")
+    elif missing == "folder of runs":
+        other = tmp_path
+    runs = [str(one), str(one)]
+    runs[place] = str(other)
+    assert compare.main(runs) == UsageError.exit_code
+    said = capsys.readouterr().err
+    assert f"RUN={other}:" in said and str(one) in said and "Traceback" not in said
+
+
+def test_a_run_without_records_is_named(one, tmp_path, capsys):
+    young = tmp_path / "young"
+    young.mkdir()
+    (young / "config.yaml").write_text("steps: 8\n")
+    for runs in ([one, young], [young, one]):
+        assert compare.main(list(map(str, runs))) == DataError.exit_code
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {young} has no records") and "metrics.jsonl" in said
+    MetricsLog(young).close()
+    assert compare.main([str(one), str(young)]) == DataError.exit_code
+    assert f"{young} has no records" in capsys.readouterr().err
+
+
+def test_runs_without_a_common_step_are_named_with_their_steps(one, tmp_path, capsys):
+    later = make_run(tmp_path / "later", {20: 1.0, 30: 1.0})
+    assert compare.main([str(one), str(later)]) == DataError.exit_code
+    said = capsys.readouterr().err
+    assert "steps 1 to 8" in said and "steps 20 to 30" in said

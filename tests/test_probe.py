@@ -20,6 +20,7 @@ from maxtrain import probe
 from maxtrain.cli import main
 from maxtrain.config import load_config
 from maxtrain.job import open_job
+from maxtrain.observe.metrics import read_metrics
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.probe import fitting_tokens, probe_batch
 from maxtrain.step_memory import StepMemory
@@ -119,47 +120,66 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     folder = config.parent / "runs" / "tiny"
     (folder / "checkpoints" / "00000001").mkdir(parents=True)
     (folder / "checkpoints" / "00000001" / "commit.json").write_text("not to be read")
-    asked = ["--memory", "2MiB", "--steps", "60", f"config={config}", "optimizer.learning_rate=0.5"]
-    asked += [
-        "anomaly.loss_spike=stop",
-        "anomaly.loss_limit=0.01",
-        "anomaly.min_steps=4",
-    ]  # of training, not of this
+    asked = ["--memory", "2MiB", "--steps", "30", f"config={config}", "optimizer.learning_rate=0.5"]
+    # Limits of the training, which must not stop its trials.
+    asked += ["anomaly.loss_spike=stop", "anomaly.loss_limit=0.01", "anomaly.min_steps=4"]
     assert main(["probe", *asked]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     record = json.loads((folder / "probe.json").read_text())
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints",
-        "probe.json",
-        "probe.png",
-    ]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["checkpoints", "probe.json", "probe.png"]
     assert (folder / "checkpoints" / "00000001" / "commit.json").read_text() == "not to be read"
     assert matplotlib.image.imread(folder / "probe.png").shape[1] > 1500, "two panels"
-    rows, rate = (
-        record["overrides"]["data.batch_size"],
-        record["overrides"]["optimizer.learning_rate"],
-    )
+    rows = record["overrides"]["data.batch_size"]
+    rate = record["overrides"]["optimizer.learning_rate"]
     assert f"maxtrain train config={config} anomaly.loss_spike=stop" in shown
-    assert f"data.batch_size={rows} optimizer.learning_rate={rate}" in shown
-    assert (
-        record["batch"]["largest"] > rows >= 8
-        and f"recommended: {rows} rows" in shown
-        and "tokens a step (" in shown
+    assert f"data.batch_size={rows} optimizer.learning_rate={rate:g}" in shown
+    batch = record["batch"]
+    assert batch["largest"] > rows >= 8 and rows % 8 == 0 and batch["limit_bytes"] == 2 << 20
+    assert f"recommended: {rows} rows" in shown and "tokens a step (" in shown
+    assert next(iter(batch["tokens_per_second"])) == "8" and " tokens/s" in shown
+    assert {t["fits"] for t in batch["tries"]} == {True, False} and "does not fit" in shown
+    found = record["learning_rate"]
+    assert found["batch_size"] == rows, "the rate was measured with the batch"
+    assert found["suggestion"] == rate and found["steps"] == 30
+    losses = {trial["rate"]: trial["loss"] for trial in found["trials"]}
+    assert 0.5 in losses and all(trial["steps"] <= 30 for trial in found["trials"])
+    finite = [loss for loss in losses.values() if loss is not None]
+    assert losses[rate] == min(finite) < 5 and found["below"] < rate < found["above"]
+    assert f"learning rate {rate:g} with {rows} rows a step" in shown
+    for neighbour in (found["below"], found["above"]):
+        assert f"{neighbour:g}: " in shown
+
+
+@pytest.mark.long
+def test_the_advice_trains_no_worse_than_rates_around_it(tiny_run, tmp_path):
+    """Whole runs with the batch and the rate of the advice, and with other rates."""
+    steps = 60
+    config = tiny_run(
+        tmp_path,
+        texts=430,
+        steps=steps,
+        run_name="advised",
+        model={"embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "max_length": 512},
+        data={"sources": {"text": {"path": str(tmp_path / "data"), "epochs": None}}},
+        schedule={"warmup_steps": 6},
+        log_interval=1,
+        eval_interval=0,
+        observe={"progress": "off"},
     )
-    assert next(iter(record["batch"]["tokens_per_second"])) == "8" and " tokens/s" in shown
-    assert (
-        rows == 8
-        or f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate"
-        in shown
-    )
-    assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
-    assert {t["fits"] for t in record["batch"]["tries"]} == {
-        True,
-        False,
-    } and "does not fit" in shown
-    test = record["learning_rate"]
-    assert 1e-4 < rate < test["lowest"] <= 1 and len(test["rates"]) == len(test["losses"]) <= 59
-    assert min(test["losses"]) < test["losses"][0] - 1 and sorted({*test["rates"]}) == test["rates"]
+    options = ["--memory", "2MiB", "--steps", "30", f"config={config}"]
+    assert main(["probe", *options]) == 0
+    found = json.loads((tmp_path / "runs" / "advised" / "probe.json").read_text())["overrides"]
+    losses = {}
+    for factor in (1, 3, 1 / 3):
+        rate = found["optimizer.learning_rate"] * factor
+        words = [f"data.batch_size={found['data.batch_size']}", f"optimizer.learning_rate={rate}"]
+        name = f"factor{factor:.2f}"
+        assert main(["train", f"config={config}", *words, f"run_name={name}"]) == 0
+        records = read_metrics(tmp_path / "runs" / name)
+        last = [record["step_loss"] for record in records if record["kind"] == "train"][-10:]
+        losses[factor] = sum(last) / len(last)
+    assert losses[1] < min(losses[3], losses[1 / 3]) + 0.02, losses
 
 
 @pytest.mark.long
@@ -183,7 +203,9 @@ def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
             "--low 1 must be less than --high 0.1. Set for example --low 1e-06",
         ),
         (["--low", "-1"], 64, "-1 must be more than 0"),
-        (["--steps", "3"], 64, "--steps 3 are too few to see a curve. Set --steps to 16 or more"),
+        (["--steps", "3"], 64, "--steps 3 must be at least 16"),
+        (["--tries", "2"], 64, "--tries 2 must be at least 3"),
+        (["objective=grpo", "--what", "learning_rate"], 78, "Use --what batch"),
         (
             ["--topology", "v5e:2x4", "--what", "both"],
             64,
@@ -193,7 +215,7 @@ def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
         (
             ["--what", "learning_rate", "--low", "1e-12", "--high", "1e-11", "--steps", "16"],
             65,
-            "Let it begin lower",
+            "Set --high to a higher rate",
         ),
         (["nothing"], 64, "arguments are key=value"),
     ],

@@ -157,12 +157,45 @@ def test_a_damaged_file_is_an_error(run, capsys, damage):
 
 
 def test_a_run_without_rollouts_or_a_folder_that_is_none(tmp_path, capsys):
-    assert cli.main(["rollouts", str(tmp_path)]) == DataError.exit_code
+    assert cli.main(["rollouts", str(tmp_path)]) == UsageError.exit_code
     assert cli.main(["rollouts", str(tmp_path / "none")]) == UsageError.exit_code
     assert "none" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("steps: 8\n")
+    assert cli.main(["rollouts", str(tmp_path)]) == DataError.exit_code
 
 
 @pytest.mark.parametrize("words", [["--step", "0"], ["--step", "x"], ["--prompts", "0"], []])
 def test_words_that_make_no_sense_are_refused(run, words, capsys):
     given = [str(run), *words] if words else []
     assert cli.main(["rollouts", *given]) == UsageError.exit_code
+
+
+def without(name):
+    about = dict(rollout(9, 9).about)
+    del about[name]
+    return about
+
+
+@pytest.mark.parametrize(
+    ("about", "lacks"),
+    [
+        *((without(name), name) for name in ("steps", "sampled_after", "names", "judgements")),
+        (without("weights_of_rewards"), "weights_of_rewards"),
+        (rollout(9, 9).about | {"weights_of_rewards": [1.0]}, "weights"),
+        (rollout(9, 9).about | {"judgements": []}, "judgements"),
+        (rollout(9, 9).about | {"judgements": [[["ok", ""]], [["ok", ""]]]}, "exact"),
+        (rollout(9, 9).about | {"judgements": [["ok"] * 4] * 2}, "exact"),
+        (rollout(9, 9).about | {"judgements": [[None] * 4] * 2}, "exact"),
+        (rollout(9, 9).about | {"judgements": None}, "judgements"),
+        (rollout(9, 9).about | {"steps": 9}, "steps"),
+    ],
+)
+@pytest.mark.parametrize("step", [None, 9])
+def test_a_record_of_another_version_is_named_with_what_it_lacks(run, capsys, about, lacks, step):
+    path = run / "rollouts" / "00000009.npz"
+    rollout(9, 9, about=about).save(path)
+    options = [] if step is None else ["--step", str(step)]
+    assert cli.main(["rollouts", str(run), *options]) == DataError.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: ") and lacks in said and "Traceback" not in said
+    assert records(capsys, run, "--step", "5")

@@ -60,8 +60,11 @@ def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, 
 
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
+    assert status.main([str(tmp_path)], "status") == 64
+    assert f"RUN={tmp_path}" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("steps: 8\n")
     assert status.main([str(tmp_path)], "status") == 65
-    assert "Name the folder of a run, as runs/NAME" in capsys.readouterr().err
+    assert "clock.jsonl" in capsys.readouterr().err
 
 
 def test_without_a_run_those_there_are_are_listed(tmp_path, capsys, monkeypatch):

@@ -37,6 +37,11 @@ MAX_VOCABULARY = 1 << 24
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+def describe_tokenizer(name: str, vocab_size: int, sha256: str) -> str:
+    """Return the name, the size and the identity of a tokenizer, for messages."""
+    return f"{name} ({vocab_size:,} entries, sha256 {sha256[:12]})"
+
+
 class Tokenizer(abc.ABC):
     """What all tokenizers share.
 
@@ -63,6 +68,10 @@ class Tokenizer(abc.ABC):
     def sha256(self) -> str:
         """Its identity."""
         return hashlib.sha256(self.content).hexdigest()
+
+    def describe(self) -> str:
+        """The name, the size and the identity, for messages."""
+        return describe_tokenizer(self.name, self.vocab_size, self.sha256)
 
     def fits(self, entries: int) -> bool:
         """Whether a model of so many entries knows all ids, but for special tokens that no text

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
@@ -17,10 +18,17 @@ def build_model(
 ) -> Decoder:
     """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
 
-    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every
-    mesh. Without `init` as InitConfig's defaults say, which is all the same to a model whose
-    weights come from elsewhere.
+    The same seed (or key) gives the same bits on every mesh. Without `init` as InitConfig's
+    defaults say, which is all the same to a model whose weights come from elsewhere.
+
+    Raises:
+        ConfigError: the config has no vocab_size. A run takes it from its data.
     """
+    if config.vocab_size is None:
+        raise ConfigError(
+            "model.vocab_size=null must be a number when a model is built. Set model.vocab_size to "
+            "the size of the tokenizer, such as 32000."
+        )
     return Decoder(
         config,
         FAMILIES[config.family].spec(config),

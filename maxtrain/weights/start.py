@@ -18,11 +18,13 @@ from flax import nnx
 from data_pipeline import strict_yaml
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
 from data_pipeline.hub import download_hint
+from data_pipeline.one_tokenizer import tokenizer_of_data
 from data_pipeline.remote import is_url
-from data_pipeline.shards import TOKENIZER
+from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, load_tokenizer
 from maxtrain.checkpoint.at_url import url_of
 from maxtrain.checkpoint.frozen import all_arrays
+from maxtrain.checkpoint.integrity import survey
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, LoraConfig, ModelConfig, PrecisionConfig
@@ -99,7 +101,7 @@ def dtype_of_weights(place: str) -> str | None:
         try:
             if (directory / "config.json").exists():
                 return stored_dtype(directory)
-            path = _find_step(directory.absolute())
+            path = _find_step(directory.absolute(), place)
             if path is None:
                 return None
             _, record = read_step(path)
@@ -171,13 +173,28 @@ def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
         raise ConfigError(problems)
 
 
-def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
+def require_weights(config: CheckpointConfig) -> None:
+    """Check, before anything large is read or compiled, that there are weights to start from.
+
+    Args:
+        config: with `init_from`.
+
+    Raises:
+        ConfigError: there is no run, checkpoint or Hugging Face directory of that name.
+        StorageError: the run has no complete checkpoint.
+    """
+    directory = readable_model(config.init_from or "").absolute()
+    if _find_step(directory, config.init_from or "") is None:
+        _require_directory(directory, config)
+
+
+def require_same_tokenizer(config: CheckpointConfig, data: TokenShards) -> None:
     """The ids of the data mean what they mean to the weights of a Hugging Face directory, or of a
     run that was imported from one, if that has a tokenizer.
 
     Args:
         config: with `init_from`.
-        sha256: of the data's tokenizer.
+        data: of the run, all made with one tokenizer.
 
     Raises:
         ConfigError: they don't.
@@ -186,11 +203,11 @@ def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
     if place is None:
         return
     theirs = load_tokenizer(place)
-    if theirs.sha256 != sha256:
+    if theirs.sha256 != data.manifest.tokenizer["sha256"]:
         raise ConfigError(
-            f"checkpoint.init_from={config.init_from} has another tokenizer ({theirs.name}) than "
-            "the data, so that ids would mean different text. Prepare the data with "
-            f"`--tokenizer {place}`."
+            f"checkpoint.init_from={config.init_from} has another tokenizer, {theirs.describe()}, "
+            f"than the data, {tokenizer_of_data(data)}, so that ids would mean different text. "
+            f"Prepare the data with `--tokenizer {place}`."
         )
 
 
@@ -236,7 +253,7 @@ def starting_variables(
         StorageError, DataError: the directory is not what it should be.
     """
     directory = readable_model(config.init_from or "").absolute()
-    path = _find_step(directory)
+    path = _find_step(directory, config.init_from or "")
     theirs = _adapters_of(path)
     _require_fitting_adapters(path, theirs, config, model)
     if theirs is not None and fresh_adapters is None:
@@ -488,20 +505,45 @@ def _restore(
         checkpoints.close()
 
 
-def _find_step(directory: Path) -> Path | None:
-    """A step that is named, or the newest of a run or of its folder of checkpoints; None: this is
-    no such directory."""
-    if directory.name.isdecimal() and (directory / "commit.json").exists():
-        return directory
+def _find_step(directory: Path, name: str) -> Path | None:
+    """Find the checkpoint that a name means.
+
+    Args:
+        directory: of a checkpoint, of a run (its newest checkpoint is meant), or of its folder of
+            checkpoints.
+        name: as the user wrote it.
+
+    Returns:
+        The directory of the step; None: this is no run and none of its checkpoints.
+
+    Raises:
+        ConfigError: a checkpoint is named that is not there, or not complete.
+        StorageError: a run without a complete checkpoint.
+    """
+    if directory.name.isdecimal():
+        steps = complete(directory.parent)
+        found = steps.get(int(directory.name))
+        # The whole name: the numbers of steps have leading zeros, and people leave them out.
+        if found is not None:
+            return found
+        why = survey(directory.parent).get(int(directory.name), "there is no such step")
+        if steps or (directory / "commit.json").exists():
+            known = ", ".join(map(str, steps.values())) or "none"
+            raise ConfigError(
+                f"checkpoint.init_from={name} is not a complete checkpoint: {why}. Old steps are "
+                f"removed as checkpoint.keep says. Complete steps: {known}. Name one of these, or "
+                "the run for its newest step."
+            )
+        return None
     folder = directory
     if (directory / "checkpoints").is_dir():
         folder = directory / "checkpoints"
     steps = complete(folder)
     if steps:
         return steps[max(steps)]
-    if folder != directory:
+    if folder != directory or (directory / "config.yaml").exists():
         raise StorageError(
-            f"checkpoint.init_from={directory} is a run without a complete checkpoint. "
+            f"checkpoint.init_from={name} is a run without a complete checkpoint. "
             "Wait for its first checkpoint, or name another run."
         )
     return None
@@ -546,11 +588,22 @@ def _require_directory(directory: Path, config: CheckpointConfig) -> None:
             f"and checkpoint.init_from={config.init_from} is none. Set "
             "checkpoint.init_partial=[]."
         )
-    if not directory.exists():
+    if (directory / "config.json").exists():
+        return
+    run, _, step = (config.init_from or "").rpartition("@")
+    if run and step.isdecimal():
         raise ConfigError(
-            f"checkpoint.init_from={config.init_from}: is not there. Name a run, one of its "
-            f"checkpoints, or a Hugging Face directory.{download_hint(config.init_from)}"
+            f"checkpoint.init_from={config.init_from} is not there. A step of a run is named by "
+            f"its folder: set checkpoint.init_from={run}/checkpoints/{int(step):08d}."
         )
+    what = "is not there"
+    if directory.exists():
+        what = "has neither checkpoints nor config.json"
+    raise ConfigError(
+        f"checkpoint.init_from={config.init_from} {what}. Name a run, one of its checkpoints, such "
+        "as RUN/checkpoints/00000100, or a Hugging Face directory."
+        f"{download_hint(config.init_from)}"
+    )
 
 
 def _compare(

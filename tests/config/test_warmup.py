@@ -6,8 +6,10 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import from_command_line, load_config, to_yaml
-from maxtrain.config.across.steps import fit_warmup
+from maxtrain.config.across.steps import fit_warmup, shortened
 from maxtrain.config.load import load_with_notes
+from maxtrain.config.schema import PieceConfig, ScheduleConfig
+from maxtrain.config.sections.schedule import piece_borders, warmup_fits
 
 SOURCE = "data: {sources: {a: {path: b}}}\n"
 
@@ -116,3 +118,35 @@ def test_a_config_of_before_keeps_its_floor_as_a_rate(file):
         [file("schedule: {min_learning_rate: 3.0e-05}\noptimizer: {learning_rate: 0.001}")]
     )
     assert config.schedule.min_learning_rate == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup"),
+    [
+        (ScheduleConfig(warmup_steps=400), 40),
+        (ScheduleConfig(warmup_steps=0), 0),
+        # At least a tenth, unless the decay leaves no room for it.
+        (ScheduleConfig(warmup_steps=2), 10),
+        (ScheduleConfig(name="wsd", warmup_steps=2, decay_fraction=0.2), 10),
+        (ScheduleConfig(name="wsd", warmup_steps=30, decay_fraction=0.97), 3),
+        (ScheduleConfig(name="inverse_sqrt", warmup_steps=100, timescale=100), 10),
+    ],
+)
+def test_a_schedule_keeps_its_shape_in_a_tenth_of_the_steps(schedule, warmup):
+    short = shortened(schedule, 1000, 100)
+    assert short.warmup_steps == warmup and warmup_fits(short, 100)
+    assert short.timescale == (10 if schedule.timescale else None)
+    assert short.decay_fraction == schedule.decay_fraction and short.name == schedule.name
+    assert shortened(schedule, 1000, 1000) == schedule
+
+
+def test_pieces_of_a_shortened_schedule_end_at_the_same_share_of_the_steps():
+    pieces = (
+        PieceConfig("constant", until=500),
+        PieceConfig("cosine", until=0.9, unit="fraction"),
+        PieceConfig("linear"),
+    )
+    schedule = ScheduleConfig(name="pieces", warmup_steps=100, pieces=pieces)
+    assert piece_borders(schedule, 1000) == [100, 500, 900, 1000]
+    assert piece_borders(shortened(schedule, 1000, 100), 100) == [10, 50, 90, 100]
+    assert not warmup_fits(shortened(schedule, 1000, 3), 3), "some piece has no update"

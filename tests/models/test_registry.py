@@ -8,6 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
+from data_pipeline.errors import ConfigError
 from maxtrain.config.load import load_config
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import LatentConfig, ModelConfig, PrecisionConfig, RunConfig
@@ -144,3 +145,10 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
         # Along the width: scales of norms are whole, and so are biases of heads and of units.
         width = {"embed", "expert_embed", "latent"}
         assert ("fsdp" in spec) == bool(width & set(axes)), path
+
+
+def test_a_model_without_a_vocabulary_is_a_problem_of_the_config():
+    """Also as shapes alone, where nothing is computed."""
+    for build in (build_model, lambda *args: nnx.eval_shape(lambda: build_model(*args))):
+        with pytest.raises(ConfigError, match=r"model\.vocab_size=null"):
+            build(ModelConfig(), PrecisionConfig())

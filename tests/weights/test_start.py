@@ -30,7 +30,12 @@ from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_state import RunState
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.start import changed_meaning, require_same_meaning, starting_variables
+from maxtrain.weights.start import (
+    changed_meaning,
+    require_same_meaning,
+    require_weights,
+    starting_variables,
+)
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -115,7 +120,9 @@ def start(source, model=MODEL, partial=(), fsdp=1, init_adapters=None):
 @pytest.mark.long
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
-    for source, step in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints" / "00000001", 1)):
+    checkpoints = run / "checkpoints"
+    named = {run: 2, checkpoints: 2, checkpoints / "00000001": 1, checkpoints / "1": 1}
+    for source, step in named.items():
         params, told = start(source, fsdp=fsdp)
         assert bits(params) == bits(params_of(MODEL, step))
         assert (
@@ -226,6 +233,33 @@ def test_a_damaged_or_empty_source_is_an_error_and_is_left_as_it_is(run, tmp_pat
     assert type(caught.value) is StorageError and file.exists()
     with pytest.raises(ConfigError, match=r"Set checkpoint\.init_partial=\[\]"):
         start(tmp_path / "hf", partial=["x"])
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(run, tmp_path):
+    for step in ("00000007", "7", "00000000"):
+        place = run / "checkpoints" / step
+        for check in (start, lambda place: require_weights(CheckpointConfig(init_from=str(place)))):
+            with pytest.raises(ConfigError) as caught:
+                check(place)
+            said = str(caught.value)
+            assert f"checkpoint.init_from={place}" in said
+            assert all(str(run / "checkpoints" / f"0000000{step}") in said for step in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "is not there"),
+        ("run@2", r"run/checkpoints/00000002\."),
+        ("empty", "has neither checkpoints nor config.json"),
+        ("nowhere/checkpoints/00000002", "is not there"),
+    ],
+)
+def test_a_name_that_is_no_model_is_an_error_before_anything_is_read(tmp_path, name, said):
+    (tmp_path / "empty").mkdir()
+    config = CheckpointConfig(init_from=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=said):
+        require_weights(config)
 
 
 def test_all_processes_start_from_the_same_step(run, monkeypatch):

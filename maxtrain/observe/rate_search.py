@@ -1,0 +1,129 @@
+"""Search for a learning rate: which rate to try next, and which one to recommend.
+
+Each trial is a short training with one peak rate. All trials have the same weights, batches and
+schedule shape, so that their losses can be compared. The search starts at one rate and goes up or
+down in steps of `COARSE` until the best rate has a worse one on each side. Then it tries the two
+rates half-way to these neighbours, in steps of `FINE`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# The factor between neighbouring rates of the first grid, and of the second.
+COARSE = 10**0.5
+FINE = 10**0.25
+# Weight of the past in the running mean of the loss, which shows divergence.
+_PAST = 0.9
+
+
+class Choice(NamedTuple):
+    """The recommended rate, and the tried rates next to it.
+
+    Attributes:
+        rate: the tried rate whose trial ended with the lowest loss.
+        below, above: the nearest tried rates; None: no lower (higher) rate was tried.
+    """
+
+    rate: float
+    below: float | None
+    above: float | None
+
+
+def rounded(rate: float) -> float:
+    """A rate with two significant digits, as people write them."""
+    return float(f"{rate:.2g}")
+
+
+def choose(losses: Mapping[float, float]) -> Choice | None:
+    """Return the rate with the lowest loss.
+
+    Of equal losses, the lower rate is taken, which is the safer one for a longer run. If all
+    finite losses are equal, no rate was high enough to matter, and the highest of them is taken.
+
+    Args:
+        losses: the loss of each trial by its rate; a trial that diverged has one that is not
+            finite.
+
+    Returns:
+        The choice; None if all trials diverged, or there are none.
+    """
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        return None
+    least = min(finite.values())
+    equal = [rate for rate, loss in finite.items() if loss == least]
+    rate = min(equal)
+    if len(equal) == len(finite):
+        rate = max(equal)
+    below = [other for other in losses if other < rate]
+    above = [other for other in losses if other > rate]
+    return Choice(rate, max(below, default=None), min(above, default=None))
+
+
+def next_rate(losses: Mapping[float, float], low: float, high: float) -> float | None:
+    """Return the rate to try next.
+
+    Args:
+        losses: as for `choose`; at least one trial.
+        low, high: the lowest and the highest rate to try.
+
+    Returns:
+        The rate; None if the best rate has a neighbour at a factor of about `FINE` on each side,
+        or lies at the end of the range.
+    """
+    choice = choose(losses)
+    if choice is None:
+        return _within(min(losses) / COARSE, losses, low, high)
+    # Neighbours at the coarse step come first: finer ones are worth their time only beside the
+    # best rate of the coarse grid.
+    for factor in (COARSE, FINE):
+        for neighbour, rate in (
+            (choice.above, choice.rate * factor),
+            (choice.below, choice.rate / factor),
+        ):
+            if neighbour is None or not _is_within(choice.rate, neighbour, factor):
+                found = _within(rate, losses, low, high)
+                if found is not None:
+                    return found
+    return None
+
+
+def _is_within(rate: float, neighbour: float, factor: float) -> bool:
+    """Whether two rates are at most a factor apart, give or take what rounding changes."""
+    ratio = max(rate, neighbour) / min(rate, neighbour)
+    return ratio <= factor * 1.1
+
+
+def _within(rate: float, tried: Mapping[float, float], low: float, high: float) -> float | None:
+    """The rate to try in place of this one: rounded, and not beyond the ends of the range.
+
+    None if that rate has been tried.
+    """
+    found = rounded(rate)
+    if found <= low:
+        found = low
+    if found >= high:
+        found = high
+    return None if found in tried else found
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Whether a trial may stop early.
+
+    It may if the last loss is not finite, or if the running mean of the loss has lost half of what
+    it had gained. What it lost must also be more than a twentieth of the first loss, so that noise
+    before the loss falls does not count as divergence.
+
+    Args:
+        losses: the loss of each step up to now; at least one.
+    """
+    if not math.isfinite(losses[-1]):
+        return True
+    mean = 0.0
+    means = []
+    for step, loss in enumerate(losses, 1):
+        mean = _PAST * mean + (1 - _PAST) * loss
+        means.append(mean / (1 - _PAST**step))
+    least = min(means)
+    return bool(means[-1] - least > max((means[0] - least) / 2, means[0] / 20))
