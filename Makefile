@@ -23,12 +23,17 @@ ifdef WHEELS
 GPU_SOURCE := --no-index --find-links $(WHEELS)
 endif
 
+# Another Python that `make test-python` looks at, in an environment of its own.
+OTHER_PYTHON ?= python3.14
+OTHER_VENV := .venv-python
+TEST_TOOLS := pytest pytest-xdist hypothesis beartype
+
 # An interpreter counts only if it runs, is new enough and can make environments: a name on PATH proves none of that.
-PYTHON ?= python3.12 python3.13 python3
+PYTHON ?= python3.12 python3.13 python3.14 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-gpu check-gpu lint format bench bench-gpu constraints clean
+.PHONY: help setup quickstart test test-all test-python test-gpu check-gpu lint format bench bench-gpu constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +50,12 @@ test: $(READY_DEV)  ## run the tests, without the long ones, compiled quickly; m
 
 test-all: $(READY_DEV)  ## run all tests but those marked slow (an hour on 2 cores, less with DOSE)
 	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) --dose $(DOSE) $(ARGS)
+
+test-python: $(READY)  ## import every module, train and generate with another Python, in .venv-python: OTHER_PYTHON=python3.14
+	$(OTHER_PYTHON) -m venv --clear --without-pip $(OTHER_VENV)
+	$(PY) -m pip --python $(OTHER_VENV)/bin/python install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable . $(TEST_TOOLS)
+	$(OTHER_VENV)/bin/python -m pytest -n 0 -m '' --hypothesis-profile quick tests/test_python_versions.py $(ARGS)
 
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
 	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)
@@ -76,7 +87,7 @@ constraints: $(READY)  ## write constraints.txt anew, with the newest versions (
 	rm -rf $(VENV)/newest
 
 clean:  ## remove .venv and the tools' caches; runs/ and data/ stay
-	rm -rf $(VENV) $(GPU_VENV) dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) $(OTHER_VENV) dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

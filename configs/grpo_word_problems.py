@@ -1,6 +1,6 @@
 """The model of sft_word_problems learns from rewards for right results (GRPO): 0.8 M parameters.
 
-Data: `python -m benchmarks.word_problems.problems` and docs/posttraining.md prepare it into
+Data: `python -m maxtrain.examples.word_problems` and docs/posttraining.md prepare it into
     data/results: 5,000 questions with their results, of which a tenth is held out.
 Reaches: right answers to 67.1 % of the 523 held-out questions; 55.1 % before.
 Costs: 150 times 512 completions, with two steps on each: half an hour on 2 cores that had other

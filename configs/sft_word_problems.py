@@ -1,6 +1,6 @@
 """A Llama of 0.8 M parameters that learns from worked answers to word problems, from random weights.
 
-Data: `python -m benchmarks.word_problems.problems` and docs/posttraining.md prepare it into
+Data: `python -m maxtrain.examples.word_problems` and docs/posttraining.md prepare it into
     data/worked: 1,500 questions, of which a tenth is held out.
 Reaches: right answers to 55.1 % of 523 other questions, all of them in the form.
 Costs: 200 steps, half a minute on 2 cores.

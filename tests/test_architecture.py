@@ -100,6 +100,7 @@ FLOORS = {
             "maxtrain.launch",
             "maxtrain.sweep",
             "maxtrain.supervise",
+            "maxtrain.examples",
         ],
         7,
     ),

@@ -111,7 +111,7 @@ def write_labels(path):
 # Of the run from end to end: fewer problems, a smaller model, and a step or two.
 _SMALL = "steps=2 schedule.warmup_steps=1 model.num_layers=1 model.embed_dim=16 model.mlp_dim=16"
 _OF_RUN = {
-    "benchmarks.word_problems.problems": "--worked 60 --results 60",
+    "maxtrain.examples.word_problems": "--worked 60 --results 60",
     "config=sft_word_problems": f"{_SMALL} data.batch_size=4",
     "config=grpo_word_problems": f"{_SMALL} data.batch_size=2 grpo.num_generations=2",
 }

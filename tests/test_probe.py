@@ -120,7 +120,8 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     folder = config.parent / "runs" / "tiny"
     (folder / "checkpoints" / "00000001").mkdir(parents=True)
     (folder / "checkpoints" / "00000001" / "commit.json").write_text("not to be read")
-    asked = ["--memory", "2MiB", "--steps", "30", f"config={config}", "optimizer.learning_rate=0.5"]
+    asked = ["--memory", "2MiB", "--steps", "30", f"config={config}"]
+    asked += ["optimizer.learning_rate=0.05"]
     # Limits of the training, which must not stop its trials.
     asked += ["anomaly.loss_spike=stop", "anomaly.loss_limit=0.01", "anomaly.min_steps=4"]
     assert main(["probe", *asked]) == 0
@@ -143,7 +144,7 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     assert found["batch_size"] == rows, "the rate was measured with the batch"
     assert found["suggestion"] == rate and found["steps"] == 30
     losses = {trial["rate"]: trial["loss"] for trial in found["trials"]}
-    assert 0.5 in losses and all(trial["steps"] <= 30 for trial in found["trials"])
+    assert 0.05 in losses and all(trial["steps"] <= 30 for trial in found["trials"])
     finite = [loss for loss in losses.values() if loss is not None]
     assert losses[rate] == min(finite) < 5 and found["below"] < rate < found["above"]
     assert f"learning rate {rate:g} with {rows} rows a step" in shown
@@ -165,6 +166,7 @@ def test_the_advice_trains_no_worse_than_rates_around_it(tiny_run, tmp_path):
         schedule={"warmup_steps": 6},
         log_interval=1,
         eval_interval=0,
+        optimizer={"learning_rate": 0.03},
         observe={"progress": "off"},
     )
     options = ["--memory", "2MiB", "--steps", "30", f"config={config}"]

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from benchmarks.word_problems import __main__ as benchmark
-from benchmarks.word_problems import problems
 from benchmarks.word_problems.picture import draw
 from benchmarks.word_problems.run import ALL_KINDS, GRPO, Score, by_kind, run_all
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.examples import word_problems as problems
 
 CALCULATION = re.compile(r"(\d+) ([-+*/]) (\d+) = <<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 SIGNS = {

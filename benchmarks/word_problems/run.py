@@ -19,7 +19,7 @@ _BEFORE = "evaluate before"
 _AFTER = "evaluate after"
 # Each with what it does.
 COMMANDS: dict[str, str] = {
-    "write the problems": "python -m benchmarks.word_problems.problems problems",
+    "write the problems": "python -m maxtrain.examples.word_problems problems",
     "prepare worked answers": (
         f"maxtrain prepare data/worked --chat problems/worked.jsonl --map gsm8k {_ASKED}"
     ),

@@ -28,10 +28,12 @@ PREPARED_BY = {
         "--system 'Give <reasoning> and <answer>.' --tokenizer pretrained --holdout 0.1"
     ),
     "data/worked/train": (
+        "python -m maxtrain.examples.word_problems problems && "
         "maxtrain prepare data/worked --chat problems/worked.jsonl --map gsm8k "
         "--system 'Give <reasoning> and <answer>.' --tokenizer problems/tokenizer --holdout 0.1"
     ),
     "data/results/train": (
+        "python -m maxtrain.examples.word_problems problems && "
         "maxtrain prepare data/results --prompts problems/results.jsonl "
         "--system 'Give <reasoning> and <answer>.' --tokenizer problems/tokenizer --holdout 0.1"
     ),

@@ -1,6 +1,6 @@
 """Word problems of arithmetic, and a tokenizer for them.
 
-    python -m benchmarks.word_problems.problems FOLDER
+    python -m maxtrain.examples.word_problems FOLDER
 
 writes into FOLDER
 
@@ -214,7 +214,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes all files; the exit code."""
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.word_problems.problems", description=__doc__
+        "python -m maxtrain.examples.word_problems", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, metavar="FOLDER")
