@@ -1,6 +1,7 @@
 """The probe, end to end: the largest batch against a linear scan, a rate from a real run, and what
 it writes and refuses."""
 
+import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -207,7 +208,6 @@ def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
         (["--low", "-1"], 64, "-1 must be more than 0"),
         (["--steps", "3"], 64, "--steps 3 must be at least 16"),
         (["--tries", "2"], 64, "--tries 2 must be at least 3"),
-        (["objective=grpo", "--what", "learning_rate"], 78, "Use --what batch"),
         (
             ["--topology", "v5e:2x4", "--what", "both"],
             64,
@@ -230,6 +230,13 @@ def test_what_can_not_be_probed_is_said_with_its_code_and_mend(
     except SystemExit as stop:  # of a config that is not right
         found = stop.code
     assert found == code and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["learning_rate", "both", None])
+def test_rates_of_a_run_that_samples_its_batches_are_refused_before_anything_is_tried(config, what):
+    sampling = dataclasses.replace(loaded(config), objective="grpo")
+    with pytest.raises(ConfigError, match="Use --what batch"):
+        probe.probe(sampling, argparse.Namespace(what=what, topology=None), [])
 
 
 def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
