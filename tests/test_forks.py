@@ -10,22 +10,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from maxtrain import checkpoints, failpoints, replay, status
+from maxtrain import checkpoints, failpoints, forks, replay, status
 from maxtrain.checkpoint.listing import complete, read_record, saved_digests
 from maxtrain.checkpoint.rollback import read_rollbacks
-from maxtrain.config import load_config
+from maxtrain.config import load_config, to_yaml
 from maxtrain.config.sections.checkpoint import fork_source
-from maxtrain.forks import origins_of
-from maxtrain.observe.launches import read_launches
+from maxtrain.forks import origins_of, starting_weights
+from maxtrain.observe.launches import read_launches, write_launches
 from maxtrain.observe.metrics import OF_THE_MACHINE, metrics_owner, read_metrics
+from maxtrain.rl.rollout import Rollout
 from maxtrain.run_folder import run_id
 from maxtrain.train import main
+from tests.url_runs import on_two_hosts
 
 ROOT = Path(__file__).parents[1]
 STEPS = 8
+EMPTY = Rollout(
+    prompts=np.zeros(0, np.int32),
+    prompt_lengths=np.zeros(0, np.int32),
+    tokens=np.zeros(0, np.int32),
+    lengths=np.zeros(0, np.int32),
+    sampled=np.zeros(0, np.float32),
+    old=np.zeros(0, np.float32),
+    reference=np.zeros(0, np.float32),
+    truncated=np.zeros(0, bool),
+    rewards=np.zeros((0, 0), np.float32),
+    advantages=np.zeros(0, np.float32),
+    about={},
+)
 pytestmark = pytest.mark.usefixtures("this_process")
 
 
@@ -78,10 +94,10 @@ def numbers(run, last=STEPS):
     return kept
 
 
-def assert_like(folder, name, other="whole", since=4):
+def assert_like(folder, name, other="whole", since=4, runs="runs"):
     """Two runs have the same records, and the same arrays at the checkpoints after a step."""
-    ours = folder / "runs" / name
-    theirs = folder / "runs" / other
+    ours = folder / runs / name
+    theirs = folder / runs / other
     assert numbers(ours) == numbers(theirs)
     ours = saved_digests(ours / "checkpoints")
     theirs = saved_digests(theirs / "checkpoints")
@@ -244,6 +260,56 @@ def test_a_fork_on_another_mesh_has_the_same_batches(folder):
 
 
 @pytest.mark.long
+@pytest.mark.processes
+def test_a_fork_on_two_processes_has_the_same_batches(folder):
+    source = f"checkpoint.fork_from={folder}/runs/whole@4"
+    codes, said = on_two_hosts(folder, "two-processes", (), overrides=[source])
+    assert codes == [0, 0], said
+    run = folder / "runs" / "two-processes"
+    ours = [json.loads(line) for line in numbers(run)]
+    theirs = [json.loads(line) for line in numbers(folder / "runs" / "whole")]
+    assert [record.get("batch") for record in ours] == [record.get("batch") for record in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine["kind"] == "train":
+            assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
+    assert [origin.step for origin in origins_of(run)] == [4]
+
+
+@pytest.mark.long
+def test_forks_to_a_url_and_from_there(folder, capfd):
+    bucket = f"file://{folder}/bucket"
+    at_url = [f"output_dir={bucket}", f"local_dir={folder}/work"]
+    assert fork(folder, "up", *at_url, "steps=6") == 0
+    shutil.rmtree(folder / "work")
+    # The same command goes on from an empty disk, and not from the other run.
+    assert fork(folder, "up", *at_url) == 0
+    assert "Goes on from step 6" in capfd.readouterr().out
+    assert_like(folder.parent, f"{folder.name}/bucket/up", f"{folder.name}/runs/whole", runs="")
+    assert train(folder, "down", f"checkpoint.fork_from={bucket}/up@6") == 0
+    assert_like(folder, "down")
+    words = ["copy", f"{bucket}/up", str(folder / "runs" / "landed"), "--step", "6"]
+    assert checkpoints.main(words) == 0
+    landed = folder / "runs" / "landed"
+    assert main(load_config([f"config={landed}/config.yaml"])) == 0
+    assert_like(folder, "landed")
+    assert [origin.step for origin in origins_of(landed)] == [4, 6]
+    assert train(folder, "x", f"checkpoint.fork_from={bucket}/nobody") == 78
+    assert "nothing is there" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_frozen_parameters_go_with_forks_and_copies(folder):
+    options = ["train.freeze=[mlp]", "optimizer.ema_decay=0.9"]
+    assert train(folder, "frozen", *options) == 0
+    assert fork(folder, "frozen-fork", *options, source="frozen", step="@6") == 0
+    copy(folder, "frozen-copy", "--step", "6", source="frozen")
+    assert train(folder, "frozen-copy", *options) == 0
+    for name in ("frozen-fork", "frozen-copy"):
+        assert_like(folder, name, "frozen")
+        assert checkpoints.main(["verify", str(folder / "runs" / name)]) == 0
+
+
+@pytest.mark.long
 def test_rollbacks_of_the_other_run_hold_in_its_forks(folder):
     run = folder / "runs" / "rolled"
     shutil.copytree(folder / "runs" / "whole", run)
@@ -364,6 +430,39 @@ def test_a_step_alone_is_copied_into_a_folder_of_checkpoints(folder):
     assert sorted(path.name for path in target.parent.iterdir()) == ["checkpoints"]
 
 
+def test_a_fork_began_with_the_weights_of_the_first_run(tmp_path):
+    config = load_config(["config=quickstart", "checkpoint.fork_from=runs/a@4"])
+    assert starting_weights(tmp_path, config).init_from is None
+    lines = []
+    for key in ("checkpoint.init_from=base", "checkpoint.fork_from=runs/a@4"):
+        launch = {"time": "t", "step": 0, "versions": {"jax": "1"}, "processes": 1}
+        launch |= {"devices": {"kind": "cpu", "count": 1}, "determinism": "off"}
+        lines.append(launch | {"config": to_yaml(load_config(["config=quickstart", key]))})
+    write_launches(tmp_path, lines)
+    assert starting_weights(tmp_path, config).init_from == "base"
+    own = load_config(["config=quickstart", "checkpoint.init_from=other"])
+    assert starting_weights(tmp_path, own).init_from == "other"
+
+
+def test_stored_rollouts_that_later_steps_need_are_copied(tmp_path):
+    """After 4 steps: one that steps 4 and 5 read, and completions sampled before step 4."""
+
+    def store(name, sampled_after):
+        about = {"sampled_after": sampled_after, "numbers": {}}
+        rollout = EMPTY._replace(about=about)
+        rollout.save(tmp_path / "a" / "rollouts" / name)
+
+    (tmp_path / "a" / "rollouts").mkdir(parents=True)
+    store("00000004.npz", 2)
+    store("00000006.npz", 3)
+    store("00000006.sampled.npz", 3)
+    store("00000008.sampled.npz", 5)
+    (tmp_path / "a" / "rollouts" / "00000002.npz").write_text("damaged")
+    forks._copy_rollouts(tmp_path / "a" / "rollouts", tmp_path / "b" / "rollouts", 4)
+    copied = sorted(path.name for path in (tmp_path / "b" / "rollouts").iterdir())
+    assert copied == ["00000004.npz", "00000006.sampled.npz"]
+
+
 def test_the_run_and_the_step_of_a_fork():
     assert fork_source("runs/a@20") == ("runs/a", 20)
     assert fork_source("runs/a") == ("runs/a", None)
@@ -374,9 +473,9 @@ def test_the_run_and_the_step_of_a_fork():
     assert fork_source("runs/a@" + "9" * 40) == ("runs/a@" + "9" * 40, None)
 
 
-def test_a_fork_of_imported_weights_names_the_right_key(tmp_path, capfd, tiny_run):
+def test_a_fork_of_what_is_no_run_names_the_right_key(tmp_path, capfd, tiny_run):
     tiny_run(tmp_path, steps=2, mesh={"data": 1, "fsdp": 8})
-    assert train(tmp_path, "x", f"checkpoint.fork_from={tmp_path}/runs") == 78
+    assert train(tmp_path, "x", f"checkpoint.fork_from={tmp_path}/data") == 78
     assert "has no complete checkpoint" in capfd.readouterr().err
     hub = tmp_path / "hub"
     hub.mkdir()
