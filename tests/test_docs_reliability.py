@@ -29,7 +29,7 @@ def test_the_commands_work_in_order(tmp_path):
     prepare = "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes"
     for command in [prepare, *commands(TEXT)]:
         outputs[command] = run(command, tmp_path, columns=120).all
-    (where,) = (out for command, out in outputs.items() if " status runs" in command)
+    (where,) = (out for command, out in outputs.items() if " status runs/first" in command)
     assert (
         "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
     )
