@@ -5,11 +5,15 @@
 A trial takes a sound tokenizer.json, chat template, config.json or file of conversations or
 preferences, and mutates it: flipped bits, keys that are deleted, added or given twice, values of
 another type, huge numbers, truncation, another encoding, deep nesting, bombs, and declarations with
-another meaning. A forked process reads the file with limits of memory and CPU time. It must end with
-a result or a UserError; a traceback, a signal or a limit is a finding.
+another meaning. The kinds of `MEANINGS` change only what a file means, in ways that transformers
+reads as well: options of tokenizers, keys of configs, parts of templates. A forked process reads
+the file with limits of memory and CPU time. It must end with a result or a UserError; a traceback,
+a signal or a limit is a finding.
 
-With transformers (`--oracle-python`, or installed here), configs and tokenizers that both read must
-mean the same: sizes of the model, and token ids. The exit code is 1 if something was found.
+With transformers (`--oracle-python`, or installed here), what both read must mean the same: sizes,
+windows and angles of a model, token ids, and the text of a conversation. The last lines say how many
+files of each kind of `MEANINGS` transformers reads, and how many of these are refused here. The exit
+code is 1 if something was found.
 """
 
 import argparse
@@ -40,12 +44,16 @@ from data_pipeline.sources import chat, preferences
 from data_pipeline.sources.document import Options
 from data_pipeline.terminal import visible
 from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.config.schema import ModelConfig
+from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
+from maxtrain.models.specs import head_dim
 
 MEMORY_BYTES = 6 << 30
 CPU_SECONDS = 30
 TEMPLATE_SECONDS = 2
-KINDS = ("tokenizer", "config", "template", "chat", "preferences")
+MEANINGS = ("tokenizer meaning", "config meaning", "template meaning")
+KINDS = ("tokenizer", "config", "template", "chat", "preferences", *MEANINGS)
 TEXT = "Hello  world, 12345 caf\u00e9 \u6771 \U0001f642\n\tif x == 1: <|end|> aaaa"
 MESSAGES = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
 CONFIG = {
@@ -101,13 +109,33 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 import logging; logging.disable(logging.CRITICAL)
 from transformers import AutoConfig, PreTrainedTokenizerFast
-text = json.loads(sys.argv[2])
+text, messages = json.loads(sys.argv[2])
+def described(c):
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    rope = getattr(c, "rope_parameters", None) or {}
+    window = getattr(c, "sliding_window", None)
+    if getattr(c, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(c, "layer_types", None)
+    if not kinds:
+        kinds = ["sliding_attention" if window else "full_attention"] * c.num_hidden_layers
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    kind = rope.get("rope_type", "default")
+    return [
+        c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.vocab_size,
+        c.num_key_value_heads, head_dim, c.intermediate_size, bool(c.tie_word_embeddings),
+        c.rms_norm_eps, c.max_position_embeddings, float(rope.get("rope_theta", 0)),
+        None if kind == "default" else [kind, rope.get("factor")], windows,
+    ]
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:
         if (folder / "config.json").exists():
-            c = AutoConfig.from_pretrained(folder)
-            names = "hidden_size num_hidden_layers num_attention_heads vocab_size".split()
-            found = [getattr(c, name) for name in names]
+            found = described(AutoConfig.from_pretrained(folder))
+        elif (folder / "meaning.jinja").exists():
+            inner = folder / "tokenizer" / "tokenizer.json"
+            t = PreTrainedTokenizerFast(tokenizer_file=str(inner), eos_token="<|endoftext|>")
+            source = (folder / "meaning.jinja").read_text()
+            found = t.apply_chat_template(messages, chat_template=source, tokenize=False)
         elif (folder / "tokenizer.json").exists():
             t = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
             found = t.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -206,8 +234,209 @@ def mutate_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     return changed.get(how, b""), how
 
 
+def _choose(*values: Any) -> Callable[[random.Random], Any]:
+    return lambda rng: copy.deepcopy(rng.choice(values))
+
+
+_NORMALIZER = _choose(
+    None,
+    {"type": "NFC"},
+    {"type": "NFKC"},
+    {"type": "NFD"},
+    {"type": "Lowercase"},
+    {"type": "StripAccents"},
+    {"type": "Prepend", "prepend": "a"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "a"},
+    {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "},
+    {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "Lowercase"}]},
+    {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+     "strip_accents": None, "lowercase": True},
+)  # fmt: skip
+
+
+def _pre_tokenizer(rng: random.Random) -> Any:
+    flags = {"add_prefix_space": rng.random() < 0.5, "trim_offsets": rng.random() < 0.5}
+    level = {"type": "ByteLevel", **flags, "use_regex": rng.random() < 0.7}
+    pattern = {"Regex": rng.choice(["\\d{1,3}", "\\s+", " ?\\p{L}+", "[^\\s]+|\\s+"])}
+    behavior = rng.choice(
+        ["Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
+    )
+    split = {
+        "type": "Split",
+        "pattern": pattern,
+        "behavior": behavior,
+        "invert": rng.random() < 0.3,
+    }
+    digits = {"type": "Digits", "individual_digits": rng.random() < 0.5}
+    chosen = rng.choice([[], [split], [digits], [split, digits], [{"type": "Punctuation",
+                        "behavior": "Isolated"}]])  # fmt: skip
+    if not chosen:
+        return level
+    return {"type": "Sequence", "pretokenizers": [*chosen, level]}
+
+
+def _change_tokenizer(tree: Any, rng: random.Random) -> str:
+    """Change what a tokenizer.json means."""
+    model = tree["model"]
+    how = rng.choice(["merges", "drop merges", "flags", "normalizer", "splits", "model", "template",
+                      "decoder", "truncation", "token"])  # fmt: skip
+    if how == "merges":
+        one, other = (rng.randrange(len(model["merges"])) for _ in range(2))
+        merges = model["merges"]
+        merges[one], merges[other] = merges[other], merges[one]
+    elif how == "drop merges":
+        del model["merges"][rng.randrange(len(model["merges"])) :]
+    elif how == "flags":
+        token = rng.choice(tree["added_tokens"])
+        flag = rng.choice(["special", "lstrip", "rstrip", "single_word", "normalized"])
+        token[flag] = not token[flag]
+        how = f"flags {token['content']} {flag}"
+    elif how == "normalizer":
+        tree["normalizer"] = _NORMALIZER(rng)
+    elif how == "splits":
+        tree["pre_tokenizer"] = _pre_tokenizer(rng)
+    elif how == "model":
+        key = rng.choice(["byte_fallback", "ignore_merges", "fuse_unk", "dropout", "unk_token"])
+        values = {"dropout": [None, 0.0], "unk_token": [None, "<|end|>", "a"]}
+        model[key] = rng.choice(values.get(key, [False, True]))
+        how = f"model {key}={model[key]}"
+    elif how == "template":
+        end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        single = rng.choice([[text, end], [end, text], [text]])
+        ids = tree["added_tokens"][0]["id"]
+        special = {"id": "<|endoftext|>", "ids": [ids], "tokens": ["<|endoftext|>"]}
+        tree["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [
+            *single, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {
+            "<|endoftext|>": special}}  # fmt: skip
+    elif how == "decoder":
+        tree["decoder"] = rng.choice([tree["decoder"], {"type": "Fuse"}, None])
+    elif how == "truncation":
+        tree["truncation"] = {"direction": "Right", "max_length": rng.randint(1, 20),
+                              "strategy": "LongestFirst", "stride": 0}  # fmt: skip
+    else:
+        flags = {name: rng.random() < 0.5 for name in ("lstrip", "rstrip", "single_word")}
+        number = max(model["vocab"].values()) + 1
+        content = rng.choice(["Hello", "world", "<new>", "if x", "1"])
+        if content not in model["vocab"]:
+            tree["added_tokens"].append({"id": number, "content": content, **flags,
+                "normalized": rng.random() < 0.5, "special": rng.random() < 0.5})  # fmt: skip
+        how = f"token {content}"
+    return how
+
+
+_ROPES = (
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "default"},
+)  # fmt: skip
+_KEYS: dict[str, Callable[[random.Random], Any]] = {
+    "hidden_size": _choose(32, 64, 128),
+    "intermediate_size": _choose(96, 128),
+    "num_attention_heads": _choose(2, 4, 8),
+    "num_key_value_heads": _choose(1, 2, 4, None),
+    "num_hidden_layers": _choose(1, 2, 4),
+    "head_dim": _choose(8, 16, 32, None),
+    "vocab_size": _choose(320, 321),
+    "max_position_embeddings": _choose(64, 128, 256),
+    "rms_norm_eps": _choose(1e-6, 1e-5),
+    "rope_theta": _choose(1e4, 1e6, 500000),
+    "rope_scaling": _choose(*_ROPES),
+    "tie_word_embeddings": _choose(False, True),
+    "torch_dtype": _choose("bfloat16", "float32", None),
+    "dtype": _choose("bfloat16", "float16"),
+    "sliding_window": _choose(None, 16, 32),
+    "use_sliding_window": _choose(False, True),
+    "max_window_layers": _choose(0, 1, 2),
+    "layer_types": lambda rng: [
+        rng.choice(["full_attention", "sliding_attention"]) for _ in range(rng.choice([2, 2, 2, 4]))
+    ],
+    "attention_bias": _choose(False, True),
+    "mlp_bias": _choose(False, True),
+    "attention_dropout": _choose(0.0, 0.1),
+    "initializer_range": _choose(0.02, 0.1),
+    "pretraining_tp": _choose(1, 2),
+    "bos_token_id": _choose(0, 1, None),
+    "eos_token_id": _choose(2, [1, 2], None),
+    "use_cache": _choose(False, True),
+}
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def _change_config(tree: Any, rng: random.Random) -> str:
+    """Change what a config.json means."""
+    if rng.random() < 0.3:
+        kind = rng.choice(list(_ARCHITECTURES))
+        tree["model_type"] = kind
+        tree["architectures"] = [f"{_ARCHITECTURES[kind]}ForCausalLM"]
+        return kind
+    key = rng.choice(list(_KEYS))
+    if key in tree and rng.random() < 0.15:
+        del tree[key]
+        return f"delete {key}"
+    tree[key] = _KEYS[key](rng)
+    return f"{key}={tree[key]}"
+
+
+_BODIES = (
+    "{{ m.content }}", "{{ m['content'] | trim }}", "{{ m.content | tojson }}",
+    "{{ m.content.strip() + '\n' }}", "{{- m.content -}}", "{% if loop.first %}A{% endif %}"
+    "{{ m.content[:3] }}", "{{ loop.index0 }}{{ m.content | upper }}", "{{ m.content | length }}",
+    "{% if 'H' in m.content %}{{ m.content.split('H') | last }}{% else %}-{% endif %}",
+    "{%- generation -%}{{ m.content }}{%- endgeneration -%}",
+)  # fmt: skip
+_HEADS = (
+    "", "{{ bos_token }}", "{%- set ns = namespace(n=0) -%}{{ ns.n }}", "{{- '<s>' }}\n",
+    "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages | length) }}", "  {# note #}\n",
+    "{{ eos_token }}", "{% if tools is defined and tools %}T{% endif %}", "{{ [1, 2] | tojson }}",
+    "{{ {'b': 1, 'a': '<é>'} | tojson(indent=2) }}",
+    "{% if messages[0].role == 'system' %}S{% else %}N{% endif %}",
+)  # fmt: skip
+_SPACES = ("", "\n", "  ", "\n  ", "\n\n")
+
+
+def _template(rng: random.Random) -> str:
+    """A chat template of parts that real ones have."""
+    begin, end = rng.choice([("{%", "%}"), ("{%-", "%}"), ("{%", "-%}"), ("{%-", "-%}")])
+    body = rng.choice(_BODIES)
+    if rng.random() < 0.3:
+        body = f"{{% if m.role == 'user' %}}{body}{{% continue %}}{{% endif %}}<|end|>"
+    space = rng.choice(_SPACES)
+    loop = f"{begin} for m in messages {end}{space}<|{{{{ m.role }}}}|>{body}{space}{begin} endfor {end}"
+    return (
+        rng.choice(_HEADS) + rng.choice(_SPACES) + loop + rng.choice(["", "\n", "{{ eos_token }}"])
+    )
+
+
+def make_meaning(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
+    """Write the files of a trial that changes only what they mean."""
+    folder.mkdir()
+    mutations = []
+    if kind == "template meaning":
+        (folder / "meaning.jinja").write_text(_template(rng))
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "tokenizer.json").write_text(base_tokenizer())
+        settings = {"eos_token": "<|endoftext|>"}
+        (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+        return Trial(number, kind, folder, ["template"])
+    is_config = kind == "config meaning"
+    tree = copy.deepcopy(CONFIG) if is_config else json.loads(base_tokenizer())
+    for _ in range(rng.randint(1, 4)):
+        mutations.append((_change_config if is_config else _change_tokenizer)(tree, rng))
+    name = "config.json" if is_config else "tokenizer.json"
+    (folder / name).write_text(json.dumps(tree))
+    return Trial(number, kind, folder, mutations)
+
+
 def make(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
     """Write the files of a trial."""
+    if kind in MEANINGS:
+        return make_meaning(number, kind, folder, rng)
     folder.mkdir()
     tokenizer = json.loads(base_tokenizer())
     trees: dict[str, Any] = {
@@ -252,12 +481,15 @@ def make(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
 def read(trial: Trial) -> Any:
     """Read the files of a trial; the result is a value that JSON has."""
     folder = trial.folder
-    if trial.kind == "config":
-        c = read_config(folder)
-        return [c.embed_dim, c.num_layers, c.num_heads, c.vocab_size]
-    if trial.kind == "tokenizer":
+    if trial.kind in ("config", "config meaning"):
+        return _describe(read_config(folder))
+    if trial.kind in ("tokenizer", "tokenizer meaning"):
         return load_tokenizer(folder).encode(TEXT).tolist()
     tokenizer = load_tokenizer(folder / "tokenizer")
+    if trial.kind == "template meaning":
+        path = str(folder / "meaning.jinja")
+        template, _ = load_template(path, folder / "tokenizer", tokenizer.special)
+        return render(template, MESSAGES)
     if trial.kind == "template":
         template, _ = load_template(
             str(folder / "a.jinja"), folder / "tokenizer", tokenizer.special
@@ -279,6 +511,19 @@ def read(trial: Trial) -> Any:
     for piece in source.find(str(folder / "records.jsonl"), options):
         found += [document.problem or "read" for document in source.documents(piece)]
     return found
+
+
+def _describe(c: ModelConfig) -> list[Any]:
+    """What the oracle says of a config, too."""
+    specs = FAMILIES[c.family].spec(c).stack.layers()
+    scaling = None
+    if c.rope_scaling != "none":
+        scaling = [c.rope_scaling, c.rope_factor]
+    return [
+        c.embed_dim, c.num_layers, c.num_heads, c.vocab_size, c.num_kv_heads, head_dim(c),
+        c.mlp_dim, c.tie_embeddings, c.norm_eps, c.max_length, float(c.rope_theta), scaling,
+        [spec.window for spec in specs],
+    ]  # fmt: skip
 
 
 def run(trial: Trial) -> tuple[str, Any]:
@@ -326,7 +571,7 @@ def _child(trial: Trial, descriptor: int) -> None:
 def ask_oracle(python: str, folder: Path) -> dict[str, Any]:
     """What transformers reads in the folders of trials, by their names."""
     done = subprocess.run(
-        [python, "-c", ORACLE, str(folder), json.dumps(TEXT)],
+        [python, "-c", ORACLE, str(folder), json.dumps([TEXT, MESSAGES])],
         capture_output=True,
         text=True,
         check=False,
@@ -352,12 +597,14 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = prin
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
     results: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
     findings = 0
     for number in range(asked.first, asked.first + asked.trials):
         rng = random.Random(f"{asked.seed}/{number}")
         trial = make(number, rng.choice(asked.kinds), folder / f"{number:05d}", rng)
         outcome, result = run(trial)
+        kinds[trial.folder.name] = trial.kind
         counts[f"{trial.kind} {outcome}"] += 1
         if outcome == "read":
             results[trial.folder.name] = result
@@ -367,6 +614,11 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = prin
             tell(visible(f"{trial.kind} {trial.mutations}: {result} ({again})"))
     if oracle:
         theirs = ask_oracle(oracle, folder)
+        for name in theirs:
+            kind = kinds[name]
+            if kind in MEANINGS:
+                counts[f"{kind} read by transformers"] += 1
+                counts[f"{kind} read by transformers and refused here"] += name not in results
         for name in sorted(results.keys() & theirs.keys()):
             counts["held against transformers"] += 1
             if results[name] != theirs[name]:

@@ -38,7 +38,7 @@ from maxtrain.parallel.distributed import start
 from maxtrain.serve.constraints import Grammars
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
-from maxtrain.serve.sampling import Sampling
+from maxtrain.serve.warm_up import first_warm_ups, more_warm_ups
 from maxtrain.serve.worker import Worker
 from maxtrain.weights.peft import read_set
 from maxtrain.weights.peft_settings import base_of
@@ -176,8 +176,13 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m maxtrain.s
             model, tokenizer = load_model(asked)
             served = _served(asked, model, tokenizer)
             model = _with_adapters(for_generation(model), asked.adapter)
-            make_engine = functools.partial(_warm_engine, model, asked.slots, asked.cache_tokens)
-            worker = Worker(make_engine, tokenizer)
+            stop_ids = served.stop_ids
+            make_engine = functools.partial(
+                _warm_engine, model, asked.slots, asked.cache_tokens, stop_ids
+            )
+            worker = Worker(
+                make_engine, tokenizer, functools.partial(more_warm_ups, stop_ids=stop_ids)
+            )
             texts = asked.slots + asked.waiting
             app_module = load_package("maxtrain.serve.app", "serve", "maxtrain serve")
             limits = app_module.Limits(texts, asked.max_body, keys, hosts)
@@ -334,12 +339,14 @@ def _check_adapters(asked: argparse.Namespace) -> None:
             raise UsageError(f"--adapter {name}: is there twice. Give one another name.")
 
 
-def _warm_engine(model: Decoder, slots: int, cache_tokens: int | None) -> Engine:
-    """An engine whose first programs are compiled, so that the first client does not wait."""
+def _warm_engine(
+    model: Decoder, slots: int, cache_tokens: int | None, stop_ids: Sequence[int]
+) -> Engine:
+    """Return an engine whose first programs are compiled, so that the first client does not wait
+    for them."""
     engine = Engine(model, slots, chunk=_CHUNK, cache_tokens=cache_tokens)
-    for temperature in (0.0, 1.0):
-        engine.submit([0], 2, Sampling(temperature))
-        engine.run()
+    for warm_up in first_warm_ups(engine, stop_ids):
+        warm_up()
     return engine
 
 

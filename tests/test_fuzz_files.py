@@ -33,6 +33,17 @@ def test_mutated_files_are_read_or_refused(kinds):
 
 
 @pytest.mark.long
+def test_files_with_other_meanings_are_mostly_read():
+    """transformers is an oracle where it is installed; here they must be read or refused."""
+    kinds = ("tokenizer meaning", "config meaning", "template meaning")
+    done = run("-m", "benchmarks.fuzz_files", "--trials", "30", "--seed", "5", "--kinds", *kinds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {line.split(maxsplit=1)[1]: int(line.split()[0]) for line in done.stdout.splitlines()}
+    assert sum(counts.get(f"{kind} read", 0) for kind in kinds) >= 20
+    assert not any("found" in name for name in counts)
+
+
+@pytest.mark.long
 def test_what_is_no_error_of_ours_is_found():
     done = run("-c", BROKEN)
     assert done.returncode == 1

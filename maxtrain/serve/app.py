@@ -100,6 +100,8 @@ class _Metrics:
         self.open = Gauge("open_texts", "texts that are made or wait", **common)
         active = Gauge("active_texts", "texts that are made", **common)
         active.set_function(lambda: worker.num_active)
+        warm_ups = Gauge("warm_ups", "warm-ups that are still to come", **common)
+        warm_ups.set_function(lambda: worker.num_warm_ups)
         failures = Gauge("failed_steps", "steps of the engine that failed", **common)
         failures.set_function(lambda: worker.num_failures)
 

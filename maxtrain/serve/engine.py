@@ -57,6 +57,8 @@ _PIECE = 512
 _LEAST_COLUMNS = 128
 # Rows whose pieces are read together.
 _MOST_READ = 8
+# Stop ids of a row in the smallest program.
+_LEAST_STOPS = 4
 # Of a row that is nobody's.
 _NOBODYS = Sampling(temperature=0.0)
 
@@ -251,6 +253,43 @@ class Engine:
     def num_sets(self) -> int:
         """Sets of adapters that the model has, numbered from 1 on."""
         return self._num_sets
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether caches are pages that texts share."""
+        return self._pages is not None
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that the caches have room for."""
+        if self._pages is None:
+            return self.max_length
+        return min(self.max_length, self._pages.count * PAGE)
+
+    @property
+    def least_piece(self) -> int:
+        """Tokens of the shortest piece of a prompt."""
+        return _LEAST_PIECE
+
+    @property
+    def piece_lengths(self) -> list[int]:
+        """Tokens of all pieces of prompts that there are programs for."""
+        return [1 << n for n in range(_LEAST_PIECE.bit_length() - 1, self._piece.bit_length())]
+
+    def make_room(self, columns: int) -> None:
+        """Enlarge the caches to so many columns of each row, if they have fewer."""
+        self._make_room(columns)
+
+    def forget_idle(self) -> None:
+        """Forget the texts that slots without a text remember."""
+        for slot in self._slots:
+            # Slots with numbers that are not finite are cleared first, with the next step.
+            if slot.generation is None and not slot.is_spoiled:
+                self._forget(slot)
 
     def step(self) -> list[Generation]:
         """Gives free slots to texts that wait, reads a piece of their prompts, then makes up to
@@ -730,7 +769,8 @@ class Engine:
         for slot in wanted:
             assert slot.generation is not None
             most_stops = max(most_stops, len(slot.generation.stop_ids))
-        stop_ids = np.full((count, _power_of_two(most_stops)), -1, np.int32)
+        width = _power_of_two(max(most_stops, _LEAST_STOPS))
+        stop_ids = np.full((count, width), -1, np.int32)
         for slot, tokens in wanted.items():
             generation = slot.generation
             assert generation is not None

@@ -6,6 +6,7 @@ queue, and what comes of it is handed to a function of theirs, which must not ta
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -172,6 +173,8 @@ class Worker:
     Args:
         make_engine: called in the worker's thread, in which the engine stays.
         tokenizer: of the model.
+        warm_ups: list what compiles programs for later texts, given the engine. Each is called when
+            there is nothing else to do.
 
     Attributes:
         num_failures: steps of the engine that have failed.
@@ -179,8 +182,15 @@ class Worker:
         problem: why the last step failed, or why the thread has ended; None: neither did.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], tokenizer: Tokenizer):
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        tokenizer: Tokenizer,
+        warm_ups: Callable[[Engine], Sequence[Callable[[], None]]] = lambda engine: (),
+    ):
         self._make_engine = make_engine
+        self._list_warm_ups = warm_ups
+        self._warm_ups: deque[Callable[[], None]] = deque()
         self._tokenizer = tokenizer
         self._wishes: queue.SimpleQueue[_Wish | None] = queue.SimpleQueue()
         # Nothing may be wished once the thread has looked at its last wish.
@@ -233,12 +243,18 @@ class Worker:
         return self._engine.num_active
 
     @property
+    def num_warm_ups(self) -> int:
+        """Warm-ups that are still to come."""
+        return len(self._warm_ups)
+
+    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._has_ended
 
     def _run(self) -> None:
         try:
             self._engine = self._make_engine()
+            self._warm_ups.extend(self._list_warm_ups(self._engine))
         except BaseException as error:
             self._no_engine = error
             return
@@ -257,6 +273,9 @@ class Worker:
         while True:
             # With nothing to do, the next wish is waited for.
             while not self._running or not self._wishes.empty():
+                if self._wishes.empty() and self._warm_ups:
+                    self._warm_up()
+                    continue
                 wish = self._wishes.get()
                 if wish is None:
                     return
@@ -266,6 +285,15 @@ class Worker:
                     else:
                         self._drop(job)
             self._step()
+
+    def _warm_up(self) -> None:
+        """Compile programs while there is nothing else to do. Requests do without after a failure,
+        such as of memory."""
+        try:
+            self._warm_ups.popleft()()
+        except Exception:
+            log_exception()
+            self._warm_ups.clear()
 
     def _give_up(self) -> None:
         """Tells all who wait that they wait for nothing."""
