@@ -548,7 +548,8 @@ AWKWARD = [
 
 def byte_level(steps, ignore_merges=False):
     """A tokenizer with the merges of another, that finds words by `steps`."""
-    record = json.loads(train_bpe([*TEXTS, *AWKWARD * 3], 700).content)
+    # Letters that ASCII_CAPITALS keep apart are merged, so that it shows who keeps them apart.
+    record = json.loads(train_bpe([*TEXTS, *AWKWARD * 3, "aØ " * 50], 700).content)
     record["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     record["model"]["ignore_merges"] = ignore_merges
     return record
