@@ -23,6 +23,8 @@ def config(tmp_path_factory, tiny_run):
     return tiny_run(tmp_path_factory.mktemp("tiny"), steps=2)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 @pytest.mark.parametrize(
     ("bucket", "fault", "said"),
@@ -62,6 +64,8 @@ def test_a_bucket_that_will_not_do_is_named_with_the_mend(
     assert_told(store, faults, config, tmp_path, monkeypatch, capfd, bucket, said)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 @pytest.mark.parametrize(
     ("fault", "said"),

@@ -34,6 +34,8 @@ def test_help_lists_the_verbs(argv, capsys):
     assert all(f"  {verb}" in out for verb in VERBS) and "`maxtrain VERB --help`" in out
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
@@ -109,6 +111,8 @@ def test_the_package_is_the_command(tmp_path):
 HUB = "Nobody/No-Model-0.5B"
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argv",
     [

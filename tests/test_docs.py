@@ -229,6 +229,8 @@ def test_a_document_that_is_run_whole_is_read_by_its_test(document, test):
     assert re.search(r"\brun\(command, ", source)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
 def test_command_runs_here_or_in_another_test(document, command):
     if document in RUN_WHOLE:

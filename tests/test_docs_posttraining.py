@@ -120,7 +120,7 @@ _OF_RUN = {
 @pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_of_the_run_from_end_to_end_work(tmp_path):
-    """A dose of them: tests/test_word_problems.py runs them as they stand."""
+    """A dose of them: tests/examples/test_word_problems.py runs them as they stand."""
     (section,) = [section for section in SECTIONS if section.startswith("A run from end to end\n")]
     assert commands(section)[:-1] == list(COMMANDS.values())
     for command in commands(section):

@@ -15,7 +15,7 @@ from data_pipeline.errors import ConfigError, UserError
 from maxtrain import evaluate, replay
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.probe import StepMemory, measured_speeds, probe_learning_rate
+from maxtrain.probe import StepMemory, learning_rate_trials, measured_speeds
 from tests.preference_runs import (
     STEPS,
     assert_planned_batches,
@@ -123,7 +123,7 @@ def test_answers_with_a_label_are_learnt_and_the_run_goes_on_bit_for_bit(config,
 def test_labels_and_pairs_are_not_taken_for_each_other(config, labelled, capfd):
     labels_wanted = preferences(config, "dpo.loss_type=kto")
     with pytest.raises(ConfigError, match=r"set dpo\.loss_type=sigmoid for pairs"):
-        probe_learning_rate(load_config([f"config={config}", *labels_wanted]), 1e-5, 1.0, 16)
+        learning_rate_trials(load_config([f"config={config}", *labels_wanted]), 1e-5, 1.0, 16, 1)
     assert train(config, "refused", *preferences(config, "dpo.loss_type=kto")) == 78
     assert "set dpo.loss_type=sigmoid for pairs" in capfd.readouterr().err
     pairs_wanted = [text for text in labelled if "dpo.loss_type" not in text]

@@ -73,6 +73,8 @@ def oracle(ids, first, stride):
     return total
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("eod", [True, False])
 @pytest.mark.parametrize("stride", [None, 5, 24])
 def test_every_token_counts_once(eod, stride, tmp_path):
@@ -143,6 +145,8 @@ REFUSED = [
 ]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(("content", "options", "code", "message"), REFUSED)
 def test_mistakes_are_named(content, options, code, message, hf, tmp_path, capsys):
     path = tmp_path / "text"

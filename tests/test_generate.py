@@ -224,8 +224,8 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     [
         ([], {}, "Give some text"),
         ([[1], []], {}, "a prompt is empty"),
-        ([[257]], {}, "beyond model.vocab_size=257. Use its tokenizer"),
-        ([[-1]], {}, "Use its tokenizer"),
+        ([[257]], {}, r"id 257 of token 0 must be in \[0, 257\)"),
+        ([[-1]], {}, r"id -1 of token 0 must be in \[0, 257\)"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
         (
             [[1]],

@@ -91,6 +91,8 @@ def test_a_long_context_loses_its_beginning(answers, model, tokenizer):
     assert abs(total - expected(model, tokenizer, kept, "xyz").total()) < 1e-5
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_text_is_written_up_to_its_end(answers, model, tokenizer):
     settings = {"until": [], "max_gen_toks": 12}
     (whole,) = answers.generate([("one", settings)])
@@ -121,6 +123,8 @@ def test_settings_that_are_not_known_are_refused():
         read_generation({"num_beams": 4})
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_options_of_tasks_are_checked(tmp_path, capsys):
     command = ["evaluate", "--hf", str(PARITY)]
     for options, message in (

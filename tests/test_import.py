@@ -73,6 +73,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_run_has_the_weights_and_the_tokenizer_of_the_directory(case, dtype, tmp_path):

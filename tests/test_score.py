@@ -59,6 +59,8 @@ def oracle(model, context, target):
     return logprob, bool(logits.argmax() == target)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_each_token_is_that_of_a_pass_of_its_own():
     model = tiny()
     rows = [Row(TEXT[:20]), Row(TEXT[20:61], 3), Row(TEXT[:2]), Row(TEXT[5:30], 24)]
@@ -90,6 +92,8 @@ def test_a_row_does_not_depend_on_its_neighbours(experts):
         )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_what_is_generated_greedily_is_greedy():
     model = tiny()
     (made,) = generate(model, [TEXT[:5]], max_tokens=20, temperature=0.0)
@@ -208,6 +212,8 @@ REFUSED = [
 ]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(("argv", "code", "message"), REFUSED)
 def test_mistakes_are_named(argv, code, message, hf, tmp_path, capsys):
     if argv and argv[0] == "--pairs":

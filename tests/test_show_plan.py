@@ -265,6 +265,8 @@ def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
     assert code == 65 and "leave out settings that it did not have" in error
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -63,6 +63,8 @@ def test_the_first_signal_asks_and_handlers_are_put_back(number):
     ) == -1
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("ends_process", [False, True])
 def test_a_process_that_goes_on_after_the_run_is_left_alone(monkeypatch, ends_process):
     """As one that calls `train.main` itself: it was ended later, when the time to save after the

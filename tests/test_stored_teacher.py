@@ -19,7 +19,7 @@ from maxtrain.config.schema import ModelConfig, PrecisionConfig, RoutingConfig
 from maxtrain.frozen_model import FrozenModel
 from maxtrain.job import open_job
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.probe import probe_learning_rate
+from maxtrain.probe import learning_rate_trials
 from maxtrain.train import main
 
 pytestmark = pytest.mark.usefixtures("this_process")
@@ -224,5 +224,5 @@ def test_a_teacher_whose_experts_have_a_capacity_is_refused(monkeypatch):
 @pytest.mark.slow
 def test_a_learning_rate_is_found_with_what_is_stored(stored):
     asked = load_config(student(stored, "distill.stored=some", "distill.top=4", "steps=40"))
-    found = probe_learning_rate(asked, 1e-4, 1.0, 30)
-    assert 1e-4 < found.suggestion < 1
+    found = learning_rate_trials(asked, 1e-4, 1.0, 30, 4)
+    assert 1e-4 <= found.best.rate <= 1 and len(found.trials) <= 4

@@ -74,7 +74,7 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
 
 ALWAYS = [
     "tests/test_train.py::test_two_processes_are_as_one",
-    "tests/test_supervise.py::test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers",
+    "tests/test_train.py::test_a_run_leaves_records_curves_checkpoints_and_its_config",
 ]
 
 
@@ -165,7 +165,7 @@ def test_make_test_leaves_out_the_long_tests_and_nothing_else():
 
 
 def test_make_test_visits_every_room():
-    """And has a job of two processes, and a kill, a supervised restart and a resume."""
+    """And trains a run, and a job of two processes."""
     packages = set()
     for core in ("data_pipeline", "maxtrain"):
         for path in (ROOT / core).rglob("*.py"):

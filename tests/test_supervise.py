@@ -147,6 +147,8 @@ def test_the_processes_of_a_job_know_each_other_and_end_together(tiny, capfd, mo
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypatch):
     looks = []
     real = subprocess.Popen.poll
@@ -162,6 +164,8 @@ def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypa
     assert seconds > 1.5 and len(looks) <= 2 * (seconds / processes.POLL + 2)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "least", "ended", "said"),
     [
@@ -376,6 +380,8 @@ def assert_same_numbers(ours, theirs):
     assert max(a) == max(b) == 12 and a[12] == b[12]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers(config):
     undisturbed = train(config, "whole", "")

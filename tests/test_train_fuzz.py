@@ -115,6 +115,8 @@ def test_a_find_is_told(scene):
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_every_objective_and_slice_axis_is_drawn(tmp_path):
     drawn = set()
     for number in range(400):

@@ -132,6 +132,8 @@ def test_damage_on_the_disk_of_another_host_is_no_damage_at_the_url(
     assert not (here / ARRAY).exists()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(("longest", "is_told"), [(0.1, True), (100.0, False)])
 def test_a_save_that_waited_for_an_upload_says_how_slow_it_was(
     s3, tmp_path, monkeypatch, longest, is_told

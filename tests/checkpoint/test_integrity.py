@@ -90,6 +90,8 @@ def assert_no_flip_is_silent(checkpoints, count, seed):
     assert bits(checkpoints.restore(state(), step=2)[0]) == bits(state(2))
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_no_flipped_bit_is_silent(checkpoints):
     assert_no_flip_is_silent(checkpoints, 60, seed=1)
 

@@ -146,6 +146,8 @@ def test_asynchronous_save_is_a_snapshot(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_retention_keeps_the_last_and_every_nth(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_every=4, asynchronous=True))
     for step in range(1, 12):

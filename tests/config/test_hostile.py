@@ -116,6 +116,8 @@ def test_a_python_file_that_is_no_config(tmp_path, source, said):
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     "verb",
     [
@@ -562,6 +564,8 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="hostile-"))
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(deadline=None, max_examples=80)
 @given(
     st.dictionaries(

@@ -454,6 +454,8 @@ def test_from_command_line_gives_the_config():
     assert from_command_line(["config=quickstart"], "x") == load()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argv",
     [["--help"], ["--help", "optimizer"], ["config=quickstart", "--print-config"]],

@@ -28,6 +28,8 @@ def test_every_key_has_an_effect_and_every_pattern_a_key():
         assert effect_of(key).format(next=3, end=9)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("override", "words", "has_effect"),
     [
@@ -80,6 +82,8 @@ def test_what_an_earlier_version_does_not_say_had_its_default():
     assert [change.key for change in changes] in ([], ["log_interval"])
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("override", "is_of_state"),
     [

@@ -178,6 +178,8 @@ def test_an_epoch_has_every_document_once(config):
     assert total == data.shards[0].manifest.num_targets
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, NUM_STEPS - 1),

@@ -260,6 +260,8 @@ def test_a_template_that_does_not_end_while_it_is_compiled_is_ended(tmp_path, qu
         load_template(str(tmp_path / "t.jinja"), "bytes", [])
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
     with pytest.raises(DataError, match=r"needs more than 2,147,483,648 bytes of memory.*mend it"):
         render(

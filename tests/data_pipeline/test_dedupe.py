@@ -24,6 +24,8 @@ def texts(directory):
     return [tokenizer.decode(shards.read(first, length)) for first, length in spans]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(deadline=None, max_examples=50)  # every file is synced to the disk
 @given(
     units=st.lists(st.lists(st.integers(0, 20), max_size=30), max_size=6),

@@ -206,6 +206,8 @@ def test_an_epoch_has_every_pair_once(config, packing):
     assert sorted(again) == sorted(pairs)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["bins", "pad", "balanced"]),

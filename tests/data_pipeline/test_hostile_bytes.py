@@ -68,6 +68,8 @@ def damage(rng, content):
     return bytes(changed)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_input_is_used_or_told(tmp_path, capsys, kind):
     name, content, others, arguments = KINDS[kind]

@@ -27,6 +27,8 @@ def sparse(path, size):
         file.truncate(size)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer.model", "x.tiktoken"])
 def test_tokenizers_of_strangers_have_a_limit(tmp_path, name):
     sparse(tmp_path / name, limited_files.MAX_TOKENIZER_BYTES + 1)

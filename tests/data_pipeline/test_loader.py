@@ -251,6 +251,8 @@ def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
         data.batch(0)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["web", "code"]), st.integers(1, 200), st.integers(1, 70))
 def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_size, length):

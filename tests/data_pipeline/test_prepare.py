@@ -73,6 +73,8 @@ def reference(corpus, tmp_path_factory):
     return contents(out)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_every_document_arrives_once_in_order(corpus, tmp_path, capsys):
     out = tmp_path / "out"
     assert prepare.main(arguments(corpus, out, "--workers", "1")) == 0
@@ -340,6 +342,8 @@ BAD = [
 ]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "data", "problem", "line", "mended"), BAD, ids=[bad[0] for bad in BAD]
 )
@@ -600,6 +604,8 @@ def test_characters_and_the_held_out_tail(tmp_path, capsys):
     assert shards.num_tokens == len(train)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_document_longer_than_a_shard_and_given_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100_000)
     (tmp_path / "b.txt").write_text("y" * 10)

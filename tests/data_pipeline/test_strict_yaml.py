@@ -28,6 +28,8 @@ def test_usual_yaml_is_read(text, value):
     assert loads(text) == value
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

@@ -244,6 +244,8 @@ def test_a_pod_file_that_kubernetes_would_refuse_is_refused(pod, said, capsys, t
     assert said in err and out == ""
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("word", "key"),
     [
@@ -277,6 +279,8 @@ def documented_pod() -> str:
     return block
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "url"),
     [

@@ -55,6 +55,8 @@ def test_each_line_says_which_process_it_is_of(capsys, tmp_path):
     assert sorted(err.splitlines()) == ["[0] to stderr", "[1] to stderr"]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("does", "code"),
     [("0,65", 65), ("hang,78", 78), ("75,s9", 137), ("late,70", 70), ("75,75", 75)],
@@ -70,6 +72,8 @@ def test_one_that_fails_ends_the_others_and_its_code_counts(
     assert "launch: process 1 ended with" in capsys.readouterr().err
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("grace", "does", "code"), [(60, "asked,asked", 75), (1, "asked,hang", 75)]

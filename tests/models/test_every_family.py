@@ -51,6 +51,8 @@ def every(first, others):
     return found
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("case", every(ATTENTIONS, pytest.mark.long))
 def test_packed_documents_are_as_if_each_were_alone(config):
     found = packed_against_separate(config)

@@ -30,6 +30,8 @@ from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_total_and_weight_are_sums_over_targets(tiny):
     """Against the logits of the model, token by token."""
     parts, batch = tiny.parts(), tiny.batch()

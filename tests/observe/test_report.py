@@ -66,6 +66,8 @@ def test_small_print_of_many_stages_leaves_room_for_the_curves(tmp_path):
     assert columns[-1] - columns[0] > 0.7 * image.shape[1]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_where_a_run_went_on_and_where_batches_changed_is_marked(tmp_path):
     def picture(**marks):
         plot_curves(RUN, tmp_path / "curves.png", "a run", **marks)

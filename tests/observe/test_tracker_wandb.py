@@ -129,6 +129,8 @@ def test_two_launches_are_one_run(tmp_path):
     assert "run/config.yaml" in files
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_no_key_is_a_sentence_and_no_question(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

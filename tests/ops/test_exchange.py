@@ -79,6 +79,8 @@ def found(kind, axes, factor):
     return out, *grads
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "factor"),
     [

@@ -24,6 +24,8 @@ def by_log_probs(hidden, head, targets, weights):
     return (found.log_probs * weights + 0.1 * found.entropy * weights).sum()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [by_cross_entropy, by_log_probs])
 def test_devices_sum_the_gradients_of_their_own_tokens(loss):
     rng = np.random.default_rng(0)

@@ -69,6 +69,8 @@ def test_frequencies_equal_the_definition():
     np.testing.assert_allclose(frequencies, FREQUENCIES, rtol=1e-6)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @settings(deadline=None, max_examples=50)
 @given(
     i=st.integers(0, 500), j=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99)

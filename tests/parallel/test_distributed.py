@@ -195,6 +195,8 @@ print(len(os.listdir(sys.argv[2])))
 """
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [1, 2])
 def test_programs_are_kept_for_one_cpu_and_not_for_several(tmp_path, devices):
@@ -333,6 +335,8 @@ def test_only_gpus_are_asked_for_programs_that_repeat(bare, platform, present, a
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.processes
 def test_xla_knows_the_flags_of_gpus():
     code = "import jax; jax.devices()"

@@ -111,6 +111,8 @@ def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
     assert "waiting for process 1, 3 of 4, 0 s more\n" in capsys.readouterr().err
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_those_who_come_go_on_if_they_suffice(capsys, together):
     """In their order; of more than the job can do with, the last go."""
     members = [(6, 5), (6, 0), (6, 3), (6, 2)]

@@ -141,6 +141,8 @@ SLOW = {
 }
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_client_that_sends_too_slowly_is_refused(address, kind):
     began = time.monotonic()

@@ -370,6 +370,8 @@ def test_a_text_ends_before_a_stop_id_and_says_which():
     assert other.ended_by is None
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_a_text_ends_where_the_model_does():
     model = tiny(max_length=24)
     engine = Engine(model, slots=2, chunk=4)
@@ -382,6 +384,8 @@ def test_a_text_ends_where_the_model_does():
     assert generation.reason == full.reason == "window"
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_a_cancelled_text_leaves_its_slot_to_others():
     model = tiny()
     engine = Engine(model, slots=1, chunk=4)
@@ -400,6 +404,8 @@ def test_a_cancelled_text_leaves_its_slot_to_others():
     assert second.reason == "length"
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_a_stream_gives_tokens_as_they_come_while_others_go_on():
     engine = Engine(tiny(), slots=2, chunk=4)
     other = engine.submit(PROMPTS[4], 30, GREEDY)
@@ -850,6 +856,8 @@ def test_pages_that_several_failed_texts_had_are_clean_for_others():
         assert text.ids == without_cache_of(model, prompt, 8)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_texts_that_wait_for_a_prompt_stay_where_another_finds_no_room(monkeypatch):
     """One waits for a prompt that is being read, and the next one needs larger caches."""
     model = tiny()

@@ -27,6 +27,8 @@ def held_by(place: RemotePath, number: int, **changes: object) -> None:
     assert (place / "lock" / f"{number:08d}").create(content)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_the_lock_goes_from_one_to_the_next(url, told):
     first = Lease(url, told.append)
     first.require()
@@ -61,6 +63,8 @@ def test_a_process_that_has_ended_here_is_not_waited_for(url, told):
     taken.free()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_a_silent_host_loses_it_and_notices(url, told):
     held_by(url, 1)
     begin = time.monotonic()

@@ -82,6 +82,8 @@ def test_batch_size_and_devices_change_nothing(tiny, held_out):
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_another_number_of_targets_is_an_error(tiny, held_out):
     data = open_evaluation(held_out, DataConfig(seq_length=tiny.length, batch_size=8), 8)
     with pytest.raises(

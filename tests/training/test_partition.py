@@ -133,6 +133,8 @@ def test_the_launch_says_what_trains(tiny):
     assert not set(leaf_names(changing_part(abstract))) & set(leaf_names(constant_part(abstract)))
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_frozen_parameters_have_no_gradient(tiny):
     parts = tiny.parts()
     frozen, trainable = parts_of(parts.abstract.trainable)

@@ -54,6 +54,8 @@ def rates(c, num_steps):
     return jax.vmap(make_schedule(c, PEAK, num_steps))(jnp.arange(num_steps))
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "num_steps, warmup", [(200, 10), (200, 0), (200, 1), (7, 3), (2, 1), (1, 0), (5, 50)]

@@ -502,6 +502,8 @@ def test_rows_must_have_whole_blocks(place, tmp_path):
         write(model, place, tmp_path / "a.gguf", "q8_0")
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("where", [40, -100, -100_000])
 def test_a_file_that_reads_back_otherwise_is_no_export(where, place, tmp_path, monkeypatch):
     write_gguf = job.write_gguf

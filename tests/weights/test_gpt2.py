@@ -126,6 +126,8 @@ def test_greedy_text_with_the_cache_is_that_of_the_equations(directory):
     np.testing.assert_array_equal(found, ids[:, 5:])
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_prompts_of_different_lengths_are_as_if_each_were_alone(directory):
     model, _ = load_pretrained(directory)
     prompts = [tokens(9)[0].tolist(), tokens(4)[1].tolist()]

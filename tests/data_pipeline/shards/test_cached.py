@@ -91,6 +91,8 @@ def flip(path, at):
     path.write_bytes(data)
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("verify", ["off", "lazy", "full"])
 def test_a_url_reads_as_a_directory_does(both, tmp_path, verify):
     local, url = both
@@ -124,6 +126,8 @@ def test_what_is_cached_is_not_fetched_again_and_neighbours_are_fetched_together
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @FILES
 def test_a_bit_flipped_in_the_cache_is_mended(both, tmp_path):
     (local, url), rng, cache = both, random.Random(0), Cache(tmp_path / "cache", 1 << 30)
@@ -225,6 +229,8 @@ def test_processes_share_a_cache(both, tmp_path):
         assert found[seed] == digest.hexdigest()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @FILES
 def test_threads_share_a_reader(both, tmp_path, monkeypatch):
     """In a cache that has no room for all of them: each removes what another one fills, on a busy

@@ -347,6 +347,8 @@ def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_bl
     assert len(damaged) == len(list(small_blocks.iterdir())) == 12
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_no_block_of_a_large_shard_goes_unchecked(large):
     """A flipped bit in each block of each file in turn, the last byte of each among them, is found;
     undone, it is well."""

@@ -60,6 +60,8 @@ def save_to_disk(folder, texts, **state):
     (folder / "dataset_info.json").write_text("{}")
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary", "string_view", "dictionary"])
 def test_every_row_once_in_order(tmp_path, prepared, suffix, kind):

@@ -32,6 +32,8 @@ def decoded(pieces):
     return [bytes(document.tokens.tolist()).decode() for document in documents(pieces)]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "name"), [("<u2", "nanogpt"), ("<u2", "olmo"), ("<u4", "olmo"), ("<i8", "nanogpt")]
 )
@@ -85,6 +87,8 @@ def test_any_cuts_of_any_documents(tmp_path_factory, lists, cuts, ended):
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_holdout(tmp_path, prepared):
     ids_of(TEXTS).astype("<u2").tofile(tmp_path / "a.bin")
     command = ["--nanogpt", tmp_path / "a.bin", "--tokenizer", "bytes", "--holdout", "0.1"]

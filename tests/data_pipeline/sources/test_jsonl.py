@@ -28,6 +28,8 @@ def pack(name, data):
     )  # as the program zstd does
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("packing", ["gz", "zst"])
 def test_packed_is_as_plain(tmp_path, prepared, packing):
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -44,6 +46,8 @@ def test_packed_is_as_plain(tmp_path, prepared, packing):
     )
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("packing", ["gz", "zst"])
 def test_damage_is_found(tmp_path, prepared, packing):
     whole = pack(packing, LINES)

@@ -49,6 +49,8 @@ def of_texts(texts, end=True):
     return [[[*text.encode(), *([256] if end else [])]] for text in texts]
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["<u2", "<i2", "<i4", "<i8"])
 @pytest.mark.parametrize("end", [True, False])
 def test_documents_with_and_without_end_marks(tmp_path, prepared, dtype, end):

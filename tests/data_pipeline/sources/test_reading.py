@@ -64,6 +64,8 @@ def failing(name, code, after):
     return File
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize("on_bad", ["raise", "skip"])
 def test_it_ends_with_74_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys, on_bad):
     (tmp_path / "in").mkdir()

@@ -111,6 +111,8 @@ def test_products_may_be_of_rounded_inputs():
         np.testing.assert_allclose(one, other, atol=2**-6 * np.abs(other).max())
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_the_oracle_reads_zig_zag_orders():
     for one, other in zip(
         found("sinks", "eager", mesh_of("4"), order="ring"), whole("sinks"), strict=True

@@ -126,6 +126,8 @@ def test_the_oracle_is_its_equation(shape, window, with_sinks):
 
 # Blocks are 128 queries or more. Windows shorter than a block, of a block, over several, and of
 # more than all.
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("T", "window", "with_sinks", "dtype"),
     [

@@ -52,6 +52,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         adapter.require_attention()
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @needs_tokamax
 @pytest.mark.filterwarnings("ignore")
 def test_devices_that_it_has_no_kernel_for_are_refused():

@@ -29,6 +29,8 @@ def test_the_last_block_is_the_program():
     assert program_of("a = 1") is None
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 def test_programs_are_rewards_where_a_config_names_them():
     columns = {"tests": ["assert f(2) == 4"] * 4 + [None, "assert eval(f(2)) == 4"]}
     completions = [

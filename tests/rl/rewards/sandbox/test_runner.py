@@ -409,6 +409,8 @@ def test_an_object_that_agrees_to_all_passes_no_comparison(sandbox, tests):
         assert ran.outcome == FAILED, ran
 
 
+@pytest.mark.every_dose
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [
