@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.console import SafeConsole
 from data_pipeline.errors import UsageError
 from data_pipeline.loader import EvaluationData
 from data_pipeline.tokenizer import Tokenizer
@@ -180,7 +181,7 @@ def table_of(answered: Mapping[str, Answered]) -> RenderableType:
     return Group(table, "", parts)
 
 
-def show_samples(console: Console, answered: Mapping[str, Answered]) -> None:
+def show_samples(console: SafeConsole, answered: Mapping[str, Answered]) -> None:
     """Prints completions with their prompts and rewards."""
     samples = [sample for each in answered.values() for sample in each.samples]
     show(console, [sample.prompt for sample in samples], [sample.words() for sample in samples])
