@@ -697,7 +697,8 @@ class Run:
         without the ones that are left out because of it.
 
         Raises:
-            DivergedError: that checkpoint is older than a change of data that was accepted.
+            DivergedError: that checkpoint is older than a change of data that was accepted, or the
+                run was forked and has no checkpoint to go back to.
             StorageError: the processes see different checkpoints.
         """
         num_left_out = 1
@@ -708,18 +709,27 @@ class Run:
         rollbacks = [*self.rollbacks, rollback]
         saved = self._newest_state(rollbacks)
         back = saved.step if saved else 0
-        if back < self.data.plan.spans[0].step:
-            raise DivergedError(
-                f"{found.message}\n  The run can't go back to step {back:,}, where the data was "
-                f"another (data.accept_changes). Set anomaly.{found.kind}=skip, or lower "
-                f"anomaly.leave_out."
-            )
+        # Before anything is refused, so that all processes refuse the same.
         seen = [said["back"] for said in gather({"back": back})]
         if len(set(seen)) > 1:
             raise StorageError(
                 f"{found.message}\n  The run can't go back: the newest checkpoint before it is, "
                 f"process by process, that of step {seen}. Give all hosts the same view of "
                 f"{self.checkpoints.directory}."
+            )
+        if back < self.data.plan.spans[0].step:
+            raise DivergedError(
+                f"{found.message}\n  The run can't go back to step {back:,}, where the data was "
+                f"another (data.accept_changes). Set anomaly.{found.kind}=skip, or lower "
+                f"anomaly.leave_out."
+            )
+        # Without a checkpoint the run would begin again with random weights, at the first step.
+        if saved is None and self._forked_from:
+            forked_at = self._forked_from[-1].step
+            raise DivergedError(
+                f"{found.message}\n  The run has no checkpoint from before step {first:,}, the first "
+                f"that would be left out, and cannot go back before step {forked_at:,}, where it "
+                f"was forked. Set anomaly.{found.kind}=skip, or lower anomaly.leave_out."
             )
         self._write_rollbacks(rollbacks)
         failpoints.hit("rollback", found.step)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from data_pipeline import prepare
 from data_pipeline.errors import StorageError
-from maxtrain import recorder
+from maxtrain import checkpoints, recorder
 from maxtrain import run as run_module
 from maxtrain import train as job
 from maxtrain.checkpoint.listing import saved_steps
@@ -175,6 +175,24 @@ def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
     )
     assert [r.get("rollbacks") for r in records.values()] == [None] * 5 + [1] * 3
     assert not any("anomalies/loss_spike" in r for r in records.values()), "it never happened"
+
+
+@pytest.mark.long
+def test_a_fork_does_not_go_back_to_before_it_was_forked(config, capsys):
+    """Its own first checkpoint is one of the steps to leave out: it must not begin at random."""
+    assert train(config, "stable", "checkpoint.keep=9") == 0
+    stable = folder_of(config, "stable")
+    words = ["copy", str(stable), str(folder_of(config, "copied")), "--step", "16"]
+    assert checkpoints.main(words) == 0
+    for name, more in (("forked", [f"checkpoint.fork_from={stable}@16"]), ("copied", [])):
+        capsys.readouterr()
+        assert train(config, name, *ROLLBACK, *more) == 70
+        said = capsys.readouterr().err
+        assert "cannot go back before step 16" in said and "anomaly.loss_spike=skip" in said
+        run = folder_of(config, name)
+        assert list(saved_steps(run / "checkpoints")) == [16] and not read_rollbacks(run)
+    assert train(config, "forked", *ROLLBACK[:1], "anomaly.leave_out=2") == 0
+    assert [entry["left_out"] for entry in read_rollbacks(run.parent / "forked")] == [[17, 18]]
 
 
 class Killed(BaseException):
