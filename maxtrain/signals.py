@@ -27,8 +27,9 @@ import termios
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any, TextIO
 
 import jax
 
@@ -138,7 +139,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _leave_closed_terminal()
+            _outlive_terminal()
         # What the second one asks for, the thread does.
         if self.name:
             return
@@ -215,20 +216,57 @@ class StopRequest:
         os._exit(code)
 
 
-def _leave_closed_terminal() -> None:
-    """Write standard output and standard error to nowhere if their terminal has been closed.
+class _LastingStream:
+    """A text stream that goes on when nobody reads it any more: what is then written is lost."""
 
-    Each write to such a terminal fails, which would end the run before it has saved.
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            _write_to_nowhere(self._stream.fileno())
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _write_to_nowhere(self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _write_to_nowhere(descriptor: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def _outlive_terminal() -> None:
+    """Let writes to standard output and standard error succeed although their terminal, or the
+    program that reads them, has gone or is about to go.
+
+    Each write to a closed terminal fails, which would end the run before it has saved. The kernel
+    also ends a program such as `tee` that reads the output in a pipe, before or after this process
+    gets the signal.
     """
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
         except termios.error as error:
-            if error.args[0] != errno.EIO:
-                continue
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, descriptor)
-            os.close(nothing)
+            if error.args[0] == errno.EIO:
+                _write_to_nowhere(descriptor)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _LastingStream):
+            setattr(sys, name, _LastingStream(stream))
 
 
 class _Pace:

@@ -319,6 +319,27 @@ def test_a_run_saves_when_its_terminal_is_closed(config, kind):
     assert saved == [20] if kind == "nohup" else len(saved) == 1
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_run_saves_when_the_program_that_reads_its_output_is_hung_up_too(config):
+    """As `tee` is: the run gets its signal first, and prints a line for each step."""
+    folder = config.parent / "runs" / "piped"
+    words = [sys.executable, "-m", "maxtrain.train", f"config={config}", "run_name=piped"]
+    words += ["observe.progress=plain", "log_interval=1", "steps=1000000"]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            assert any(line.startswith("step 3") for line in process.stdout)
+            process.send_signal(signal.SIGHUP)
+            process.stdout.close()
+            code = process.wait(timeout=240)
+        finally:
+            process.kill()
+    assert code == 75 and len(saved_steps(folder / "checkpoints")) == 1
+
+
 @pytest.mark.parametrize("stderr", ["closed", "full", "none"])
 def test_where_nobody_reads_stderr_a_signal_ends_it_before_it_has_begun(stderr):
     program = (
