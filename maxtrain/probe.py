@@ -37,6 +37,7 @@ from data_pipeline.errors import (
     run_command,
 )
 from data_pipeline.loader import TrainingData, open_training
+from data_pipeline.masking import masked
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.across.steps import fit_warmup, shortened
@@ -68,7 +69,7 @@ from maxtrain.observe.probe_report import (
     table,
 )
 from maxtrain.observe.progress import Progress
-from maxtrain.observe.rate_search import choose, has_diverged, next_rate
+from maxtrain.observe.rate_search import Divergence, choose, next_rate
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import largest, memory_limit, parse_bytes, size
@@ -300,6 +301,7 @@ def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) ->
     step = job.make_step()
     losses: list[float] = []
     weights: list[float] = []
+    divergence = Divergence()
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
         progress.phase(f"compiling the step for learning rate {rate:.3g}")
         folder = Path(config.output_dir, config.run_name)
@@ -312,7 +314,7 @@ def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) ->
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
             weights.append(float(metrics["loss_weight"]))
-            if has_diverged(losses):
+            if divergence.has_diverged(losses[-1]):
                 break
             record = None
             if len(losses) % max(1, steps // 4) == 0:
@@ -334,6 +336,12 @@ def _require_probeable(config: RunConfig, what: str) -> None:
         raise ConfigError(
             "optimizer.accumulation=auto is chosen when a run begins, for its batch, and probe "
             "looks for the batch. Set optimizer.accumulation to a number, such as 1."
+        )
+    if config.checkpoint.fork_from is not None:
+        raise ConfigError(
+            f"checkpoint.fork_from={masked(config.checkpoint.fork_from)} continues another run in "
+            "the middle of its schedule and with its batches, and probe looks for those of a new "
+            "run. Leave checkpoint.fork_from out."
         )
     if what in ("learning_rate", "both") and rollout_settings(config) is not None:
         raise ConfigError(

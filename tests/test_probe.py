@@ -239,6 +239,14 @@ def test_rates_of_a_run_that_samples_its_batches_are_refused_before_anything_is_
         probe.probe(sampling, argparse.Namespace(what=what, topology=None), [])
 
 
+@pytest.mark.parametrize("what", ["learning_rate", "batch", "both", "max_tokens"])
+def test_a_fork_is_refused_since_it_goes_on_with_another_run(config, what):
+    checkpoint = dataclasses.replace(loaded(config).checkpoint, fork_from="runs/a@3")
+    forked = dataclasses.replace(loaded(config), checkpoint=checkpoint)
+    with pytest.raises(ConfigError, match="Leave checkpoint.fork_from out"):
+        probe.probe(forked, argparse.Namespace(what=what, topology=None), [])
+
+
 def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
     monkeypatch.setattr("sys.modules", {**sys.modules, "libtpu": None})
     assert main(["probe", "--topology", "v5e:2x4", f"config={config}"]) == 64

@@ -7,7 +7,7 @@ rates half-way to these neighbours, in steps of `FINE`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # The factor between neighbouring rates of the first grid, and of the second.
@@ -108,22 +108,29 @@ def _within(rate: float, tried: Mapping[float, float], low: float, high: float) 
     return None if found in tried else found
 
 
-def has_diverged(losses: Sequence[float]) -> bool:
-    """Whether a trial may stop early.
+class Divergence:
+    """Whether a trial may stop early, from the loss of each step.
 
-    It may if the last loss is not finite, or if the running mean of the loss has lost half of what
-    it had gained. What it lost must also be more than a twentieth of the first loss, so that noise
-    before the loss falls does not count as divergence.
-
-    Args:
-        losses: the loss of each step up to now; at least one.
+    It may if a loss is not finite, or if the running mean of the loss has lost half of what it had
+    gained. What it lost must also be more than a twentieth of the first loss, so that noise before
+    the loss falls does not count as divergence.
     """
-    if not math.isfinite(losses[-1]):
-        return True
-    mean = 0.0
-    means = []
-    for step, loss in enumerate(losses, 1):
-        mean = _PAST * mean + (1 - _PAST) * loss
-        means.append(mean / (1 - _PAST**step))
-    least = min(means)
-    return bool(means[-1] - least > max((means[0] - least) / 2, means[0] / 20))
+
+    def __init__(self):
+        self._steps = 0
+        self._mean = 0.0
+        self._first = 0.0
+        self._least = math.inf
+
+    def has_diverged(self, loss: float) -> bool:
+        """Take the loss of the next step."""
+        if not math.isfinite(loss):
+            return True
+        self._steps += 1
+        self._mean = _PAST * self._mean + (1 - _PAST) * loss
+        mean = self._mean / (1 - _PAST**self._steps)
+        if self._steps == 1:
+            self._first = mean
+        self._least = min(self._least, mean)
+        gained = self._first - self._least
+        return mean - self._least > max(gained / 2, self._first / 20)
