@@ -243,7 +243,7 @@ def test_rates_of_a_run_that_samples_its_batches_are_refused_before_anything_is_
 def test_a_fork_is_refused_since_it_goes_on_with_another_run(config, what):
     checkpoint = dataclasses.replace(loaded(config).checkpoint, fork_from="runs/a@3")
     forked = dataclasses.replace(loaded(config), checkpoint=checkpoint)
-    with pytest.raises(ConfigError, match="Leave checkpoint.fork_from out"):
+    with pytest.raises(ConfigError, match=r"Leave checkpoint\.fork_from out"):
         probe.probe(forked, argparse.Namespace(what=what, topology=None), [])
 
 
