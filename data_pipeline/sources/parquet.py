@@ -2,6 +2,7 @@
 formats, a record of all of its columns."""
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ _REPEATED_BYTES = 1 << 26
 _LARGEST_BYTES = 1 << 28
 # Of the elements of lists in a row group: a list of one row may be all of them.
 _MOST_ELEMENTS = 1 << 27
+# parquet-mr before 1.2.9 gave chunks too few bytes, and pyarrow reads beyond the end of these.
+_FIRST_EXACT_WRITER = (1, 2, 9)
 # Of a page. Writers close a page after 1,000 rows or 1 MiB, whatever comes last, so that a page of
 # long documents may have hundreds of MB.
 _MOST_PAGE_BYTES = 1 << 30
@@ -113,13 +116,19 @@ def _in_rows(piece: Piece, metadata: Any, columns: Sequence[str]) -> Piece:
     """A piece of a whole file, in rows, each as large as these columns are on average."""
     size = 0
     for number in range(metadata.num_columns):
-        # Of a list or an object, the path goes on behind the column's name.
-        name, _, _ = metadata.schema.column(number).path.partition(".")
-        if name in columns or metadata.schema.column(number).path in columns:
+        if _is_part(metadata.schema.column(number).path, columns):
             for group in range(metadata.num_row_groups):
                 size += metadata.row_group(group).column(number).total_uncompressed_size
     rows = metadata.num_rows
     return piece._replace(stop=rows, scale=size / max(rows, 1))
+
+
+def _is_part(path: str, columns: Sequence[str]) -> bool:
+    """Return whether the values at a path of the schema belong to one of these columns.
+
+    The path of a list or an object continues after the column's name, which may have dots itself.
+    """
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:
@@ -170,10 +179,10 @@ def _dictionary_bytes(
         OSError: a page, a dictionary or a list may be larger than is read.
     """
     largest = 0
+    _check_writer(metadata.created_by or "")
     with open_piece(piece) as file:
         for number in range(metadata.num_columns):
-            path = metadata.schema.column(number).path
-            if path not in columns and path.partition(".")[0] not in columns:
+            if not _is_part(metadata.schema.column(number).path, columns):
                 continue
             for group in groups:
                 chunk = metadata.row_group(group).column(number)
@@ -181,26 +190,51 @@ def _dictionary_bytes(
                     # No page of it is read.
                     continue
                 is_list = metadata.schema.column(number).max_repetition_level > 0
-                if is_list and chunk.num_values > _MOST_ELEMENTS:
-                    what = f"lists of a row group with {chunk.num_values:,} elements"
-                    mend = "write it with fewer rows in a row group"
-                    raise OSError(f"{what}, more than {_MOST_ELEMENTS:,}: {mend}")
+                if is_list:
+                    _check_elements(chunk.num_values)
                 start = chunk.data_page_offset
-                # A dictionary lies before the data, but some writers do not say where.
-                if chunk.has_dictionary_page:
-                    start = min(start, chunk.dictionary_page_offset)
+                # A dictionary lies before the data, but some writers do not say where. As pyarrow
+                # does, another offset is ignored.
+                if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+                    start = chunk.dictionary_page_offset
                 of_chunk = pages(file, start, chunk.total_compressed_size)
                 if is_url(piece.path):
                     # The headers of all pages would mean to read the file twice.
                     of_chunk = itertools.islice(of_chunk, 1)
+                num_values = 0
                 for page in of_chunk:
                     _check_page(page)
+                    # pyarrow reads all values of a page, even if the chunk claims to have fewer.
+                    num_values += page.num_values
+                    if is_list:
+                        _check_elements(num_values)
                     if page.kind == DICTIONARY:
                         largest = max(largest, page.uncompressed)
     if largest > _LARGEST_BYTES:
         what = f"a dictionary of {largest:,} bytes"
         raise OSError(f"{what} is larger than {_LARGEST_BYTES:,}: write it with shorter values")
     return largest
+
+
+def _check_writer(created_by: str) -> None:
+    """Raise OSError if pyarrow would read more bytes of a column chunk than its metadata says."""
+    writer = created_by.strip().lower()
+    if not writer.startswith("parquet-mr"):
+        return
+    version = re.match(r"parquet-mr\s+version\s+(\d+)\.(\d+)\.(\d+)", writer)
+    if version is None or tuple(map(int, version.groups())) < _FIRST_EXACT_WRITER:
+        raise OSError(
+            f"written by {created_by!r}, whose sizes are not reliable: write it with a parquet-mr "
+            "of version 1.2.9 or later"
+        )
+
+
+def _check_elements(count: int) -> None:
+    """Raise OSError if the lists of a row group have too many elements."""
+    if count > _MOST_ELEMENTS:
+        what = f"lists of a row group with {count:,} elements"
+        fix = "write it with fewer rows in a row group"
+        raise OSError(f"{what}, more than {_MOST_ELEMENTS:,}: {fix}")
 
 
 def _check_page(page: Page) -> None:

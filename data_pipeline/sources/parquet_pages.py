@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 DICTIONARY = 2
+# Fields of a header that are the headers of pages of data, versions 1 and 2. Their field 1 is the
+# number of values.
+_DATA_HEADERS = (5, 8)
 # Bytes of a header: few without statistics, and at most as many as pyarrow reads.
 _FIRST_READ = 1 << 8
 _MOST_HEADER_BYTES = 1 << 24
@@ -33,11 +36,13 @@ class Page(NamedTuple):
         kind: the type of the page.
         uncompressed: bytes of the page after decompression.
         compressed: bytes of the page in the file.
+        num_values: values of the page, which are also the elements of its lists.
     """
 
     kind: int
     uncompressed: int
     compressed: int
+    num_values: int
 
 
 def pages(file: BinaryIO, start: int, length: int) -> Iterator[Page]:
@@ -49,8 +54,10 @@ def pages(file: BinaryIO, start: int, length: int) -> Iterator[Page]:
         length: its bytes.
 
     Raises:
-        OSError: a header is damaged.
+        OSError: a header is damaged, or there cannot be such a column chunk.
     """
+    if start < 0 or length < 0:
+        raise OSError(f"a column of {length:,} bytes cannot begin at byte {start:,}")
     at = start
     while at < start + length:
         page, size = _read_header(file, at)
@@ -72,7 +79,9 @@ def _read_header(file: BinaryIO, at: int) -> tuple[Page, int]:
             if len(content) < count or count >= _MOST_HEADER_BYTES:
                 raise OSError("the header of a page is damaged or cut short") from None
             count *= 8
-    page = Page(*(fields.get(number, -1) for number in (1, 2, 3)))
+    num_values = max(reader.nested.get((number, 1), 0) for number in _DATA_HEADERS)
+    kind, uncompressed, compressed = (fields.get(number, -1) for number in (1, 2, 3))
+    page = Page(kind, uncompressed, compressed, num_values)
     if not all(0 <= value < 1 << 31 for value in page):
         raise OSError("the header of a page has no type or sizes")
     return page, reader.at
@@ -88,6 +97,9 @@ class _Reader:
     def __init__(self, content: bytes):
         self._content = content
         self.at = 0
+        # Integers of the structs in the outermost struct, by the numbers of both fields. As in
+        # Thrift, a field that comes twice has the integers of both structs.
+        self.nested: dict[tuple[int, int], int] = {}
 
     def integers(self, depth: int = 0) -> dict[int, int]:
         """Return the 32-bit integers of a struct by the numbers of their fields."""
@@ -100,10 +112,17 @@ class _Reader:
             if head == 0:
                 return found
             number = number + (head >> 4) if head >> 4 else self._signed()
+            if not 0 < number < 1 << 15:
+                # Thrift keeps 16 bits of the number: 65538 is field 2 to it.
+                raise OSError(f"the header of a page has a field with the number {number}")
             kind = head & 15
             if kind == _INT32:
                 # As Thrift does, the last one counts.
                 found[number] = self._signed()
+            elif kind == _STRUCT:
+                fields = self.integers(depth + 1)
+                if depth == 0:
+                    self.nested |= {(number, inner): value for inner, value in fields.items()}
             elif kind not in _BOOLEANS:
                 self._skip(kind, depth)
 

@@ -1,6 +1,7 @@
 """What the headers of Parquet's pages say is known before the pages are decompressed."""
 
 import io
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.prepare import main
 from data_pipeline.sources import parquet
+from data_pipeline.sources.document import Options, find_files
 from data_pipeline.sources.parquet_pages import DICTIONARY, pages
 
 TEXTS = [f"text {number} " * 50 for number in range(2000)]
@@ -84,6 +86,10 @@ def test_any_bytes_are_pages_or_damaged(content):
         b"\x15\x00\x15\x01\x15\x02\x00",
         b"\x15\x00\x15" + b"\xff" * 4 + b"\x7f\x15\x02\x00",
         b"\x15\x00\x00",
+        # Numbers of fields that Thrift takes for 2 (65538) and 0, and one before the first.
+        b"\x15\x00\x15\x14\x15\x14\x05\x84\x80\x08\xc8\x05\x00",
+        b"\x15\x00\x15\x14\x15\x14\x05\x80\x80\x08\x02\x00",
+        b"\x15\x00\x15\x14\x15\x14\x05\x01\x02\x00",
         # Structs within structs, and lists that go on for ever.
         b"\x5c" * 100,
         b"\x19\xf9" * 100,
@@ -93,6 +99,19 @@ def test_any_bytes_are_pages_or_damaged(content):
 def test_headers_that_are_none_are_damaged(content):
     with pytest.raises(OSError, match="the header of a page"):
         list(pages(io.BytesIO(content), 0, 1))
+
+
+def test_the_integers_of_a_data_page_that_comes_twice_are_those_of_both():
+    # Field 5 with 100 values, then again with another field; the header ends with no bytes of data.
+    header = b"\x15\x00\x15\x00\x15\x00\x2c\x15\xc8\x01\x00" + b"\x0c\x0a\x25\x02\x00" + b"\x00"
+    (page,) = pages(io.BytesIO(header), 0, len(header))
+    assert page.num_values == 100
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 5), (4, -5)])
+def test_a_chunk_cannot_begin_before_the_file_or_be_shorter_than_nothing(start, length):
+    with pytest.raises(OSError, match="cannot begin"):
+        list(pages(io.BytesIO(bytes(100)), start, length))
 
 
 def prepare(tmp_path, file):
@@ -152,3 +171,112 @@ def test_a_header_that_understates_is_an_error_of_reading(tmp_path, capsys):
     file.write_bytes(content)
     assert prepare(tmp_path, file) == DataError.exit_code
     assert "Traceback" not in capsys.readouterr().err
+
+
+def varint(value):
+    """A positive integer as Thrift's compact protocol writes it."""
+    value <<= 1
+    content = bytearray()
+    while value > 127:
+        content.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*content, value])
+
+
+def in_footer(content, old, new):
+    """A file with other bytes in its footer, which are there once."""
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    assert content.count(old, start) == 1
+    footer = content[start:-8].replace(old, new)
+    return content[:start] + footer + len(footer).to_bytes(4, "little") + content[-4:]
+
+
+def records(path, content, key="text"):
+    path.write_bytes(content)
+    (piece,) = find_files(str(path), "parquet", Options(key=key), ".parquet")
+    return list(parquet.records(parquet.find_records(piece, "test")))
+
+
+@pytest.mark.parametrize("offset", [0, 1 << 19])
+def test_an_offset_of_a_dictionary_that_pyarrow_ignores_is_ignored(tmp_path, monkeypatch, offset):
+    """Byte 0 has the file's magic number, whose bytes could be a header of a harmless page."""
+    content = written({"text": TEXTS}, use_dictionary=True, write_statistics=False)
+    _, _, chunk = next(chunks(content))
+    data, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+    assert 0 < dictionary < data
+    # The offset of the data is that of the dictionary, which pyarrow reads there, too.
+    content = in_footer(
+        content,
+        b"\x26" + varint(data) + b"\x26" + varint(dictionary),
+        b"\x26" + varint(dictionary) + b"\x26" + varint(offset),
+    )
+    assert len(records(tmp_path / "text.parquet", content)) == len(TEXTS)
+    monkeypatch.setattr(parquet, "_LARGEST_BYTES", 1000)
+    with pytest.raises(OSError, match="a dictionary of"):
+        records(tmp_path / "text.parquet", content)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_PAGE_BYTES", "_LARGEST_BYTES", "_MOST_ELEMENTS"])
+@pytest.mark.parametrize("name", ["a.b", "a.b.c", ".", "a.", ""])
+@pytest.mark.parametrize(
+    "rows", [[TEXTS, TEXTS], [{"x.y": TEXTS, "z": 1}]], ids=["lists", "objects"]
+)
+def test_columns_with_dots_in_their_names_have_the_same_limits(
+    tmp_path, monkeypatch, name, rows, limit
+):
+    content = written({"other": [1] * len(rows), name: rows})
+    assert len(records(tmp_path / "text.parquet", content, name)) == len(rows)
+    monkeypatch.setattr(parquet, limit, 1000)
+    with pytest.raises(OSError, match=r"more than 1,000|larger than 1,000"):
+        records(tmp_path / "text.parquet", content, name)
+
+
+def test_columns_with_dots_count_for_the_size_of_rows(tmp_path):
+    sizes = []
+    for name in ("text", "te.xt"):
+        (tmp_path / name).write_bytes(written({name: [TEXTS]}))
+        (piece,) = find_files(str(tmp_path / name), "parquet", Options(key=name), ".parquet")
+        sizes.append(parquet.find_records(piece, "test").scale)
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_the_elements_of_lists_are_those_of_pages_whatever_the_chunk_says(
+    tmp_path, monkeypatch, version
+):
+    content = written(
+        {"text": [list(range(5000))]},
+        use_dictionary=False,
+        write_statistics=False,
+        data_page_version=version,
+    )
+    # Field 5 of the chunk behind field 4, which is the type of compression.
+    content = in_footer(content, b"\x16" + varint(5000), b"\x16" + varint(100))
+    (row,) = records(tmp_path / "text.parquet", content)
+    assert len(json.loads(row)["text"]) == 5000
+    monkeypatch.setattr(parquet, "_MOST_ELEMENTS", 4999)
+    with pytest.raises(OSError, match="5,000 elements"):
+        records(tmp_path / "text.parquet", content)
+
+
+@pytest.mark.parametrize(
+    ("writer", "is_read"),
+    [
+        ("parquet-mr version 1.2.8 (build abc)", False),
+        ("Parquet-MR version 1.2.8", False),
+        ("parquet-mr", False),
+        ("parquet-mr version 1.2.9", True),
+        ("parquet-mr version 1.13.1-SNAPSHOT (build abc)", True),
+        ("other version 1.0.0", True),
+    ],
+)
+def test_writers_with_wrong_sizes_of_chunks_are_refused(tmp_path, writer, is_read):
+    """pyarrow reads up to 100 bytes behind the end of a chunk of such a writer."""
+    content = written({"text": ["a"]}, store_schema=False)
+    old = pq.ParquetFile(io.BytesIO(content)).metadata.created_by.encode()
+    content = in_footer(content, bytes([len(old)]) + old, bytes([len(writer)]) + writer.encode())
+    if is_read:
+        assert len(records(tmp_path / "text.parquet", content)) == 1
+    else:
+        with pytest.raises(OSError, match="not reliable"):
+            records(tmp_path / "text.parquet", content)
