@@ -73,11 +73,12 @@ def open_directory(directory: Path) -> tuple[Path, list[Path]]:
     These are those of a run or folder, whole or not, or one alone. UsageError: there is none.
     """
     directory = directory.expanduser().absolute()
-    if directory.name.isdecimal() and directory.is_dir():
-        return directory.parent, [directory]
     folder = directory
+    # A run may have a number as its name, as steps do.
     if (directory / "checkpoints").is_dir():
         folder = directory / "checkpoints"
+    elif directory.name.isdecimal() and directory.is_dir():
+        return directory.parent, [directory]
     steps = [folder / f"{step:08d}" for step in survey(folder)]
     if not steps:
         mend = "Name a run, such as runs/quickstart, or its folder checkpoints"

@@ -71,6 +71,13 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
     assert said(capsys, "list", folder) == out
 
 
+def test_a_run_may_have_a_number_as_its_name(run, capsys):
+    out = said(capsys, "list", run)
+    assert said(capsys, "list", run.rename(run.with_name("2024"))) == out.replace(
+        str(run), str(run.with_name("2024"))
+    )
+
+
 def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
     assert (

@@ -520,7 +520,8 @@ def _find_step(directory: Path, name: str) -> Path | None:
         ConfigError: a checkpoint is named that is not there, or not complete.
         StorageError: a run without a complete checkpoint.
     """
-    if directory.name.isdecimal():
+    # A run may have a number as its name.
+    if directory.name.isdecimal() and not (directory / "checkpoints").is_dir():
         steps = complete(directory.parent)
         found = steps.get(int(directory.name))
         # The whole name: the numbers of steps have leading zeros, and people leave them out.
@@ -534,14 +535,15 @@ def _find_step(directory: Path, name: str) -> Path | None:
                 f"removed as checkpoint.keep says. Complete steps: {known}. Name one of these, or "
                 "the run for its newest step."
             )
-        return None
     folder = directory
     if (directory / "checkpoints").is_dir():
         folder = directory / "checkpoints"
     steps = complete(folder)
     if steps:
         return steps[max(steps)]
-    if folder != directory or (directory / "config.yaml").exists():
+    # A Hugging Face directory may have a config.yaml of its own.
+    is_run = folder != directory or (directory / "config.yaml").exists()
+    if is_run and not (directory / "config.json").exists():
         raise StorageError(
             f"checkpoint.init_from={name} is a run without a complete checkpoint. "
             "Wait for its first checkpoint, or name another run."

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,37 @@ def test_a_name_that_is_no_model_is_an_error_before_anything_is_read(tmp_path, n
     (tmp_path / "empty").mkdir()
     config = CheckpointConfig(init_from=str(tmp_path / name))
     with pytest.raises(ConfigError, match=said):
+        require_weights(config)
+
+
+def test_a_run_may_have_a_number_as_its_name(run, tmp_path):
+    place = tmp_path / "2024"
+    shutil.copytree(run / "checkpoints", place / "checkpoints")
+    require_weights(CheckpointConfig(init_from=str(place)))
+    require_weights(CheckpointConfig(init_from=str(place / "checkpoints" / "2")))
+    with pytest.raises(ConfigError, match="Complete steps"):
+        require_weights(CheckpointConfig(init_from=str(place / "checkpoints" / "7")))
+    for name in ("2025", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(YAML)
+        with pytest.raises(StorageError, match="without a complete checkpoint"):
+            require_weights(CheckpointConfig(init_from=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("name", ["model", "2024"])
+@pytest.mark.parametrize("beside", ["config.yaml", "checkpoints"])
+def test_a_hugging_face_directory_may_have_files_that_runs_have(tmp_path, name, beside):
+    place = tmp_path / name
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    if beside == "checkpoints":
+        (place / beside).mkdir()
+    else:
+        (place / beside).write_text("optimizer: adamw")
+    config = CheckpointConfig(init_from=str(place))
+    require_weights(config)
+    (place / "config.json").unlink()
+    with pytest.raises(StorageError, match="without a complete checkpoint"):
         require_weights(config)
 
 
