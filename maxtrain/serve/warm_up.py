@@ -30,8 +30,13 @@ _NEW = 2
 
 def first_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[], None]]:
     """Return the warm-ups for a short prompt, greedy and sampled: those that come before the server
-    listens."""
+    listens.
+
+    There are none for a model whose longest text is shorter than such a prompt.
+    """
     texts = _Texts(engine, stop_ids)
+    if not texts.has_room(engine.least_piece):
+        return []
     return [functools.partial(texts.run, [engine.least_piece], kind) for kind in _SAMPLINGS[:2]]
 
 
@@ -40,6 +45,8 @@ def more_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[], 
     once and other kinds of sampling, the most usual first."""
     texts = _Texts(engine, stop_ids)
     lengths = [length for length in engine.piece_lengths if texts.has_room(length)]
+    if not lengths:
+        return []
     found = []
     for length in lengths[1:]:
         found.append(functools.partial(texts.run, [length], _GREEDY))

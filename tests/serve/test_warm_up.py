@@ -84,6 +84,15 @@ def test_ordinary_requests_find_their_programs(compiled, cache_tokens):
     assert sum(compiled.values()) - sum(before.values()) <= 8
 
 
+@pytest.mark.parametrize("max_length", [1, 8, 18])
+def test_a_model_of_short_texts_has_no_warm_ups(max_length):
+    engine = Engine(tiny(max_length=max_length), slots=1, chunk=2, piece=64)
+    warm_ups = [*first_warm_ups(engine, STOP_IDS), *more_warm_ups(engine, STOP_IDS)]
+    for warm_up in warm_ups:
+        warm_up()
+    assert not warm_ups and engine.num_active == engine.num_waiting == 0
+
+
 class Idle:
     """An engine without texts."""
 
