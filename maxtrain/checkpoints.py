@@ -41,7 +41,7 @@ from maxtrain.checkpoint.frozen import (
 )
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
-from maxtrain.forks import copy_run
+from maxtrain.forks import copy_run, newest_that_fits
 from maxtrain.observe.lock import RunLock
 from maxtrain.run_folder import CONFIG, run_id
 from maxtrain.run_state import RunState, best_steps, run_of
@@ -319,7 +319,7 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
     Args:
         named: the run, its folder of checkpoints or one step, or the URL of the run.
         target: the folder of the new run, or the folder `checkpoints` of a run.
-        step: None: the newest one that is whole.
+        step: None: the newest one that is whole and that no rollback has taken back.
         console: to print on.
 
     Raises:
@@ -334,6 +334,8 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
     if target.name == "checkpoints":
         _copy_step_alone(path, target, console)
         return
+    if step is None and len(steps) > 1:
+        path = newest_that_fits(path)
     place = re.sub(r"/checkpoints(/\d+)?/*$", "", named) or named
     notes = copy_run(f"copy {named}", place, path, target)
     for note in notes:
@@ -344,7 +346,9 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
         markup=False,
     )
     then = f"continue it: maxtrain train config={shlex.quote(os.path.relpath(target / CONFIG))}"
-    if RunState.from_record(read_record(path)).imported is not None:
+    # The other run may have removed its checkpoint by now.
+    copied = target / "checkpoints" / path.name
+    if RunState.from_record(read_record(copied)).imported is not None:
         then = f"train with it: checkpoint.init_from={shlex.quote(os.path.relpath(target))}"
     console.print(then, soft_wrap=True, markup=False)
 

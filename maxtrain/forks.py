@@ -166,13 +166,11 @@ def find_fork(
     place = place.rstrip("/").removesuffix("/checkpoints") or place
     rollbacks = read_rollbacks(run)
     defects = survey(folder)
-    whole = {}
-    for number, why in defects.items():
-        path = folder / f"{number:08d}"
-        if not why and _read_state(path).went_with(rollbacks):
-            whole[number] = path
     if step is None and not starts_over:
-        step = _step_before(own_launches, masked(place), whole)
+        step = _step_before(own_launches, masked(place))
+        if step is not None:
+            key += f" (an earlier launch of this run was forked at step {step:,})"
+    whole = _steps_that_fit(folder, defects, rollbacks, step)
     if step is None:
         step = max(whole, default=None)
     if step is None:
@@ -252,18 +250,73 @@ def _read_state(path: Path) -> RunState:
         ) from error
 
 
-def _step_before(
-    launches: Sequence[Mapping[str, Any]], place: str, whole: Mapping[int, Path]
-) -> int | None:
-    """The step that the last launch of this run was forked at, if it is still there; None: no
-    launch was."""
-    for launch in reversed(launches):
-        origin = launch.get(FORKED_FROM)
-        if isinstance(origin, dict) and origin.get("place") == place:
-            step = origin.get("step")
-            if step in whole:
-                return step
-    return None
+def _steps_that_fit(
+    folder: Path,
+    defects: Mapping[int, str],
+    rollbacks: Sequence[Rollback] | None,
+    step: int | None = None,
+) -> dict[int, Path]:
+    """The complete checkpoints that no rollback has taken back, by step, ascending.
+
+    A checkpoint that the run removes meanwhile is left out, and so is one with an unreadable
+    record, unless it is the one to be used.
+
+    Args:
+        folder: where they are.
+        defects: what `survey` has found there.
+        rollbacks: those of the run; None: it has no list.
+        step: the step to be used; None: the newest that fits.
+
+    Raises:
+        StorageError: the record of the checkpoint to be used cannot be read.
+    """
+    found = {}
+    for number in sorted(defects, reverse=True):
+        path = folder / f"{number:08d}"
+        if defects[number]:
+            continue
+        try:
+            fits = _read_state(path).went_with(rollbacks)
+        except StorageError:
+            is_to_be_used = step == number or (step is None and not found)
+            if is_to_be_used and _is_there(path):
+                raise
+            continue
+        if fits:
+            found[number] = path
+    return dict(sorted(found.items()))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a checkpoint has not been removed: its commit record is what goes first."""
+    return (path / "commit.json").exists()
+
+
+def newest_that_fits(path: Path) -> Path:
+    """The newest complete checkpoint of a run that no rollback has taken back.
+
+    Args:
+        path: the newest complete checkpoint.
+
+    Returns:
+        `path` itself if there is none.
+
+    Raises:
+        StorageError: the rollbacks or a checkpoint cannot be read.
+    """
+    found = _steps_that_fit(path.parent, survey(path.parent), read_rollbacks(run_of_step(path)))
+    if not found:
+        return path
+    return found[max(found)]
+
+
+def _step_before(launches: Sequence[Mapping[str, Any]], place: str) -> int | None:
+    """The step that the last launch of this run was forked at, if it was a fork of the run at
+    `place`; None: it was not."""
+    origin = _origin_of_launch(launches[-1]) if launches else None
+    if origin is None or origin.place != place:
+        return None
+    return origin.step
 
 
 def _refuse_step(
@@ -279,7 +332,7 @@ def _refuse_step(
     why = defects.get(step)
     if why:
         raise StorageError(f"{key}: {folder / f'{step:08d}'} is damaged: {why}. {use}")
-    if step in defects:
+    if step in defects and _is_there(folder / f"{step:08d}"):
         raise ConfigError(f"{key}: a rollback of {place} has taken step {step:,} back. {use}")
     aside = sorted(folder.glob(f"{step:08d}.damaged-*"))
     if aside:
@@ -324,6 +377,36 @@ def require_same_fork(config: RunConfig, folder: Path, saved: RunState) -> None:
         f"of step {saved.step:,}. Set run_name to a new name to fork, or leave "
         "checkpoint.fork_from out to continue this run."
     )
+
+
+def require_no_unsaved_fork(folder: Path, launches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ConfigError if a run without a checkpoint has begun as a fork: without
+    checkpoint.fork_from it would begin at random, with the records of the other run.
+
+    Args:
+        folder: of the run.
+        launches: its earlier launches.
+    """
+    origin = _origin_of_launch(launches[-1]) if launches else None
+    if origin is None:
+        return
+    fork_from = f"{origin.place}@{origin.step}"
+    raise ConfigError(
+        f"{folder} has begun as a fork of {origin.place} at step {origin.step:,}, and ended before "
+        f"its first checkpoint. Set checkpoint.fork_from={fork_from} to go on, or run_name to a "
+        "new name."
+    )
+
+
+def _origin_of_launch(launch: Mapping[str, Any]) -> Origin | None:
+    """The checkpoint that a launch was forked from; None: it was not forked."""
+    origin = launch.get(FORKED_FROM)
+    if not isinstance(origin, dict):
+        return None
+    run, place, step = (origin.get(name) for name in Origin._fields)
+    if not isinstance(run, str) or not isinstance(place, str) or type(step) is not int:
+        return None
+    return Origin(run, place, step)
 
 
 def _is_from(origin: Origin, place: str, step: int | None) -> bool:
@@ -382,7 +465,7 @@ def _copy_rollouts(source: Path, target: Path, step: int) -> None:
             is_needed = int(number) <= step
             if kind != "npz":
                 is_needed = about["sampled_after"] < step
-        except (DamagedRolloutError, KeyError):
+        except (DamagedRolloutError, KeyError, TypeError):
             # It would be made again from the checkpoint, as in the other run.
             continue
         if is_needed:
@@ -406,7 +489,8 @@ def copy_run(key: str, place: str, path: Path, target: Path) -> list[str]:
     Raises:
         DamagedError: the checkpoint is not what was saved.
         StorageError: a file cannot be read or written, or the files are of several runs.
-        UsageError: there is something at `target`, or no run can have its name.
+        UsageError: there is something at `target`, no run can have its name, or a rollback has
+            taken the checkpoint back.
     """
     problems = list(run_name_problems(target.name))
     if problems:
@@ -417,6 +501,12 @@ def copy_run(key: str, place: str, path: Path, target: Path) -> list[str]:
     if read_commit(path)["format"] > FORMAT:
         raise StorageError(f"{path} was written by a newer version. Upgrade maxtrain.")
     fork = open_fork(key, place, run, path)
+    # The state of the fork has the rollbacks of the run already; that of the checkpoint has its own.
+    if not _read_state(path).went_with(fork.rollbacks):
+        raise UsageError(
+            f"{key}: a rollback of {masked(place)} has taken step {fork.state.step:,} back. "
+            "Use an earlier step with --step."
+        )
     config, folder, notes = _config_for(fork, target)
     with publishing(target, "copy", "TO") as staged:
         identity = secrets.token_hex(8)

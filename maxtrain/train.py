@@ -54,7 +54,14 @@ from maxtrain.config.run_path import local_folder, run_path, run_url
 from maxtrain.config.sections.mesh import num_stages, slow_axes_of
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.finish import finish
-from maxtrain.forks import FORKED_FROM, Fork, find_fork, require_same_fork, take_records
+from maxtrain.forks import (
+    FORKED_FROM,
+    Fork,
+    find_fork,
+    require_no_unsaved_fork,
+    require_same_fork,
+    take_records,
+)
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.inputs import inputs_on_record, with_recorded_inputs
 from maxtrain.job import ACCUMULATION, Job, launch_fields, open_job
@@ -227,6 +234,7 @@ def launch(
         )
         try:
             run.restore(saved, fork=fork)
+            require_unfinished(run, fork)
             tell_changed_settings(run, saved, launches, fork)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
             begin_books(run, watchdog, saved is None, fork)
@@ -301,9 +309,25 @@ def find_beginning(
         return Beginning(own, None, rollbacks, launches)
     fork_from = config.checkpoint.fork_from
     if fork_from is None:
+        if not run_folder.starts_over:
+            require_no_unsaved_fork(run_folder.path, launches)
         return Beginning(None, None, rollbacks or [], launches)
     fork = find_fork(fork_from, launches, run_folder.starts_over)
     return Beginning(fork.state, fork, list(fork.rollbacks), list(fork.launches))
+
+
+def require_unfinished(run: Run, fork: Fork | None) -> None:
+    """Raise a ConfigError, in all processes, if a run forks at a step where the other run ended
+    before its plan did, and would end there again: there would be nothing to save.
+    """
+    ending = run.health.ending
+    if fork is None or not ending:
+        return
+    origin = fork.origin
+    raise ConfigError(
+        f"{fork.key}: {origin.place} ended early at step {origin.step:,}, and a fork would end "
+        f"there again: {ending.rstrip('.')}. Or fork at an earlier step."
+    )
 
 
 def step_of(saved: RunState | None) -> int:

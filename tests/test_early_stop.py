@@ -69,6 +69,14 @@ def test_a_run_ends_when_evaluations_get_no_better_and_says_so_again(config, cap
     assert "ended early, and would again: the last 2 evaluations" in " ".join(
         capsys.readouterr().out.split()
     )
+    # A fork of it would end at once as well, with nothing saved.
+    key = f"checkpoint.fork_from={config.parent}/runs/stuck"
+    assert train(config, "fork", *STUCK, key)[0] == 78
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ended early at step 6" in said and "Set eval.stop_patience higher" in said
+    assert not list((config.parent / "runs" / "fork").glob("*"))
+    assert train(config, "fork", *STUCK[:2], "steps=7", key)[0] == 0
+    assert saved(config, "fork") == [6, 7]
     code, records = train(config, "stuck", *STUCK[:2], "eval.stop_patience=3")
     assert code == 0 and evaluated(records) == [2, 4, 6, 8] and saved(config, "stuck")[-1] == 8
     code, records = train(config, "stuck", *STUCK[:2])

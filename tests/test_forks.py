@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from data_pipeline.errors import ConfigError, StorageError
 from maxtrain import checkpoints, failpoints, forks, replay, status
 from maxtrain.checkpoint.listing import complete, read_record, saved_digests
 from maxtrain.checkpoint.rollback import read_rollbacks
@@ -298,6 +299,56 @@ def test_forks_to_a_url_and_from_there(folder, capfd):
 
 
 @pytest.mark.long
+def test_steps_that_are_removed_or_unreadable_do_not_block_others(folder, monkeypatch):
+    """The other run is training: it removes steps 3 and 9 while a fork looks for one."""
+    run = folder / "runs" / "busy"
+    shutil.copytree(folder / "runs" / "whole", run)
+    survey = forks.survey
+    read_state = forks._read_state
+    unreadable = {"00000004"}
+
+    def read(path):
+        if path.name in unreadable:
+            raise StorageError("not readable")
+        return read_state(path)
+
+    monkeypatch.setattr(forks, "survey", lambda path: survey(path) | {3: "", 9: ""})
+    monkeypatch.setattr(forks, "_read_state", read)
+    assert forks.find_fork(f"{run}@6", []).state.step == 6
+    found = forks.find_fork(str(run), [])
+    assert found.state.step == 8 and list(found.other_steps) == [2, 6]
+    with pytest.raises(StorageError, match="not readable"):
+        forks.find_fork(f"{run}@4", [])
+    with pytest.raises(ConfigError, match="no checkpoint of step 9"):
+        forks.find_fork(f"{run}@9", [])
+    # The newest one is not passed over without a word.
+    unreadable.add("00000008")
+    with pytest.raises(StorageError, match="not readable"):
+        forks.find_fork(str(run), [])
+
+    launch = {"forked_from": {"run": run_id(run), "place": str(run), "step": 2}}
+    assert forks.find_fork(str(run), [launch]).state.step == 2
+    shutil.rmtree(run / "checkpoints" / "00000002")
+    with pytest.raises(ConfigError, match="forked at step 2"):
+        forks.find_fork(str(run), [launch])
+    assert forks.find_fork(f"{run}@6", [launch]).state.step == 6
+
+
+@pytest.mark.long
+def test_a_step_that_is_removed_after_it_was_copied(folder, monkeypatch):
+    shutil.copytree(folder / "runs" / "whole", folder / "runs" / "pruned")
+    copy_run = checkpoints.copy_run
+
+    def copy_and_prune(key, place, path, target):
+        notes = copy_run(key, place, path, target)
+        shutil.rmtree(path)
+        return notes
+
+    monkeypatch.setattr(checkpoints, "copy_run", copy_and_prune)
+    copy(folder, "in-time", source="pruned")
+
+
+@pytest.mark.long
 def test_frozen_parameters_go_with_forks_and_copies(folder):
     options = ["train.freeze=[mlp]", "optimizer.ema_decay=0.9"]
     assert train(folder, "frozen", *options) == 0
@@ -318,7 +369,11 @@ def test_rollbacks_of_the_other_run_hold_in_its_forks(folder):
     for name, code in (("at-four", 0), ("at-six", 78)):
         assert fork(folder, name, source="rolled", step="@4" if code == 0 else "@6") == code
     assert read_rollbacks(folder / "runs" / "at-four") == [entry]
-    copy(folder, "at-four-too", "--step", "4", source="rolled")
+    copy(folder, "at-six-too", "--step", "6", source="rolled", code=64)
+    assert not (folder / "runs" / "at-six-too").exists()
+    # The newest checkpoint that was not taken back.
+    copy(folder, "at-four-too", source="rolled")
+    assert sorted(complete(folder / "runs" / "at-four-too" / "checkpoints")) == [4]
     assert train(folder, "at-four-too") == 0
     assert_like(folder, "at-four-too", "at-four")
 
@@ -457,6 +512,7 @@ def test_stored_rollouts_that_later_steps_need_are_copied(tmp_path):
     store("00000006.npz", 3)
     store("00000006.sampled.npz", 3)
     store("00000008.sampled.npz", 5)
+    store("00000010.sampled.npz", "3")
     (tmp_path / "a" / "rollouts" / "00000002.npz").write_text("damaged")
     forks._copy_rollouts(tmp_path / "a" / "rollouts", tmp_path / "b" / "rollouts", 4)
     copied = sorted(path.name for path in (tmp_path / "b" / "rollouts").iterdir())
@@ -483,6 +539,22 @@ def test_a_fork_of_what_is_no_run_names_the_right_key(tmp_path, capfd, tiny_run)
     assert train(tmp_path, "x", f"checkpoint.fork_from={hub}") == 78
     assert f"Set checkpoint.init_from={hub}" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_fork_without_a_checkpoint_does_not_begin_at_random(tmp_path, capfd, tiny_run):
+    """It was killed before its first save, and is launched without the key."""
+    tiny_run(tmp_path, steps=2, mesh={"data": 1, "fsdp": 8})
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"run": "0" * 16, "saved": 0}))
+    launch = {"time": "t", "step": 0, "versions": {"jax": "1"}, "processes": 1, "run": "0" * 16}
+    launch |= {"devices": {"kind": "cpu", "count": 1}, "determinism": "off", "config": ""}
+    origin = {"run": "1" * 16, "place": "runs/other", "step": 4}
+    write_launches(run, [launch, launch | {"step": 4, "forked_from": origin}])
+    assert train(tmp_path, "x") == 78
+    said = capfd.readouterr().err
+    assert "checkpoint.fork_from=runs/other@4" in said and "run_name" in said
+    assert len(read_launches(run)) == 2 and not (run / "checkpoints").exists()
 
 
 def test_keys_that_a_fork_replaces(tmp_path):
