@@ -107,8 +107,10 @@ def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tu
     """The schema and the metadata of a file. DataError: it is not Parquet."""
     try:
         with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
+            # pyarrow decodes the names of columns when it opens the file, but this one only here.
+            _ = file.metadata.created_by
             return file.schema_arrow, file.metadata
-    except errors as error:
+    except (*errors, UnicodeDecodeError) as error:
         raise damaged(piece.path, error, "a Parquet file") from error
 
 
@@ -221,7 +223,7 @@ def _check_writer(created_by: str) -> None:
     writer = created_by.strip().lower()
     if not writer.startswith("parquet-mr"):
         return
-    version = re.match(r"parquet-mr\s+version\s+(\d+)\.(\d+)\.(\d+)", writer)
+    version = re.match(r"parquet-mr\s+version\s+(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", writer)
     if version is None or tuple(map(int, version.groups())) < _FIRST_EXACT_WRITER:
         raise OSError(
             f"written by {created_by!r}, whose sizes are not reliable: write it with a parquet-mr "

@@ -265,6 +265,9 @@ def test_the_elements_of_lists_are_those_of_pages_whatever_the_chunk_says(
         ("parquet-mr version 1.2.8 (build abc)", False),
         ("Parquet-MR version 1.2.8", False),
         ("parquet-mr", False),
+        # 1.2.8 in 32 bits.
+        ("parquet-mr version 4294967297.2.8", False),
+        ("parquet-mr version " + "9" * 90 + ".1.1", False),
         ("parquet-mr version 1.2.9", True),
         ("parquet-mr version 1.13.1-SNAPSHOT (build abc)", True),
         ("other version 1.0.0", True),
@@ -280,3 +283,16 @@ def test_writers_with_wrong_sizes_of_chunks_are_refused(tmp_path, writer, is_rea
     else:
         with pytest.raises(OSError, match="not reliable"):
             records(tmp_path / "text.parquet", content)
+
+
+@pytest.mark.parametrize("field", ["writer", "column", "inner"])
+def test_names_that_are_not_utf_8_are_damage(tmp_path, field):
+    content = written({"text": ["a"], "column": [{"inner": 1}]}, store_schema=False)
+    name = field
+    if field == "writer":
+        name = pq.ParquetFile(io.BytesIO(content)).metadata.created_by
+    content = content.replace(name.encode(), b"\xff" * len(name))
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        records(tmp_path / "text.parquet", content)
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        parquet.find(str(tmp_path / "text.parquet"), Options(key="text"))
