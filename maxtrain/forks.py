@@ -501,7 +501,7 @@ def copy_run(key: str, place: str, path: Path, target: Path) -> list[str]:
     if read_commit(path)["format"] > FORMAT:
         raise StorageError(f"{path} was written by a newer version. Upgrade maxtrain.")
     fork = open_fork(key, place, run, path)
-    # The state of the fork has the rollbacks of the run already; that of the checkpoint has its own.
+    # The state of the fork already has the rollbacks of the run; the checkpoint has its own.
     if not _read_state(path).went_with(fork.rollbacks):
         raise UsageError(
             f"{key}: a rollback of {masked(place)} has taken step {fork.state.step:,} back. "

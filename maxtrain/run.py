@@ -727,8 +727,8 @@ class Run:
         if saved is None and self._forked_from:
             forked_at = self._forked_from[-1].step
             raise DivergedError(
-                f"{found.message}\n  The run has no checkpoint from before step {first:,}, the first "
-                f"that would be left out, and cannot go back before step {forked_at:,}, where it "
+                f"{found.message}\n  The run has no checkpoint from before step {first:,}, which "
+                f"would be left out, and cannot go back before step {forked_at:,}, where it "
                 f"was forked. Set anomaly.{found.kind}=skip, or lower anomaly.leave_out."
             )
         self._write_rollbacks(rollbacks)

@@ -346,6 +346,7 @@ def test_a_step_that_is_removed_after_it_was_copied(folder, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "copy_run", copy_and_prune)
     copy(folder, "in-time", source="pruned")
+    assert sorted(complete(folder / "runs" / "in-time" / "checkpoints")) == [8]
 
 
 @pytest.mark.long
