@@ -46,7 +46,7 @@ from maxtrain.observe.lock import RunLock
 from maxtrain.run_folder import CONFIG, run_id
 from maxtrain.run_state import RunState, best_steps, run_of
 from maxtrain.storage.lease import Lease
-from maxtrain.storage.reading import readable, require_no_url
+from maxtrain.storage.reading import readable, require_no_url, split_run
 from maxtrain.storage.records import copied_from
 
 # Entries of a list that are shown.
@@ -336,7 +336,8 @@ def copy(named: str, target: Path, step: int | None, console: Console) -> None:
         return
     if step is None and len(steps) > 1:
         path = newest_that_fits(path)
-    place = re.sub(r"/checkpoints(/\d+)?/*$", "", named) or named
+    run, _, _ = split_run(named)
+    place = run or named
     notes = copy_run(f"copy {named}", place, path, target)
     for note in notes:
         console.print(note, style="yellow", soft_wrap=True, markup=False)

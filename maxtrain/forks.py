@@ -34,7 +34,7 @@ from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, Carried
 from maxtrain.checkpoint.copying import change_record, copy_step
 from maxtrain.checkpoint.frozen import copy_frozen
-from maxtrain.checkpoint.integrity import FORMAT, defect, read_commit, survey
+from maxtrain.checkpoint.integrity import FORMAT, RECORD, defect, read_commit, survey
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks, write_rollbacks
 from maxtrain.config.across.directories import run_name_problems
@@ -55,7 +55,7 @@ from maxtrain.run_folder import (
 )
 from maxtrain.run_state import Origin, RunState, fork_record
 from maxtrain.staging import publishing
-from maxtrain.storage.reading import readable_model
+from maxtrain.storage.reading import readable_model, split_run
 
 # The field of launches.jsonl with the checkpoint that a launch was forked from.
 FORKED_FROM = "forked_from"
@@ -245,7 +245,7 @@ def _read_state(path: Path) -> RunState:
         if isinstance(error, UserError):
             raise
         raise StorageError(
-            f"{path / 'record.json'} is not the record of a run ({error or type(error).__name__}). "
+            f"{path / RECORD} is not the record of a run ({error or type(error).__name__}). "
             "Name another checkpoint."
         ) from error
 
@@ -411,12 +411,9 @@ def _origin_of_launch(launch: Mapping[str, Any]) -> Origin | None:
 
 def _is_from(origin: Origin, place: str, step: int | None) -> bool:
     """Whether checkpoint.fork_from, of this run and step, means an origin."""
-    named = masked(place).rstrip("/")
-    head, _, tail = named.rpartition("/")
-    if step is None and tail.isdecimal() and head.endswith("checkpoints"):
-        step = int(tail)
-        named = head
-    named = named.removesuffix("/checkpoints")
+    named, named_step, _ = split_run(masked(place))
+    if step is None:
+        step = named_step
     if step not in (None, origin.step):
         return False
     if named == origin.place or is_url(place):

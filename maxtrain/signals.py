@@ -217,7 +217,7 @@ class StopRequest:
 
 
 class _LastingStream:
-    """A text stream that goes on when nobody reads it any more: what is then written is lost."""
+    """A text stream that discards its output once the terminal or the reading program has gone."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

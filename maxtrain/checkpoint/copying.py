@@ -18,14 +18,13 @@ from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.integrity import (
     BLOCK_BYTES,
     CHUNK_BYTES,
+    RECORD,
     encode_commit,
     find_damage,
     hash_files,
     read_commit,
     sync,
 )
-
-RECORD = "record.json"
 
 
 def copy_step(

@@ -34,7 +34,9 @@ BLOCK_BYTES = 64 << 20
 _MAPPED_BYTES = 4 << 20
 # Stays in a core's cache between reading and hashing.
 CHUNK_BYTES = 1 << 20
-SMALL_FILES = ("record.json",)
+# What a step remembers of its run.
+RECORD = "record.json"
+SMALL_FILES = (RECORD,)
 # The other files of a step are below this folder of it.
 ARRAYS = "arrays/"
 # In a step directory, says that its files are at this URL where they are not here; see at_url.py.
@@ -195,9 +197,9 @@ def _size(path: Path) -> int | None:
 
 def _worthless(path: Path, commit: dict[str, Any]) -> str:
     """Why a step that is what was written can't be gone on from; empty if it can."""
-    if commit["format"] > FORMAT or not (path / "record.json").exists():
+    if commit["format"] > FORMAT or not (path / RECORD).exists():
         return ""
-    record = strict_json.loads((path / "record.json").read_bytes())
+    record = strict_json.loads((path / RECORD).read_bytes())
     problem = wrong_type(record)
     if problem:
         return problem

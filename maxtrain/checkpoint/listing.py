@@ -14,7 +14,7 @@ from data_pipeline import strict_json
 from data_pipeline.errors import StorageError, UserError
 from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.frozen import all_arrays
-from maxtrain.checkpoint.integrity import damaged, read_commit, survey
+from maxtrain.checkpoint.integrity import RECORD, damaged, read_commit, survey
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.run_state import RunState
 
@@ -162,7 +162,7 @@ def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Both are as this version writes them, whatever format the step has.
     """
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
-        record = strict_json.loads((path / "record.json").read_bytes())
+        record = strict_json.loads((path / RECORD).read_bytes())
         if not isinstance(record, dict):
             raise ValueError("record.json is no JSON object")
         # The format is of the whole step: integrity.py looks at it.

@@ -23,7 +23,7 @@ from data_pipeline.remote import RemotePath
 from maxtrain import failpoints
 from maxtrain.checkpoint import at_url, frozen
 from maxtrain.checkpoint.finite import must_be_finite
-from maxtrain.checkpoint.integrity import FORMAT, Files, encode_commit, hash_files, sync
+from maxtrain.checkpoint.integrity import FORMAT, RECORD, Files, encode_commit, hash_files, sync
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import as_storage_error, complete
 from maxtrain.checkpoint.orbax_files import writer_of
@@ -217,7 +217,7 @@ class StepWriter:
         finite = dict(zip(step.arrays, are_finite, strict=True))
         self._refuse_non_finite(step.number, finite)
         if jax.process_index() == 0:
-            (staging / "record.json").write_text(step.record, encoding="utf-8")
+            (staging / RECORD).write_text(step.record, encoding="utf-8")
         entries = sorted(staging.rglob("*"))
         names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
         return Written(finite, entries, hash_files(staging, self._written_here(names)))

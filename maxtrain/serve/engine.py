@@ -277,12 +277,8 @@ class Engine:
 
     @property
     def piece_lengths(self) -> list[int]:
-        """Tokens of all pieces of prompts that there are programs for."""
+        """Lengths in tokens of the prompt pieces for which programs are compiled, ascending."""
         return [1 << n for n in range(_LEAST_PIECE.bit_length() - 1, self._piece.bit_length())]
-
-    def make_room(self, columns: int) -> None:
-        """Enlarge the caches to so many columns of each row, if they have fewer."""
-        self._make_room(columns)
 
     def forget_idle(self) -> None:
         """Forget the texts that slots without a text remember."""
@@ -492,7 +488,7 @@ class Engine:
             return False
         try:
             # At least one column, for the first new token.
-            self._make_room(len(ids) + 1)
+            self.make_room(len(ids) + 1)
             if source.slot is not None and source.slot is not slot:
                 self._copy(source.slot, slot)
         except BaseException:
@@ -650,8 +646,8 @@ class Engine:
         targets[0] = target.number
         self._caches = programs.copy_rows(self._room(), self._caches, sources, targets)
 
-    def _make_room(self, columns: int) -> None:
-        """For so many columns of each row."""
+    def make_room(self, columns: int) -> None:
+        """Enlarge the caches to at least so many columns of each row, if they have fewer."""
         if columns <= self._columns:
             return
         # No row becomes longer than that.
@@ -710,7 +706,7 @@ class Engine:
         wanted = {slot: self._wanted(slot) for slot in slots}
         if allowed:
             wanted = dict.fromkeys(slots, 1)
-        self._make_room(max(len(slot.kept) + count for slot, count in wanted.items()))
+        self.make_room(max(len(slot.kept) + count for slot, count in wanted.items()))
         samplings = [_NOBODYS] * len(self._slots)
         for slot in slots:
             assert slot.generation is not None

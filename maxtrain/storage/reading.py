@@ -12,8 +12,8 @@ from data_pipeline.errors import UsageError
 from data_pipeline.remote import Found, RemotePath, is_url
 from maxtrain.storage.pulling import pull
 
-# The URL of a run, or of what is below it.
-_IN_RUN = re.compile(r"(?P<run>.*?)(?P<below>/checkpoints(/\d+)?)?")
+# A run, or its checkpoints or one of them.
+_IN_RUN = re.compile(r"(?P<run>.*?)(?P<below>/checkpoints(/(?P<step>\d+))?)?")
 
 
 def readable(run: str | Path) -> Path:
@@ -35,6 +35,22 @@ def readable(run: str | Path) -> Path:
     return _copied(url, listing)
 
 
+def split_run(place: str) -> tuple[str, int | None, str]:
+    """Divide the path or the URL of a run, of its folder of checkpoints or of one of these.
+
+    Returns:
+        The run; the step of the checkpoint, or None; and the path below the run, which may be
+        empty.
+    """
+    parts = _IN_RUN.fullmatch(place.rstrip("/"))
+    assert parts is not None
+    below = (parts["below"] or "").strip("/")
+    step = None
+    if parts["step"]:
+        step = int(parts["step"])
+    return parts["run"], step, below
+
+
 def readable_model(place: str | Path) -> Path:
     """The folder of a model that a run begins with or learns from: of a run, its folder of
     checkpoints or one of these, or of Hugging Face, with `~` as the home directory; of one behind a
@@ -45,9 +61,8 @@ def readable_model(place: str | Path) -> Path:
     """
     if not is_url(place):
         return Path(place).expanduser()
-    parts = _IN_RUN.fullmatch(str(place).rstrip("/"))
-    assert parts is not None
-    return _one_copy(parts["run"]) / (parts["below"] or "").strip("/")
+    run, _, below = split_run(str(place))
+    return _one_copy(run) / below
 
 
 @functools.cache
