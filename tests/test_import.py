@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from data_pipeline import interrupts
 from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError
 from data_pipeline.prepare import main as prepare
+from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import CharTokenizer, load_tokenizer
 from maxtrain import cli, import_weights
 from maxtrain.checkpoint.integrity import survey
@@ -320,9 +321,11 @@ def test_no_training_goes_on_in_the_folder_of_an_import(source, tmp_path):
 def test_data_of_another_tokenizer_are_refused(source, tmp_path):
     import_run(source, tmp_path / "run")
     config = CheckpointConfig(init_from=str(tmp_path / "run"))
-    require_same_tokenizer(config, load_tokenizer(source).sha256)
+    require_same_tokenizer(config, TokenShards(prepared(source, tmp_path)))
+    other = tmp_path / "other"
+    other.mkdir()
     with pytest.raises(ConfigError, match=r"--tokenizer .*run/tokenizer"):
-        require_same_tokenizer(config, "0" * 64)
+        require_same_tokenizer(config, TokenShards(prepared("bytes", other)))
 
 
 NORM = "model.norm.weight"

@@ -133,4 +133,5 @@ class Divergence:
             self._first = mean
         self._least = min(self._least, mean)
         gained = self._first - self._least
-        return mean - self._least > max(gained / 2, self._first / 20)
+        # A bool also for losses that are numpy's.
+        return bool(mean - self._least > max(gained / 2, self._first / 20))
