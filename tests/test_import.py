@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from data_pipeline import interrupts
 from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError
 from data_pipeline.prepare import main as prepare
-from data_pipeline.shards import TokenShards
+from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import CharTokenizer, load_tokenizer
 from maxtrain import cli, import_weights
 from maxtrain.checkpoint.integrity import survey
@@ -250,6 +250,10 @@ def prepared(source, folder):
     return out
 
 
+def opened(folder):
+    return TokenShards(folder, Manifest.load(folder), "off")
+
+
 SMALL = (
     "config=quickstart",
     "model.max_length=16",
@@ -321,11 +325,11 @@ def test_no_training_goes_on_in_the_folder_of_an_import(source, tmp_path):
 def test_data_of_another_tokenizer_are_refused(source, tmp_path):
     import_run(source, tmp_path / "run")
     config = CheckpointConfig(init_from=str(tmp_path / "run"))
-    require_same_tokenizer(config, TokenShards(prepared(source, tmp_path)))
+    require_same_tokenizer(config, opened(prepared(source, tmp_path)))
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(ConfigError, match=r"--tokenizer .*run/tokenizer"):
-        require_same_tokenizer(config, TokenShards(prepared("bytes", other)))
+        require_same_tokenizer(config, opened(prepared("bytes", other)))
 
 
 NORM = "model.norm.weight"
