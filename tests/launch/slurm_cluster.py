@@ -188,6 +188,10 @@ class SlurmCluster:
     def start_requeued(self, job: str) -> None:
         """Starts a requeued job without the two minutes that Slurm lets it wait."""
         self.wait_for(job, "PENDING")
+        wait_until(lambda: not self.processes(f"SLURM_JOB_ID={job}"), f"job {job} has ended")
+        # A node refuses a job that is newer than its last end by less than a second, in which
+        # Slurm counts both.
+        time.sleep(2)
 
         def has_started() -> bool:
             # Slurm sets the time once more when the last process of the job has ended.
