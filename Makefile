@@ -63,9 +63,10 @@ test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machin
 check-gpu: $(READY_GPU)  ## on a GPU: its tests, runs that repeat, the doctor, benchmarks (half an hour); PARTS="tests doctor"
 	benchmarks/on_gpu.sh $(GPU_PY) runs/gpu $(PARTS)
 
-lint: $(READY_DEV)  ## check style, format and types
+lint: $(READY_DEV)  ## check style, format, imports between packages, and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports
 	$(PY) -m pyright
 
 format: $(READY_DEV)  ## mend what ruff can mend

@@ -16,7 +16,7 @@ import jax
 from maxtrain.config import from_command_line
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.topologies import described_devices
-from maxtrain.step_memory import StepMemory
+from maxtrain.trainer.abstract_step import StepMemory
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import one_core
-from data_pipeline.errors import UserError
+from data_pipeline.base.errors import UserError
 from maxtrain.config.across.attention_choice import device_problems
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.ops.attention import attention

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data_pipeline.balance import pack
+from data_pipeline.loader.balance import pack
 
 CAP = 8192
 Members = list[list[int]]

@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.train_step import LENGTH, MODEL, ROWS, Variant, processor
-from data_pipeline.guard import check_batch
+from data_pipeline.loader.batch_checks import check_batch
 from maxtrain.config.schema import ANOMALIES, IntegrityConfig, RunConfig
 from maxtrain.ops.digest import digests
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
 from maxtrain.parallel.memory import memory_in_use
-from maxtrain.training.integrity import Integrity
-from maxtrain.training.watch import Verdict
+from maxtrain.train_step.anomaly_state import Verdict
+from maxtrain.train_step.integrity import Integrity
 
 RESULTS = Path(__file__).parent / "results" / "checks.md"
 LOG_INTERVAL = RunConfig().log_interval
@@ -75,10 +75,10 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def measure(steps: int) -> list[tuple[str, float, float]]:
     """What, its seconds, and the share of a bare step that it adds to one on average."""
-    with mock.patch("maxtrain.training.step.norm_of", _no_norm):
-        with mock.patch("maxtrain.training.step.judge", _no_judge):
+    with mock.patch("maxtrain.train_step.step.norm_of", _no_norm):
+        with mock.patch("maxtrain.train_step.step.judge", _no_judge):
             finite = Variant("bfloat16", "float32", "none")
-            with mock.patch("maxtrain.training.step.finite_leaves", _no_look):
+            with mock.patch("maxtrain.train_step.step.finite_leaves", _no_look):
                 bare = Variant("bfloat16", "float32", "none")
         watched = Variant("bfloat16", "float32", "none")
     recorded = Variant("bfloat16", "float32", "none")

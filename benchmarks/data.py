@@ -27,8 +27,8 @@ from grain.experimental import FirstFitPackIterDataset
 
 from benchmarks import one_core
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.loader import TrainingData, open_training
-from data_pipeline.plan import Plan, PlanSource
+from data_pipeline.loader.loader import TrainingData, open_training
+from data_pipeline.plan.plan import Plan, PlanSource
 from data_pipeline.shards import TOKENIZER, Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import CharTokenizer
 

@@ -6,7 +6,7 @@ A small model of eight experts, two for each token, learns a random table that g
 the two before it; some tokens are far more frequent than others. It is trained without anything that
 evens out the shares of experts, and with each kind. Then the forward and backward pass of one block
 of experts is timed with each kernel, beside a dense block with the units of a token's experts.
-tests/training/test_expert_balance.py uses `train`, too.
+tests/train_step/test_expert_balance.py uses `train`, too.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import split_buffers
-from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_model, abstract_state, create_state
-from maxtrain.training.step import make_train_step
+from maxtrain.train_step.optimizer import make_optimizer
+from maxtrain.train_step.schedule import make_schedule
+from maxtrain.train_step.state import abstract_model, abstract_state, create_state
+from maxtrain.train_step.step import make_train_step
+from maxtrain.train_step.trainable import split_buffers
 
 RESULTS = Path(__file__).parent / "results" / "experts.md"
 VOCAB = 64

@@ -39,19 +39,19 @@ from maxtrain.config.schema import (
     ScheduleConfig,
 )
 from maxtrain.config.sections.mesh import axes_of
-from maxtrain.generate import generate
+from maxtrain.inference.complete import generate
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
+from maxtrain.models.hf_mapping import in_memory, tensors_in_order
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import RULES, Rules
-from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import split_buffers
-from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import (
+from maxtrain.train_step.optimizer import make_optimizer
+from maxtrain.train_step.schedule import make_schedule
+from maxtrain.train_step.state import (
     TrainState,
     abstract_model,
     abstract_state,
@@ -59,8 +59,8 @@ from maxtrain.training.state import (
     saved_part,
     state_from_variables,
 )
-from maxtrain.training.step import make_train_step
-from maxtrain.weights.codec import in_memory, tensors_in_order
+from maxtrain.train_step.step import make_train_step
+from maxtrain.train_step.trainable import split_buffers
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.hf_export import write_weights
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.remote import RemotePath
 
 BUCKET = "faulty"
 _ERROR = (

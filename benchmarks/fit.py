@@ -123,7 +123,14 @@ def measure(case: Case) -> dict[str, Any]:
         RuntimeError: the command failed for another reason than that the step does not fit.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxtrain.fit", f"config={case.name}", *case.words]
+        command = [
+            sys.executable,
+            "-m",
+            "maxtrain",
+            "fit",
+            f"config={case.name}",
+            *case.words,
+        ]
         command += [f"topology={case.topology}", f"output_dir={folder}", "run_name=run"]
         result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
         written = Path(folder, "run", "fit.json")

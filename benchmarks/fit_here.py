@@ -31,16 +31,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import one_core
-from data_pipeline.errors import UserError
+from data_pipeline.base.errors import UserError
+from maxtrain.commands.fit.estimate import Shape, kernel_flops
 from maxtrain.config import RunConfig, load_config
-from maxtrain.fitting import Shape, kernel_flops
 from maxtrain.models.cost import token_flops
 from maxtrain.parallel.compiled.hlo import parse
 from maxtrain.parallel.compiled.roofline import Roofline, roofline
 from maxtrain.parallel.compiled.work import work_of
 from maxtrain.parallel.hardware import Links, links, measure_matmul, peak_flops
 from maxtrain.parallel.memory import GIB, program_bytes
-from maxtrain.step_memory import StepPrograms
+from maxtrain.trainer.abstract_step import StepPrograms
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20

@@ -42,9 +42,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from benchmarks.chaos.victim import ROOT, WORDS, Scene, end, make_data
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.checkpoint.listing import complete, saved_digests
-from maxtrain.compare import compare_arrays, compare_records
+from maxtrain.commands.compare import compare_arrays, compare_records
 from maxtrain.config import RunConfig, load_config
 from maxtrain.config.keys import element
 from maxtrain.observe.metrics import read_metrics
@@ -814,7 +814,7 @@ def _make_base(scene: Scene, place: Path) -> None:
 
 def _make_exported(scene: Scene, place: Path) -> None:
     make_materials(scene, [str(scene.runs / "base")])
-    _run_command(scene, place, "maxtrain.export", str(scene.runs / "base"), str(place))
+    _run_command(scene, place, "maxtrain", "export", str(scene.runs / "base"), str(place))
 
 
 def _make_taught(scene: Scene, place: Path) -> None:
@@ -823,7 +823,7 @@ def _make_taught(scene: Scene, place: Path) -> None:
     shutil.rmtree(making, ignore_errors=True)
     shutil.copytree(scene.folder / "data", making)
     words = [str(scene.runs / "base"), str(making / "train"), "--name", "base", "--top", "8"]
-    _run_command(scene, place, "maxtrain.teach", *words)
+    _run_command(scene, place, "maxtrain", "teach", *words)
     making.rename(place)
 
 

@@ -37,12 +37,12 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from data_pipeline import template_process
-from data_pipeline.chat import load_template, render
-from data_pipeline.errors import UserError
+from data_pipeline.base.errors import UserError
+from data_pipeline.base.terminal import visible
+from data_pipeline.chat import template_process
+from data_pipeline.chat.chat import load_template, render
 from data_pipeline.sources import chat, preferences
 from data_pipeline.sources.document import Options
-from data_pipeline.terminal import visible
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES

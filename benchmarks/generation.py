@@ -30,14 +30,14 @@ from flax import nnx
 from benchmarks.imports import write_model
 from benchmarks.train_step import processor
 from data_pipeline.tokenizer import train_bpe
+from maxtrain.commands.export.gguf import export_gguf
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.export_gguf import export_gguf
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling
 
 RESULTS = Path(__file__).parent / "results" / "generation.md"
 # 124 million parameters, 25 million of them in each of the tables.

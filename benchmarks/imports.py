@@ -31,16 +31,16 @@ from safetensors.numpy import load_file
 
 from benchmarks.checkpoint import forget, memory, read_in_chunks
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain import import_weights as imports
+from maxtrain.commands import import_hf as imports
+from maxtrain.commands.import_hf import import_weights
 from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig, PrecisionConfig
-from maxtrain.import_weights import import_weights
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
+from maxtrain.models.hf_mapping import LazyArray, Part
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import LazyArray, Part
+from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.hf import load_weights, tensor_files
 from maxtrain.weights.hf_export import write_config, write_tensors
 

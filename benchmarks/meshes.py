@@ -31,17 +31,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.families import FLOAT32, PLAIN, Training, training
 from benchmarks.mesh_cases import CASES, DENSE, Case, T
 from benchmarks.one_core import processor
+from maxtrain.commands.launch.processes import SETTLE, Processes, addresses, start_process
 from maxtrain.config.schema import InitConfig, MeshConfig, ModelConfig
 from maxtrain.config.sections.rules import RulesConfig
-from maxtrain.launch.processes import SETTLE, Processes, addresses, start_process
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel import distributed
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import stored_rules
-from maxtrain.training.partition import models_from
-from maxtrain.training.state import abstract_model
-from maxtrain.training.step import gradients
+from maxtrain.train_step.state import abstract_model
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
 
 RESULTS = Path(__file__).parent / "results" / "meshes.md"
 DEVICES = 8

@@ -38,7 +38,7 @@ from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.training.optimizer import make_optimizer
+from maxtrain.train_step.optimizer import make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "mup.md"
 BASE = 64

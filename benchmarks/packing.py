@@ -20,12 +20,12 @@ import numpy as np
 
 from benchmarks import one_core
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.loader import TrainingData, open_training
+from data_pipeline.loader.loader import TrainingData, open_training
 from data_pipeline.shards import Manifest, ShardWriter
 from maxtrain.config.schema import MeshConfig, ModelConfig, RunConfig
-from maxtrain.job import make_parts
 from maxtrain.models.cost import sequence_cost, token_flops
 from maxtrain.parallel.batches import BatchLayout
+from maxtrain.trainer.job import make_parts
 
 LENGTH = 512
 DOCUMENTS = 64

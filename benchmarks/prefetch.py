@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.loader import HostBatch, TrainingData, open_training
+from data_pipeline.loader.loader import HostBatch, TrainingData, open_training
 from maxtrain.parallel.batches import BatchLayout, prefetch
 
 ROWS = 64

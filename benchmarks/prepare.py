@@ -23,7 +23,7 @@ from pathlib import Path
 import tokenizers
 
 from benchmarks import one_core
-from data_pipeline.build import (
+from data_pipeline.prepare.build import (
     Unit,
     build_part,
     find_duplicates,
@@ -31,8 +31,8 @@ from data_pipeline.build import (
     train_tokenizer,
     usable,
 )
-from data_pipeline.dedupe import Digests
-from data_pipeline.runner import run_local
+from data_pipeline.prepare.dedupe import Digests
+from data_pipeline.prepare.runner import run_local
 from data_pipeline.shards import TOKENIZER, Manifest
 from data_pipeline.sources.document import Options, Piece
 from data_pipeline.sources.text import python_stdlib

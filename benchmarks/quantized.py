@@ -20,9 +20,9 @@ from maxtrain.config.schema import LoraConfig, RunConfig
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.memory import bytes_on_device
 from maxtrain.parallel.topologies import described_devices
-from maxtrain.step_memory import StepMemory
-from maxtrain.training.optimizer import paths
-from maxtrain.training.state import policy_params
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import policy_params
+from maxtrain.trainer.abstract_step import StepMemory
 
 
 def bytes_of_products(memory: StepMemory) -> int:

@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks.checkpoint import Times, make_state
 from benchmarks.faulty_s3 import BUCKET, FaultyS3Process
+from data_pipeline.base.remote import RemotePath, place
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.loader import TrainingData, open_training
-from data_pipeline.remote import RemotePath, place
+from data_pipeline.loader.loader import TrainingData, open_training
 from data_pipeline.shards import Manifest, ShardWriter, token_dtype
 from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.local import LocalSteps

@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks.fit_here import random_batch
 from benchmarks.one_core import processor
 from benchmarks.stages import STAGES
+from maxtrain.commands.fit.estimate import Shape
 from maxtrain.config import load_config
-from maxtrain.fitting import Shape
 from maxtrain.models.pipeline import Form
-from maxtrain.step_memory import StepPrograms
+from maxtrain.trainer.abstract_step import StepPrograms
 
 # Of a micro-batch.
 ROWS = 4

@@ -17,7 +17,7 @@ import jax
 from maxtrain.config import RunConfig, load_config
 from maxtrain.models.pipeline import Form
 from maxtrain.parallel.topologies import described_devices
-from maxtrain.step_memory import StepPrograms
+from maxtrain.trainer.abstract_step import StepPrograms
 
 STAGES = 4
 LAYERS = 32

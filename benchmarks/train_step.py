@@ -43,10 +43,10 @@ from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
 from maxtrain.parallel.hardware import measure_matmul
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_model, abstract_state, create_state
-from maxtrain.training.step import make_train_step
+from maxtrain.train_step.optimizer import make_optimizer
+from maxtrain.train_step.schedule import make_schedule
+from maxtrain.train_step.state import abstract_model, abstract_state, create_state
+from maxtrain.train_step.step import make_train_step
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 8

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from maxtrain.commands.fit.estimate import Fit, fit_step
 from maxtrain.config import RunConfig, load_config
-from maxtrain.fitting import Fit, fit_step
 from maxtrain.parallel.memory import memory_limit
 from maxtrain.parallel.topologies import described_devices
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, RunConfig
-from maxtrain.job import make_parts
 from maxtrain.parallel.sharding import named_sharding
+from maxtrain.trainer.job import make_parts
 
 ROWS = 16
 LENGTH = 512

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Literal, NewType
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
 # See shards.TokenShards.open.
 Verify = Literal["off", "size", "lazy", "full"]
@@ -91,7 +91,7 @@ class StageConfig:
 @dataclasses.dataclass(frozen=True)
 class CorruptionConfig:
     """Input tokens of training rows that are replaced, while the targets stay; see
-    corruption.py."""
+    loader/corruption.py."""
 
     rate: float = key(
         0.0, "expected share of input tokens that are replaced; 0: none", low=0, high=0.99

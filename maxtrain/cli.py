@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from data_pipeline.errors import UsageError, end_at_signals, ending_with_reader, run_command
-from data_pipeline.interrupts import end_at_ctrl_c
+from data_pipeline.base.errors import UsageError, end_at_signals, ending_with_reader, run_command
+from data_pipeline.base.interrupts import end_at_ctrl_c
 from maxtrain import __version__
 
 VERBS = {
@@ -45,24 +45,24 @@ VERBS = {
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
-    "supervise": "maxtrain.supervise",
-    "launch": "maxtrain.launch.command",
-    "doctor": "maxtrain.doctor.command",
-    "status": "maxtrain.status",
-    "rollouts": "maxtrain.show_rollouts",
-    "replay": "maxtrain.replay",
-    "compare": "maxtrain.compare",
-    "probe": "maxtrain.probe",
-    "fit": "maxtrain.fit",
-    "checkpoint": "maxtrain.checkpoints",
-    "evaluate": "maxtrain.evaluate",
-    "generate": "maxtrain.generate",
-    "score": "maxtrain.score",
-    "teach": "maxtrain.teach",
-    "serve": "maxtrain.server",
-    "export": "maxtrain.export",
-    "import": "maxtrain.import_weights",
-    "merge": "maxtrain.merge",
+    "supervise": "maxtrain.commands.supervise",
+    "launch": "maxtrain.commands.launch.command",
+    "doctor": "maxtrain.commands.doctor.command",
+    "status": "maxtrain.commands.status",
+    "rollouts": "maxtrain.commands.rollouts",
+    "replay": "maxtrain.commands.replay",
+    "compare": "maxtrain.commands.compare",
+    "probe": "maxtrain.commands.probe.command",
+    "fit": "maxtrain.commands.fit.command",
+    "checkpoint": "maxtrain.commands.checkpoint",
+    "evaluate": "maxtrain.commands.evaluate.command",
+    "generate": "maxtrain.commands.generate",
+    "score": "maxtrain.commands.score",
+    "teach": "maxtrain.commands.teach.command",
+    "serve": "maxtrain.commands.serve.command",
+    "export": "maxtrain.commands.export.command",
+    "import": "maxtrain.commands.import_hf",
+    "merge": "maxtrain.commands.merge.command",
 }
 # Verbs that hand signals on to the processes that they start.
 STARTING = ("supervise", "launch")
@@ -82,11 +82,14 @@ COMPUTING = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb with its arguments (None: those of the process); the exit code."""
+def main(argv: Sequence[str] | None = None, *, ends_process: bool = False) -> int:
+    """Run a verb with its arguments (None: those of the process); the exit code.
+
+    `ends_process`: the process ends with this command, as it does where no arguments are given.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     with ending_with_reader():
-        return _run(words, ends_process=argv is None)
+        return _run(words, ends_process=ends_process or argv is None)
 
 
 def _run(words: list[str], ends_process: bool) -> int:
@@ -98,18 +101,18 @@ def _run(words: list[str], ends_process: bool) -> int:
         verb = rest[0]
         rest = ["--help"]
     if verb == "prepare":
-        from data_pipeline import prepare
+        from data_pipeline.prepare import command as prepare
 
         return prepare.main(rest)
     # Signals may come while a config file runs, or while the import of jax takes seconds.
     if verb in ("train", "plan") and ends_process:
         end_at_signals()
     if verb == "plan":
-        from maxtrain.plan_options import read_options
+        from maxtrain.commands.plan.options import read_options
 
         # Before jax is imported.
         options = read_options(rest, "maxtrain plan")
-        from maxtrain import show_plan
+        from maxtrain.commands.plan import command as show_plan
 
         return show_plan.main(options)
     if verb == "train":
@@ -118,9 +121,9 @@ def _run(words: list[str], ends_process: bool) -> int:
 
         # Before jax is imported.
         config = from_command_line(rest, "maxtrain train", MODELS)
-        from maxtrain import train
+        from maxtrain.trainer import loop
 
-        return train.main(config, ends_process=ends_process)
+        return loop.main(config, ends_process=ends_process)
     if verb in JOBS and verb not in STARTING and ends_process:
         end_at_ctrl_c()
     if verb in COMPUTING:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain import ATTEMPT
 
 VARIABLE = "MAXTRAIN_FAILPOINT"

@@ -30,8 +30,8 @@ import jaxtyping
 import pytest
 
 from benchmarks.faulty_s3 import FaultyS3
-from tests.pretrained import write as write_pretrained
-from tests.shared import TINY_MODEL, WORDS
+from tests.support.pretrained import write as write_pretrained
+from tests.support.shared import TINY_MODEL, WORDS
 
 TESTS = Path(__file__).parent
 # Beginnings of paths: these tests need no jax.
@@ -39,55 +39,55 @@ ROOMS_WITHOUT_JAX = ("data_pipeline/", "config/", "storage/", "rl/rewards/", "rl
 # Beginnings of paths: tests of roundings and of bits that were written down.
 COMPILED_AS_BY_USERS = (
     "ops/",
-    "test_older_runs",
-    "test_replay",
-    "training/test_accumulation",
-    "training/test_step",
-    "training/test_trajectory",
-    "training/test_zero",
+    "runs/test_older_runs",
+    "commands/test_replay",
+    "train_step/test_accumulation",
+    "train_step/test_step",
+    "train_step/test_trajectory",
+    "train_step/test_zero",
     "weights/test_hf",
 )
 # Minutes each: they are handed to the workers first, so that none is left alone with one at the end.
 LONGEST = (
-    "test_processes.py",
-    "test_docs_data.py",
-    "test_replay.py",
-    "test_supervise.py",
-    "test_train.py",
-    "test_chaos.py",
-    "test_anomalies.py",
-    "test_docs_reliability.py",
-    "test_docs_numerics.py",
-    "test_quickstart.py",
-    "test_benchmarks.py",
-    "training/test_products.py",
-    "training/test_trajectory.py",
+    "runs/test_processes.py",
+    "docs/test_data.py",
+    "commands/test_replay.py",
+    "commands/test_supervise.py",
+    "runs/test_train.py",
+    "benchmarks/test_chaos.py",
+    "runs/test_anomalies.py",
+    "docs/test_reliability.py",
+    "docs/test_numerics.py",
+    "runs/test_quickstart.py",
+    "benchmarks/test_benchmarks.py",
+    "train_step/test_products.py",
+    "train_step/test_trajectory.py",
     "models/test_lora.py",
     "models/test_quantized.py",
-    "test_quantized_runs.py",
-    "test_expert_runs.py",
+    "runs/test_quantized_runs.py",
+    "runs/test_expert_runs.py",
     "models/test_moe.py",
-    "test_export.py",
+    "commands/export/test_command.py",
     "weights/test_hf.py",
-    "test_import.py",
-    "serve/test_engine.py",
-    "test_docs_fine_tuning.py",
-    "training/test_step.py",
-    "test_signals.py",
-    "test_run_folder.py",
-    "test_kept.py",
-    "test_train_checkpoints.py",
-    "test_train_data.py",
+    "commands/test_import_hf.py",
+    "inference/test_engine.py",
+    "docs/test_fine_tuning.py",
+    "train_step/test_step.py",
+    "trainer/test_signals.py",
+    "trainer/test_run_dir.py",
+    "runs/test_kept.py",
+    "runs/test_train_checkpoints.py",
+    "runs/test_train_data.py",
     "models/test_decoder.py",
-    "test_probe.py",
-    "test_generate.py",
+    "commands/probe/test_command.py",
+    "commands/test_generate.py",
     "models/test_tpu.py",
-    "test_evaluation_sets.py",
-    "test_older_runs.py",
-    "test_train_fuzz.py",
+    "runs/test_evaluation_sets.py",
+    "runs/test_older_runs.py",
+    "runs/test_train_fuzz.py",
     "checkpoint/test_manager.py",
-    "data_pipeline/test_runner.py",
-    "data_pipeline/test_prepare_url.py",
+    "data_pipeline/prepare/test_runner.py",
+    "data_pipeline/prepare/test_prepare_url.py",
 )
 # Of so many long tests, a dose has one.
 SHARE = 16
@@ -285,7 +285,7 @@ def gs_server() -> Iterator[Any]:
     """A local server of gs://, with buckets of the names `bucket` and `faulty`; a FaultyGS."""
     pytest.importorskip("gcsfs", reason="needs maxtrain[gcs]")
     pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
-    from tests.gcs import gcs_server  # noqa: PLC0415
+    from tests.support.gcs import gcs_server  # noqa: PLC0415
 
     with gcs_server() as server:
         yield server
@@ -307,7 +307,7 @@ def tiny_run() -> Callable[..., Path]:
     them."""
     import yaml  # noqa: PLC0415
 
-    from data_pipeline import prepare  # noqa: PLC0415
+    from data_pipeline.prepare import command as prepare  # noqa: PLC0415
 
     def make(folder: Path, *options: str, texts: int = 40, **sections: object) -> Path:
         """The config file. `options` are of prepare; `sections` replace keys, or add to those of a
@@ -353,7 +353,7 @@ def tiny_run() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def pretrained_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See tests/pretrained.py."""
+    """See tests/support/pretrained.py."""
     folder = tmp_path_factory.mktemp("pretrained")
     write_pretrained(folder)
     return folder

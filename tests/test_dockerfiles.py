@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtrain.launch import kubernetes
+from maxtrain.commands.launch import kubernetes
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

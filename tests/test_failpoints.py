@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain import ATTEMPT, failpoints
 from maxtrain.failpoints import PLACES, VARIABLE, arm, hit
 

@@ -21,7 +21,7 @@ from maxtrain.observe import tracking
 from maxtrain.ops import divergence, experts, routing, top_divergence
 from maxtrain.ops.preference import LOSSES
 from maxtrain.rl import advantages, returns
-from maxtrain.training import loss_scale, optimizer, schedule
+from maxtrain.train_step import loss_scale, optimizer, schedule
 
 
 def choices(path: str) -> set[str]:

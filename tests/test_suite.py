@@ -73,8 +73,8 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
 
 
 ALWAYS = [
-    "tests/test_train.py::test_two_processes_are_as_one",
-    "tests/test_train.py::test_a_run_leaves_records_curves_checkpoints_and_its_config",
+    "tests/runs/test_train.py::test_two_processes_are_as_one",
+    "tests/runs/test_train.py::test_a_run_leaves_records_curves_checkpoints_and_its_config",
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxtrain.config.shipped import PREPARED_BY
-from tests.commands import commands
+from tests.support.commands import commands
 
 ROOT = Path(__file__).parents[1]
 # CONTRIBUTING.md is for people who have the repository.

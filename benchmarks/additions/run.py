@@ -18,14 +18,14 @@ import numpy as np
 import yaml
 
 from benchmarks.additions import task
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from maxtrain.config import load_config
-from maxtrain.model_source import load_run
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl import maker
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling
-from maxtrain.train import main
+from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 
 COMMON: dict[str, Any] = {
     "model": {

@@ -35,8 +35,8 @@ from benchmarks.chaos.victim import (
     wait_for,
 )
 from benchmarks.faulty_s3 import BUCKET, Fault, FaultyS3Process
-from data_pipeline import remote
-from data_pipeline.extras import load_package
+from data_pipeline.base import remote
+from data_pipeline.base.extras import load_package
 from maxtrain.storage import lease
 
 RUN = "victim"

@@ -28,8 +28,8 @@ from benchmarks.chaos.victim import (
     train_forked,
     wait_for,
 )
-from data_pipeline.errors import run_command
-from maxtrain import supervise
+from data_pipeline.base.errors import run_command
+from maxtrain.commands import supervise
 from maxtrain.config import load_config
 from maxtrain.observe.attempts import read_attempts
 

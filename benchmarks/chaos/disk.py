@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import Left, Scene, end, ended_with, put_away
-from maxtrain.checkpoints import check
+from maxtrain.commands.checkpoint import check
 
 PLACES = ("during_save", "before_commit", "after_step", "eval")
 _NAME = "full"

@@ -21,13 +21,13 @@ import jax
 
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import Left, Scene, apart, end, ended_with, put_away
+from data_pipeline.base.errors import DamagedError, DataError, StorageError, UserError
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.errors import DamagedError, DataError, StorageError, UserError
-from data_pipeline.loader import open_training
-from maxtrain.checkpoint.damage import put_aside
+from data_pipeline.loader.loader import open_training
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import latest_record, read_record
 from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.quarantine import put_aside
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 

@@ -38,10 +38,10 @@ from benchmarks.chaos.victim import (
     size_of,
     wait_for,
 )
-from data_pipeline.errors import TryAgainError, UserError
-from maxtrain import checkpoints
+from data_pipeline.base.errors import TryAgainError, UserError
 from maxtrain.checkpoint.integrity import encode_commit, hash_files, read_commit
-from maxtrain.compare import compare_records
+from maxtrain.commands import checkpoint
+from maxtrain.commands.compare import compare_records
 from maxtrain.observe.metrics import FILE_NAME
 from maxtrain.ops.digest import tree_digests
 
@@ -328,7 +328,7 @@ def pruned(stage: Stage, run: Path, rng: random.Random) -> Fault:
 
     def prune(run: Path) -> Forked:
         words = ["prune", str(run), "--keep", "1", "--apply"]
-        return Forked(lambda: checkpoints.main(words), stage.log(f"{run.name}-prune"), {})
+        return Forked(lambda: checkpoint.main(words), stage.log(f"{run.name}-prune"), {})
 
     return Fault(
         "pruned beside a training", failpoint="after_step:delay=0.02", beside=prune, must_go_on=True

@@ -35,7 +35,7 @@ from benchmarks.chaos.victim import (
     size_of,
     wait_for,
 )
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
 from maxtrain.failpoints import VARIABLE

@@ -26,7 +26,7 @@ from benchmarks.chaos.victim import (
     size_of,
     wait_for,
 )
-from maxtrain.checkpoints import check
+from maxtrain.commands.checkpoint import check
 
 # By phase: the fault that makes it long enough to be hit, what the run says when the phase begins,
 # and how many seconds it then takes.

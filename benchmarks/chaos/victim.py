@@ -26,15 +26,15 @@ from typing import Any
 import jax
 import yaml
 
-from data_pipeline import prepare
-from maxtrain import train
+from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.integrity import survey
 from maxtrain.checkpoint.listing import saved_digests
-from maxtrain.checkpoints import check
-from maxtrain.compare import compare_records
+from maxtrain.commands.checkpoint import check
+from maxtrain.commands.compare import compare_records
 from maxtrain.config import from_command_line
 from maxtrain.observe.attempts import reached_step
 from maxtrain.observe.metrics import FILE_NAME, read_metrics
+from maxtrain.trainer import loop
 
 ROOT = Path(__file__).parents[2]
 # Seconds of an attempt; one that takes longer hangs.
@@ -144,8 +144,8 @@ def _become(job: Callable[[], int], log: Path, environment: Mapping[str, str]) -
 
 def train_forked(words: Sequence[str]) -> int:
     """What `python -m maxtrain.train` does with these words, in this process; the exit code."""
-    sys.argv = ["maxtrain/train.py", *words]
-    return train.main(from_command_line(words, "python -m maxtrain.train"))
+    sys.argv = ["maxtrain/trainer/loop.py", *words]
+    return loop.main(from_command_line(words, "python -m maxtrain.train"))
 
 
 class Scene:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline.cache import Cache
+from data_pipeline.base.errors import DataError, StorageError
+from data_pipeline.base.remote import RemotePath, read_ranges
 from data_pipeline.config import Verify
-from data_pipeline.errors import DataError, StorageError
-from data_pipeline.remote import RemotePath, read_ranges
 from data_pipeline.shards import files
+from data_pipeline.shards.cache import Cache
 from data_pipeline.shards.checked import MAPPED, CheckedFiles, Wanted, touched
 from data_pipeline.shards.manifest import Manifest
 

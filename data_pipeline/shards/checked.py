@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.remote import RemotePath
 from data_pipeline.config import Verify
-from data_pipeline.errors import DataError
-from data_pipeline.remote import RemotePath
 from data_pipeline.shards import files
 from data_pipeline.shards.manifest import TOKENIZER, Manifest, mend
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import StorageError
-from data_pipeline.new_files import open_beside
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.new_files import open_beside
+from data_pipeline.base.remote import RemotePath
 
 BLOCK_BYTES = 1 << 20
 # Begins the names of folders that hold what one attempt at some work has not finished yet.

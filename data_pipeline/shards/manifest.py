@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.errors import DataError, UserError
-from data_pipeline.inner_names import is_file_name
-from data_pipeline.limited_files import MAX_MANIFEST_BYTES, read_limited
-from data_pipeline.masking import masked_values
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import DataError, UserError
+from data_pipeline.base.inner_names import is_file_name
+from data_pipeline.base.limited_files import MAX_MANIFEST_BYTES, read_limited
+from data_pipeline.base.masking import masked_values
+from data_pipeline.base.remote import RemotePath
+from data_pipeline.base.strict_json import loads
 from data_pipeline.shards.files import num_blocks, write_atomic
-from data_pipeline.strict_json import loads
 
 VERSION = 1
 MANIFEST = "manifest.json"

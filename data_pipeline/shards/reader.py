@@ -8,14 +8,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data_pipeline.cache import Cache
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.remote import RemotePath, place
+from data_pipeline.base.strict_json import loads
 from data_pipeline.config import Verify
-from data_pipeline.errors import DataError
-from data_pipeline.remote import RemotePath, place
+from data_pipeline.shards.cache import Cache
 from data_pipeline.shards.cached import CachedFiles
 from data_pipeline.shards.checked import CheckedFiles, Wanted, block_starts, ranges
 from data_pipeline.shards.manifest import Manifest
-from data_pipeline.strict_json import loads
 
 # Shards whose lines of columns are known at a time.
 _MOST_LINES = 64

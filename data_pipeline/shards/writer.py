@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline.errors import DataError
-from data_pipeline.new_files import open_beside
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.new_files import open_beside
 from data_pipeline.shards import files
 from data_pipeline.shards.manifest import ShardEntry
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.base.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
-from data_pipeline.inner_names import why_outside
-from data_pipeline.remote import is_url, place
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.inner_names import why_outside
+from data_pipeline.base.remote import is_url, place
+from data_pipeline.base.strict_json import loads
 from data_pipeline.sources.columns import (
     arrow,
     batch_rows,
@@ -30,7 +31,6 @@ from data_pipeline.sources.document import (
     open_piece,
     record_documents,
 )
-from data_pipeline.strict_json import loads
 
 # What save_to_disk leaves in the folder of a Dataset, and of a DatasetDict.
 _STATE = "state.json"

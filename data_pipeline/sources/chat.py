@@ -5,9 +5,16 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
-from data_pipeline.errors import UsageError
-from data_pipeline.remote import address
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.remote import address
+from data_pipeline.chat.chat import (
+    MARKS,
+    ChatError,
+    Conversation,
+    Template,
+    load_template,
+    render_all,
+)
 from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat_map import (
     SYSTEM_ROLES,

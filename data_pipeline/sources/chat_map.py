@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.chat import ChatError
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.strict_json import loads
+from data_pipeline.chat.chat import ChatError
 from data_pipeline.sources import gsm8k
-from data_pipeline.strict_json import loads
 
 SYSTEM_ROLES = ("system", "developer")
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")

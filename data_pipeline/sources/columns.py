@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError, blame_storage
-from data_pipeline.remote import is_url
+from data_pipeline.base.errors import DataError, blame_storage
+from data_pipeline.base.remote import is_url
 from data_pipeline.sources.document import Piece, load_package, open_piece
 
 _BATCH_BYTES = 1 << 22

@@ -11,11 +11,13 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from data_pipeline import remote
-from data_pipeline.chat import Template
-from data_pipeline.errors import DataError, UsageError, blame_storage
-from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
-from data_pipeline.remote import is_url
+from data_pipeline.base import remote
+from data_pipeline.base.errors import DataError, UsageError, blame_storage
+from data_pipeline.base.extras import (
+    load_package as load_package,  # its adapters' way to their packages
+)
+from data_pipeline.base.remote import is_url
+from data_pipeline.chat.chat import Template
 from data_pipeline.sources.chat_map import ChatMap
 from data_pipeline.sources.reading import open_file
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError, UserError
-from data_pipeline.remote import is_url
+from data_pipeline.base.errors import DataError, UsageError, UserError
+from data_pipeline.base.remote import is_url
 from data_pipeline.sources.document import Document, Format, Options, Piece, find_files, open_piece
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 

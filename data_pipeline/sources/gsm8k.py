@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from data_pipeline.chat import ChatError
+from data_pipeline.chat.chat import ChatError
 
 MAP = {
     "derive": "gsm8k",

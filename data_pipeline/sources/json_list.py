@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
-from data_pipeline.remote import is_url
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.remote import is_url
+from data_pipeline.base.strict_json import loads
 from data_pipeline.sources.document import BOM, Piece, open_piece
 from data_pipeline.sources.reading import open_file
-from data_pipeline.strict_json import loads
 
 _SUFFIX = ".json"
 # A list is read as a whole.

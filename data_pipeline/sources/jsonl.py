@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.base.errors import DataError, blame_storage
+from data_pipeline.base.strict_json import StrictJsonError, loads
 from data_pipeline.sources.document import (
     BOM,
     EMPTY,
@@ -25,7 +26,6 @@ from data_pipeline.sources.document import (
     load_package,
     open_piece,
 )
-from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
 # Bytes, with the line break.

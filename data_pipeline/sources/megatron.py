@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError
-from data_pipeline.remote import place
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.remote import place
 from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files
 from data_pipeline.sources.reading import open_file
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_pipeline.chat import ChatError
+from data_pipeline.base.strict_json import loads
+from data_pipeline.chat.chat import ChatError
 from data_pipeline.sources.chat_map import ROLES, SYSTEM_ROLES, read_list
-from data_pipeline.strict_json import loads
 
 # The columns that hold messages, and those that hold a system message.
 COLUMNS = ("messages", "conversations", "conversation")

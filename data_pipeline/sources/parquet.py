@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from data_pipeline.errors import DataError
-from data_pipeline.remote import is_url
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.remote import is_url
 from data_pipeline.sources.columns import (
     arrow,
     batch_rows,

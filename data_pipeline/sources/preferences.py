@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.chat import ChatError, Conversation, Span, render_all
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
+from data_pipeline.chat.chat import ChatError, Conversation, Span, render_all
 from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat import (
     clean,

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.chat import ChatError, render
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
+from data_pipeline.chat.chat import ChatError, render
 from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat import (
     clean,

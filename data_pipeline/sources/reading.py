@@ -5,8 +5,8 @@ import io
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
-from data_pipeline.errors import blame_storage
-from data_pipeline.remote import RemotePath, is_url
+from data_pipeline.base.errors import blame_storage
+from data_pipeline.base.remote import RemotePath, is_url
 
 
 class _LocalFile(io.FileIO):

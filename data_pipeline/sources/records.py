@@ -7,9 +7,9 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
+from data_pipeline.base.strict_json import loads
 from data_pipeline.sources import arrow, json_list, jsonl, parquet
 from data_pipeline.sources.document import Document, Options, Piece, any_record
-from data_pipeline.strict_json import loads
 
 # The modules that read rows of columns, by the ends of files' names.
 _OF_COLUMNS: dict[str, ModuleType] = {".parquet": parquet, ".arrow": arrow}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.base.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,

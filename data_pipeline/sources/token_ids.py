@@ -6,8 +6,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError
-from data_pipeline.remote import RemotePath, is_url
+from data_pipeline.base.errors import DataError, UsageError
+from data_pipeline.base.remote import RemotePath, is_url
 from data_pipeline.sources.document import EMPTY, Document, Options, Piece
 from data_pipeline.sources.reading import open_file
 

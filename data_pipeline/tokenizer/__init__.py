@@ -11,12 +11,12 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError, UserError, blame_storage
-from data_pipeline.hub import download_hint
-from data_pipeline.limited_files import MAX_TOKENIZER_BYTES, read_limited
-from data_pipeline.remote import RemotePath, place
+from data_pipeline.base.errors import DataError, UserError, blame_storage
+from data_pipeline.base.hub import download_hint
+from data_pipeline.base.limited_files import MAX_TOKENIZER_BYTES, read_limited
+from data_pipeline.base.remote import RemotePath, place
+from data_pipeline.base.strict_json import loads
 from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
-from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, MAX_VOCABULARY, Tokenizer
 from data_pipeline.tokenizer.beside import (
     BESIDE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.remote import RemotePath
 from data_pipeline.shards import TOKENIZER, write_atomic
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import blame_storage
-from data_pipeline.limited_files import read_limited
-from data_pipeline.remote import RemotePath
-from data_pipeline.strict_json import MAX_FILE_BYTES, loads
+from data_pipeline.base.errors import blame_storage
+from data_pipeline.base.limited_files import read_limited
+from data_pipeline.base.remote import RemotePath
+from data_pipeline.base.strict_json import MAX_FILE_BYTES, loads
 
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.errors import DataError, blame_storage
-from data_pipeline.limited_files import MAX_TOKENIZER_BYTES, read_limited
-from data_pipeline.remote import RemotePath, place
+from data_pipeline.base.errors import DataError, blame_storage
+from data_pipeline.base.limited_files import MAX_TOKENIZER_BYTES, read_limited
+from data_pipeline.base.remote import RemotePath, place
+from data_pipeline.base.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.shards import TOKENIZER, Manifest, write_atomic
 from data_pipeline.shards.manifest import digest_of
-from data_pipeline.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.tokenizer.base import Tokenizer
 from data_pipeline.tokenizer.beside import CHAT_TEMPLATE, MORE_TEMPLATES, more_templates
 

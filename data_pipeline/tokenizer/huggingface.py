@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from data_pipeline.errors import DataError, UsageError
-from data_pipeline.strict_json import loads
+from data_pipeline.base.errors import DataError, UsageError
+from data_pipeline.base.strict_json import loads
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
     MAX_VOCABULARY,

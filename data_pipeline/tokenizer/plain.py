@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.tokenizer.base import Located, Tokenizer, character_of_bytes
 
 

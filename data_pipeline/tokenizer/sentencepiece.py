@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.extras import load_package
+from data_pipeline.base.extras import load_package
 from data_pipeline.tokenizer.base import (
     LINE_CUT,
     SPACE_CUT,

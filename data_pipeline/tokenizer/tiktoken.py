@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError
-from data_pipeline.extras import load_package
-from data_pipeline.limited_files import read_limited
-from data_pipeline.remote import RemotePath
-from data_pipeline.strict_json import MAX_FILE_BYTES, loads
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.extras import load_package
+from data_pipeline.base.limited_files import read_limited
+from data_pipeline.base.remote import RemotePath
+from data_pipeline.base.strict_json import MAX_FILE_BYTES, loads
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
     MAX_VOCABULARY,

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from data_pipeline.errors import DamagedError, StorageError
-from data_pipeline.inner_names import require_no_way_out
-from data_pipeline.remote import Found, RemotePath
+from data_pipeline.base.errors import DamagedError, StorageError
+from data_pipeline.base.inner_names import require_no_way_out
+from data_pipeline.base.remote import Found, RemotePath
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.integrity import (
     FORMAT,

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from data_pipeline.errors import StorageError, TryAgainError
-from maxtrain.checkpoint import frozen
+from data_pipeline.base.errors import StorageError, TryAgainError
+from maxtrain.checkpoint import frozen_params
 from maxtrain.checkpoint.copying import remove_here_and_at_url
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import as_storage_error, complete
@@ -49,7 +49,7 @@ class Constant:
         arrays: dict[str, dict[str, Any]] = described(names, leaves)
         for name, digest in by_name(names, digests(leaves)).items():
             arrays[name]["digest"] = digest
-        found = frozen.identity(arrays)
+        found = frozen_params.identity(arrays)
         if self._name not in (None, found):
             raise _changed(found, self._name, "this run was restored or saved with")
         return found
@@ -60,7 +60,7 @@ class Constant:
         TryAgainError, in all processes: the steps there were saved with others.
         """
         lacks = False
-        doing = f"looking at {self._directory / frozen.FOLDER}"
+        doing = f"looking at {self._directory / frozen_params.FOLDER}"
         advice = "Permit that, then run the same command again."
         with raising_together(StorageError, TryAgainError):
             if jax.process_index() == 0:
@@ -71,21 +71,21 @@ class Constant:
 
     def _look_for(self, wanted: str) -> bool:
         """As `lacks`, on this process; removes what no step refers to."""
-        if self._is_sound and not frozen.lack(self._directory, wanted):
+        if self._is_sound and not frozen_params.lack(self._directory, wanted):
             return False
         for step, path in complete(self._directory).items():
-            before = read_commit(path).get(frozen.KEY)
+            before = read_commit(path).get(frozen_params.KEY)
             if before != wanted:
                 raise _changed(wanted, before, f"step {step:,} was saved with")
-        for path in frozen.stores(self._directory):
+        for path in frozen_params.stores(self._directory):
             if path.parent.name != wanted:
                 remove_here_and_at_url(path)
                 # Where something was put aside, it stays.
                 with contextlib.suppress(OSError):
                     path.parent.rmdir()
-        if not frozen.lack(self._directory, wanted, read=True):
+        if not frozen_params.lack(self._directory, wanted, read=True):
             return False
-        damaged = frozen.place_of(self._directory, wanted)
+        damaged = frozen_params.place_of(self._directory, wanted)
         if damaged.exists():
             remove_here_and_at_url(damaged)
         return True

@@ -12,8 +12,8 @@ from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline import strict_json
-from data_pipeline.errors import DamagedError, StorageError
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import DamagedError, StorageError
 from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.integrity import (
     BLOCK_BYTES,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline import strict_json
+from data_pipeline.base import strict_json
 
 # By numpy's name of a type in zarr's metadata: the unsigned type of its size, and the bits of its
 # exponent. All of these are set in NaN and infinity alone.

@@ -19,10 +19,10 @@ from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline import strict_json
-from data_pipeline.errors import StorageError
-from data_pipeline.inner_names import is_file_name, leads_out, why_outside
-from maxtrain.run_state import wrong_type
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.inner_names import is_file_name, leads_out, why_outside
+from maxtrain.checkpoint.run_state import wrong_type
 
 # Format 1 had only the sizes of files.
 # Format 2 did not say whether arrays are finite, nor of which run they are.

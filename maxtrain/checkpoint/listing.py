@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.errors import StorageError, UserError
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import StorageError, UserError
 from maxtrain.checkpoint.formats import migrate
-from maxtrain.checkpoint.frozen import all_arrays
+from maxtrain.checkpoint.frozen_params import all_arrays
 from maxtrain.checkpoint.integrity import RECORD, damaged, read_commit, survey
+from maxtrain.checkpoint.run_state import RunState
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.run_state import RunState
 
 
 def second_of(directory: Path, config: CheckpointConfig) -> Path | None:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline import strict_json
+from data_pipeline.base import strict_json
 from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import (
     FORMAT,
@@ -33,7 +33,7 @@ from maxtrain.checkpoint.integrity import (
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.checkpoint.local_writing import LocalWriter, write_texts
 from maxtrain.checkpoint.peers import is_here
-from maxtrain.checkpoint.whole import Held, Whole, what_is_missing, whole_steps
+from maxtrain.checkpoint.quorum import Held, Whole, what_is_missing, whole_steps
 from maxtrain.parallel.agreement import report, tell_all
 
 _TEXTS = (*SMALL_FILES, LOCAL_FILE, "commit.json")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 
-from data_pipeline.errors import StorageError
+from data_pipeline.base.errors import StorageError
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import LOCAL_FILE, encode_commit, survey, sync
-from maxtrain.checkpoint.plain import is_part_of_array
 from maxtrain.checkpoint.writing import Step, StepWriter, Written, commit_record
+from maxtrain.checkpoint.zarr_reader import is_part_of_array
 from maxtrain.parallel.agreement import forget, raising_together, report, tell_all
 
 

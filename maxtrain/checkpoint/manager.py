@@ -32,23 +32,23 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from data_pipeline.errors import StorageError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.remote import RemotePath
 from maxtrain import failpoints
-from maxtrain.checkpoint import at_url, frozen
+from maxtrain.checkpoint import at_url, frozen_params
 from maxtrain.checkpoint.constant import Constant
 from maxtrain.checkpoint.copying import remove_here_and_at_url
 from maxtrain.checkpoint.integrity import FORMAT, defect, read_commit, survey
-from maxtrain.checkpoint.keeping import Judged, Needed, require_space, superfluous
 from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
 from maxtrain.checkpoint.local import LocalSteps, is_local, saves_since_upload
+from maxtrain.checkpoint.mirror import SecondDirectory
 from maxtrain.checkpoint.orbax_files import copies_are_complete, new_checkpointer, quieten
 from maxtrain.checkpoint.reading import Part, read_parts, require_same
-from maxtrain.checkpoint.second import SecondDirectory
+from maxtrain.checkpoint.retention import Judged, Needed, require_space, superfluous
+from maxtrain.checkpoint.run_state import best_steps
 from maxtrain.checkpoint.writing import Found, Step, StepWriter, Upload, described, flatten
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.parallel.agreement import await_first, gather, raising_together
-from maxtrain.run_state import best_steps
 
 # Seconds that an upload may keep training waiting before that is told.
 _LONG_WAIT = 10.0
@@ -238,10 +238,10 @@ class Checkpoints:
             return None
         name = self._constant.name_of(constant)
         if self._constant.lacks(name):
-            folder = self.directory / frozen.FOLDER / name
+            folder = self.directory / frozen_params.FOLDER / name
             home = None
             if self._home is not None:
-                home = self._home / frozen.FOLDER / name
+                home = self._home / frozen_params.FOLDER / name
             config = CheckpointConfig(asynchronous=False)
             checkpoints = Checkpoints(folder, config, home=home)
             try:
@@ -310,11 +310,11 @@ class Checkpoints:
         """
         path, commit, record = self._open(step)
         parts = [Part(path, commit)]
-        constant = frozen.frozen_of(path, commit, self._directories())
+        constant = frozen_params.frozen_of(path, commit, self._directories())
         if constant is not None:
             parts.append(Part(*constant))
             is_own = constant.path.is_relative_to(self.directory)
-            self._constant.is_there(commit[frozen.KEY], is_sound=is_own and check)
+            self._constant.is_there(commit[frozen_params.KEY], is_sound=is_own and check)
         names, leaves, treedef = flatten(abstract_state)
         require_same(parts, names, leaves, partial)
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -334,7 +334,7 @@ class Checkpoints:
         StorageError: there is no such step, or these arrays are missing.
         """
         path, commit, _ = self._open(step)
-        constant = frozen.frozen_of(path, commit, self._directories())
+        constant = frozen_params.frozen_of(path, commit, self._directories())
         if constant is None:
             return set()
         return set(constant.commit["arrays"])
@@ -363,7 +363,7 @@ class Checkpoints:
             # Each process writes the parts that its devices hold, and sends them.
             size = _num_bytes_here
         once = size(constant)
-        if any(not defect(path) for path in frozen.stores(self.directory)):
+        if any(not defect(path) for path in frozen_params.stores(self.directory)):
             once = 0
         key = "output_dir"
         why = f"checkpoint.keep={self._config.keep}"

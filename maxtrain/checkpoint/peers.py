@@ -13,10 +13,10 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
-from data_pipeline.errors import StorageError
-from data_pipeline.new_files import open_beside
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.new_files import open_beside
 from maxtrain.checkpoint.integrity import Files
-from maxtrain.checkpoint.plain import is_part_of_array, needed_parts
+from maxtrain.checkpoint.zarr_reader import is_part_of_array, needed_parts
 from maxtrain.parallel.agreement import from_one, gather_bytes, raise_together
 
 # Bytes that are sent at a time: few sizes, since there is a program for each.

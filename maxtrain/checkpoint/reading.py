@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from data_pipeline.errors import ConfigError, DamagedError, StorageError
-from maxtrain.checkpoint import at_url, frozen, peers
+from data_pipeline.base.errors import ConfigError, DamagedError, StorageError
+from maxtrain.checkpoint import at_url, frozen_params, peers
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import find_damage
 from maxtrain.checkpoint.listing import aligned, as_storage_error
 from maxtrain.checkpoint.local import is_local
-from maxtrain.checkpoint.plain import Arrived, read_plain
+from maxtrain.checkpoint.zarr_reader import Arrived, read_plain
 from maxtrain.ops.digest import Digester
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather, raise_together
@@ -77,12 +77,12 @@ def read_parts(
         if not of_part:
             continue
         advice = f"Remove or rename {part.path} to go on from the checkpoint before it."
-        if frozen.is_store(part.path):
-            advice = frozen.advice(directory)
+        if frozen_params.is_store(part.path):
+            advice = frozen_params.advice(directory)
         try:
             arrays |= _read_part(part, of_part, check, orbax, advice)
         except DamagedError as damage:
-            if not frozen.is_store(part.path):
+            if not frozen_params.is_store(part.path):
                 raise
             raise DamagedError(part.path, damage.what, advice) from damage
     return arrays

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.errors import StorageError
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import StorageError
 from data_pipeline.shards import write_atomic
 
 FILE_NAME = "rollbacks.json"

@@ -18,16 +18,16 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, PyTree, UInt32
 
 import maxtrain
-from data_pipeline.errors import StorageError, TryAgainError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import StorageError, TryAgainError
+from data_pipeline.base.remote import RemotePath
 from maxtrain import failpoints
-from maxtrain.checkpoint import at_url, frozen
+from maxtrain.checkpoint import at_url, frozen_params
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import FORMAT, RECORD, Files, encode_commit, hash_files, sync
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import as_storage_error, complete
 from maxtrain.checkpoint.orbax_files import writer_of
-from maxtrain.checkpoint.plain import is_part_of_array
+from maxtrain.checkpoint.zarr_reader import is_part_of_array
 from maxtrain.ops.digest import by_name, digests, leaf_names
 from maxtrain.ops.finite import begin_finite
 from maxtrain.parallel.agreement import gather, raising_together, report
@@ -313,5 +313,5 @@ def commit_record(step: Step, finite: dict[str, bool], said: Sequence[str]) -> d
     commit["arrays"] = arrays
     commit["files"] = dict(sorted(files.items()))
     if step.constant is not None:
-        commit[frozen.KEY] = step.constant
+        commit[frozen_params.KEY] = step.constant
     return commit

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")  # as jax reads its variables
 _PARSE_FLAGS = "from jaxlib import _jax; _jax.CompileOptions()"

@@ -13,9 +13,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from data_pipeline import strict_yaml
-from data_pipeline.errors import ConfigError, end_by_signal
-from data_pipeline.strict_yaml import MAX_DEPTH, MAX_VALUES
+from data_pipeline.base import strict_yaml
+from data_pipeline.base.errors import ConfigError, end_by_signal
+from data_pipeline.base.strict_yaml import MAX_DEPTH, MAX_VALUES
 from maxtrain.config.keys import unknown
 
 SUFFIXES = (".py", ".yaml", ".yml")

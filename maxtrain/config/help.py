@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from data_pipeline.errors import UsageError
-from maxtrain.config.idle import readers_in_words
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.keys import Key, all_keys, describe, element, unknown
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.unused_keys import readers_in_words
 from maxtrain.config.words import show
 
 # Columns where the output is no terminal, and the fewest for what a key means.

@@ -7,8 +7,8 @@ import functools
 import typing
 from typing import Any, Literal, NamedTuple
 
+from data_pipeline.base.config_key import UsedBy
 from data_pipeline.config import Epochs
-from data_pipeline.config_key import UsedBy
 from maxtrain.config.foreign import FOREIGN, value_elsewhere
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import choices, show

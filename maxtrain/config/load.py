@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from data_pipeline import strict_yaml
-from data_pipeline.errors import (
+from data_pipeline.base import strict_yaml
+from data_pipeline.base.errors import (
     ConfigError,
     StorageError,
     UsageError,
     UserError,
     ending_with_reader,
 )
-from data_pipeline.masking import masked_values
+from data_pipeline.base.masking import masked_values
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import read_config
 from maxtrain.config.help import help_text

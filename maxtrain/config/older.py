@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from data_pipeline import strict_yaml
+from data_pipeline.base import strict_yaml
 from maxtrain.config.schema import LossScaleConfig, RunConfig, ScheduleConfig
 from maxtrain.config.sections.schedule import TO_THE_LOWEST
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from maxtrain.config.across.steps import fit_warmup
-from maxtrain.config.idle import Idle, idle_keys
 from maxtrain.config.paths import expand_paths
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import RunConfig, ScheduleConfig
+from maxtrain.config.unused_keys import Idle, idle_keys
 from maxtrain.config.values import section_from
 from maxtrain.config.words import show
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_yaml
-from data_pipeline.errors import UsageError
+from data_pipeline.base import strict_yaml
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.files import SUFFIXES
 from maxtrain.config.keys import find, unknown
 from maxtrain.config.shipped import available, shipped_configs

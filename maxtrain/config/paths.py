@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from data_pipeline.remote import is_url, url_problem
+from data_pipeline.base.remote import is_url, url_problem
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 

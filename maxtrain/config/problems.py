@@ -3,7 +3,7 @@ told; gathered, never raised one by one.
 
 What holds inside a section is beside its keys in `sections/`, what holds across sections in
 `across/`, and which keys nothing reads is what their declarations say. What depends on the data, as
-sources and stages do, is checked when its plan is solved (data_pipeline/plan.py).
+sources and stages do, is checked when its plan is solved (data_pipeline/plan/plan.py).
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from maxtrain.config.across import (
     steps,
     updates,
 )
-from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.rollouts import rollout_settings
@@ -42,7 +41,6 @@ from maxtrain.config.sections.dpo import (
 )
 from maxtrain.config.sections.grpo import grpo_problems, prompt_problems
 from maxtrain.config.sections.init import std_problems
-from maxtrain.config.sections.kept import kept_problems
 from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
@@ -52,8 +50,10 @@ from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.ppo import value_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
+from maxtrain.config.sections.remat_names import kept_problems
 from maxtrain.config.sections.rules import rule_problems
 from maxtrain.config.sections.schedule import pieces_problems
+from maxtrain.config.unused_keys import Idle, Problem, idle_among, idle_keys
 
 
 def problems_of(config: RunConfig) -> list[Problem]:

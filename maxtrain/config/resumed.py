@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from data_pipeline import strict_yaml
+from data_pipeline.base import strict_yaml
 from maxtrain.config.load import plain_leaves
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show

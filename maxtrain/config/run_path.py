@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.remote import is_url
+from data_pipeline.base.remote import is_url
 from maxtrain.config.schema import MeshConfig, RunConfig
 
 # Of these it is known that an object can be created only if it is not there, which locks need.

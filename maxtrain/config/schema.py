@@ -8,8 +8,8 @@ across sections is in `across/`.
 import dataclasses
 from typing import Literal
 
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, Interval
-from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections.anomaly import ANOMALIES, AnomalyConfig
 from maxtrain.config.sections.checkpoint import CheckpointConfig
 from maxtrain.config.sections.distill import DistillConfig
@@ -17,7 +17,6 @@ from maxtrain.config.sections.dpo import DpoConfig
 from maxtrain.config.sections.grpo import GrpoConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
-from maxtrain.config.sections.kept import KeptConfig
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.loss import LossConfig, RegularizationConfig
 from maxtrain.config.sections.mesh import MeshConfig
@@ -28,6 +27,7 @@ from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.sections.ppo import PpoConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
+from maxtrain.config.sections.remat_names import KeptConfig
 from maxtrain.config.sections.reward import RewardConfig
 from maxtrain.config.sections.schedule import PieceConfig, ScheduleConfig
 from maxtrain.config.sections.train import TrainConfig

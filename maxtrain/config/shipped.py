@@ -4,7 +4,7 @@ import difflib
 import os
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.files import SUFFIXES
 from maxtrain.config.words import show
 

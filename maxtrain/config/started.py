@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.remote import is_url
+from data_pipeline.base import strict_json
+from data_pipeline.base.remote import is_url
 from maxtrain.config.keys import element
 from maxtrain.config.paths import MADE
 from maxtrain.config.schema import RunConfig

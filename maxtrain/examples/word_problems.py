@@ -22,7 +22,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data_pipeline.chat import CHATML
+from data_pipeline.chat.chat import CHATML
 
 NUM_WORKED = 1500
 NUM_RESULTS = 5000

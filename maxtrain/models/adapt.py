@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import LoraConfig
 from maxtrain.models.init import Initializer
 from maxtrain.models.linear import ExpertLinear, Linear

@@ -19,12 +19,12 @@ from maxtrain.models.layers import FEED_FORWARDS
 from maxtrain.models.linear import Linear
 from maxtrain.models.norm import Norm
 from maxtrain.models.rotation import rotation_of
-from maxtrain.models.run_layers import StackOut, run_layers
+from maxtrain.models.scan_layers import StackOut, run_layers
 from maxtrain.models.specs import DecoderSpec, RopeSpec
 from maxtrain.models.stack import Stack
 from maxtrain.models.summary import Summary
+from maxtrain.ops.attention.context_split import Split
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.attention.split import Split
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.models.expert_bank import added_by_pairs, added_by_sets
 from maxtrain.models.mlp import gated
 from maxtrain.models.specs import MoeSpec
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.einsum import contract
-from maxtrain.ops.exchange import Exchange, Weights, exchanged, room_of, to_experts
+from maxtrain.ops.expert_all_to_all import Exchange, Weights, exchanged, room_of, to_experts
 from maxtrain.ops.experts import (
     add_bias,
     block_size,
@@ -33,7 +33,7 @@ from maxtrain.ops.experts import (
 )
 from maxtrain.ops.names import GATE_UP, named
 from maxtrain.ops.quantized import Quantized
-from maxtrain.ops.stored import elementwise
+from maxtrain.ops.recompute import elementwise
 
 
 class Taken(NamedTuple):

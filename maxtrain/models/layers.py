@@ -16,7 +16,7 @@ from maxtrain.models.attention import Attention
 from maxtrain.models.cache import KVCache
 from maxtrain.models.context import Context
 from maxtrain.models.init import Initializer
-from maxtrain.models.latent import LatentAttention
+from maxtrain.models.mla import LatentAttention
 from maxtrain.models.mlp import Mlp, MlpOut
 from maxtrain.models.moe import Moe
 from maxtrain.models.norm import norm_of

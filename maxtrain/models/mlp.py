@@ -16,7 +16,7 @@ from maxtrain.models.specs import Activation, LayerSpec, MlpSpec
 from maxtrain.models.summary import Summary
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.names import GATE_UP, named
-from maxtrain.ops.stored import elementwise
+from maxtrain.ops.recompute import elementwise
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.specs import LayerSpec, NormSpec
 from maxtrain.ops.norm import layer_norm, rms_norm
-from maxtrain.ops.stored import elementwise
+from maxtrain.ops.recompute import elementwise
 
 
 class Norm(nnx.Module):

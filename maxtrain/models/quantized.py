@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import LoraConfig
 from maxtrain.ops.quantized import WEIGHTS_PER_CODE, Form, Quantized, dequantize, quantize
 from maxtrain.parallel.sharding import RULES, Axes, Rules, named_sharding, parts_of

@@ -38,7 +38,7 @@ def layer_names(spec: StackSpec) -> list[Place]:
 
 
 class Stack(nnx.Module):
-    """All layers; models/run_layers.py runs them.
+    """All layers; models/scan_layers.py runs them.
 
     Args:
         spec: what each is.

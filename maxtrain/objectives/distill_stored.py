@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from data_pipeline.teacher_files import IDS, LOG_PROBS, TAIL
+from data_pipeline.shards.teacher_logits import IDS, LOG_PROBS, TAIL
 from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
 from maxtrain.objectives.distill import numbers_of, unit_of
 from maxtrain.objectives.next_token import (

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from data_pipeline.packing import VALUE
+from data_pipeline.loader.packing import VALUE
 from maxtrain.config.schema import DpoConfig, RegularizationConfig
 from maxtrain.objectives.next_token import NO_NOISE, noisy_forward, target_log_probs
 from maxtrain.objectives.objective import (

@@ -20,7 +20,7 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
-from maxtrain.ops.draw import drawn_tokens
+from maxtrain.ops.gumbel_sample import drawn_tokens
 from maxtrain.ops.log_probs import Form, TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum, sums_of_documents

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.models.decoder import Decoder, Forward
-from maxtrain.models.run_layers import Said, added_by_name
+from maxtrain.models.scan_layers import Said, added_by_name
 from maxtrain.ops.quantity import NLL, Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import PerToken

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from maxtrain.observe.books import Book, encode
+from data_pipeline.base import strict_json
+from maxtrain.observe.jsonl_logs import Book, encode
 from maxtrain.observe.metrics import FILE_NAME as METRICS
 
 FILE_NAME = "attempts.jsonl"

@@ -11,9 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import StorageError
+from data_pipeline.base.errors import StorageError
 from data_pipeline.shards import write_atomic
-from maxtrain.observe.books import RUN, Book, encode
+from maxtrain.observe.jsonl_logs import RUN, Book, encode
 from maxtrain.observe.metrics import Stopwatch
 
 FILE_NAME = "clock.jsonl"

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import maxtrain
-from data_pipeline import strict_yaml
-from data_pipeline.masking import masked
+from data_pipeline.base import strict_yaml
+from data_pipeline.base.masking import masked
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.across.attention_choice import Choice
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.sections.moe import WITH_EXPERTS
-from maxtrain.observe.books import Book, encode
+from maxtrain.observe.jsonl_logs import Book, encode
 
 FILE_NAME = "launches.jsonl"
 LAUNCHES = Book(

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.errors import LockedError, StorageError
+from data_pipeline.base.errors import LockedError, StorageError
 
 FILE_NAME = "lock"
 # Seconds for freeing a lock that is not needed.

@@ -46,12 +46,12 @@ from typing import Any, Literal
 
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline import strict_json
-from data_pipeline.errors import DataError
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import DataError
 from data_pipeline.shards import write_atomic
-from maxtrain.observe.books import put_aside
+from maxtrain.checkpoint.run_state import LogMark
+from maxtrain.observe.jsonl_logs import put_aside
 from maxtrain.ops.quantity import Quantity
-from maxtrain.run_state import LogMark
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
 
-from data_pipeline.console import SafeConsole
+from data_pipeline.base.console import SafeConsole
 from maxtrain.observe import human
 
 _LEFT_STANDING = 100  # records of a run, at most, above the live line

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.errors import TryAgainError, UsageError
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import TryAgainError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers
-from maxtrain.observe.books import RUN, put_aside
+from maxtrain.observe.jsonl_logs import RUN, put_aside
 from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value
 from maxtrain.observe.trackers.mlflow import Mlflow

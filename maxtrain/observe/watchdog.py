@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data_pipeline.errors import TryAgainError
+from data_pipeline.base.errors import TryAgainError
 from maxtrain.config.schema import WatchdogConfig
 from maxtrain.observe import outer_watchdog
 from maxtrain.observe.goodput import Ledger

@@ -121,7 +121,7 @@ def soft_capped_slope(logits: Float[Array, "*b V"], softcap: float) -> Float[Arr
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
     """-log softmax(logits)[target], nats, float32; a target outside [0, V) is never looked up (see
-    data_pipeline/guard.py)."""
+    data_pipeline/loader/batch_checks.py)."""
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = jnp.where(is_target, logits, 0).sum(-1)
     return jax.nn.logsumexp(logits, axis=-1) - picked

@@ -17,16 +17,16 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
   `maxtrain/ops/log_probs.py`, `maxtrain/ops/head.py`: a loss over chunks of positions makes the
   gradients of the head chunk by chunk, before the backward pass. The logits are a `dot`.
 * `maxtrain/ops/attention/`: both factors are activations.
-* `maxtrain/models/latent.py`: keys and values stay in the cache as latents, so that the weight of
+* `maxtrain/models/mla.py`: keys and values stay in the cache as latents, so that the weight of
   each head is multiplied with its queries and its results instead. Nothing is differentiated.
 * `maxtrain/models/lora_bank.py`: each row has a weight of its own, its adapter's. Nothing is
   differentiated.
-* `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B
+* `maxtrain/models/lora.py`, `maxtrain/models/multi_lora.py`: both factors are weights, A and B
   of an adapter, whose product is added to a kernel.
 * `maxtrain/models/expert_products.py`: sums what experts made, weighted by how much each was
   chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
-* `maxtrain/doctor/devices.py`: measures that for each device, and whether the products are right.
+* `maxtrain/commands/doctor/devices.py`: measures that for each device, and whether the products are right.
 """
 
 import dataclasses

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.extras import load_package, require_package
+from data_pipeline.base.errors import ConfigError
+from data_pipeline.base.extras import load_package, require_package
 from maxtrain.config.across.attention_choice import Hardware
 from maxtrain.config.words import choices
 

@@ -20,7 +20,13 @@ import numpy as np
 from jax._src import distributed  # the coordinator's key-value store has no public name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import DataError, LostProcessError, StorageError, TryAgainError, UserError
+from data_pipeline.base.errors import (
+    DataError,
+    LostProcessError,
+    StorageError,
+    TryAgainError,
+    UserError,
+)
 
 # What the runtime says when it can't reach another process, whichever way they talk.
 LOST = re.compile(

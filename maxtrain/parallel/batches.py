@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline.packing import Part
+from data_pipeline.loader.packing import Part
 from maxtrain.parallel.sharding import named_sharding
 
 
@@ -93,7 +93,7 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as shapes with shardings, for programs that are only compiled.
 
-    See data_pipeline.loader.HostBatch. `arrays`: more of them, as `Objective.arrays` has them.
+    See data_pipeline.loader.loader.HostBatch. `arrays`: more of them, as `Objective.arrays` has them.
     """
     shape = (batch_size, length)
     whole = named_sharding(mesh, ("activation_batch", "activation_length"), shape, "batch")

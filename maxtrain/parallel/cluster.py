@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 
 ALONE = "mesh.num_processes=1"
 _KEYS = "mesh.coordinator, mesh.num_processes and mesh.process_id"

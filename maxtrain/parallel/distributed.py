@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-from data_pipeline.errors import ConfigError, LostProcessError
+from data_pipeline.base.errors import ConfigError, LostProcessError
 from maxtrain import ENDS
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.agreement import LOST
@@ -183,7 +183,7 @@ def xla_knows(flag: str) -> bool:
 
 def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = None) -> int | None:
     """Connects the processes; how many were asked for, if that is known here."""
-    # jax's service would take SIGTERM for itself; see signals.py.
+    # jax's service would take SIGTERM for itself; see trainer/signals.py.
     jax.config.update("jax_enable_preemption_service", False)
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.across.attention_choice import Hardware
 
 # Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no

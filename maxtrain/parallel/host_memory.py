@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 
 # Pages that the system never moves, so that devices read and write them by themselves.
 _KIND = "pinned_host"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import ConfigError, TryAgainError, UserError
+from data_pipeline.base.errors import ConfigError, TryAgainError, UserError
 
 AGAIN = "then run the same command again"
 # By the number of a process, who it is, and the connection to it.

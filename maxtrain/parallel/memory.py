@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from data_pipeline.errors import ConfigError, OutOfMemoryError
+from data_pipeline.base.errors import ConfigError, OutOfMemoryError
 from maxtrain.parallel import topologies
 from maxtrain.parallel.host_memory import is_on_host
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.errors import ConfigError, TryAgainError, UserError
+from data_pipeline.base.errors import ConfigError, TryAgainError, UserError
 from maxtrain.parallel.lobby import AGAIN, Lobby, Met, names, tell
 
 # Seconds between two knocks.

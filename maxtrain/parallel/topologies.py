@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from data_pipeline.errors import UsageError
-from data_pipeline.extras import load_package
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.extras import load_package
 from maxtrain.parallel.hardware import links
 from maxtrain.parallel.libtpu import answer_libtpu
 

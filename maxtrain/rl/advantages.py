@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out")

@@ -10,9 +10,9 @@ import json
 import numpy as np
 from jax.sharding import Mesh
 
-from data_pipeline.guard import checksum
-from data_pipeline.loader import HostBatch, Made, TrainingData
-from data_pipeline.plan import Shape as BatchShape
+from data_pipeline.loader.batch_checks import checksum
+from data_pipeline.loader.loader import HostBatch, Made, TrainingData
+from data_pipeline.plan.plan import Shape as BatchShape
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import require_settings
 from maxtrain.models.cost import relative_quadratic

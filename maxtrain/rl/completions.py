@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.generation import Generation
+from maxtrain.inference.sampling import Sampling
 from maxtrain.rl.rollout import Rollout
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.generation import Generation
-from maxtrain.serve.sampling import Sampling
 
 
 class Wanted(NamedTuple):

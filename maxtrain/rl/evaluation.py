@@ -12,6 +12,9 @@ from jaxtyping import Bool
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.generation import Generation
+from maxtrain.inference.sampling import Sampling
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample, as_text
 from maxtrain.parallel.agreement import raise_together
@@ -22,9 +25,6 @@ from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores, require_rewards
 from maxtrain.rl.sampler import stop_ids
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.generation import Generation
-from maxtrain.serve.sampling import Sampling
 
 # By which sets of prompts are judged: a higher one is better.
 REWARD = "reward"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader.loader import TrainingData
 from maxtrain import failpoints
 from maxtrain.config.schema import GrpoConfig, PpoConfig
 from maxtrain.observe.progress import Progress
@@ -32,7 +32,7 @@ from maxtrain.rl.rewarder import Counted, Rewarder, joined
 from maxtrain.rl.rewards.registry import Scores, failures, require_rewards
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
-from maxtrain.training.state import TrainState
+from maxtrain.train_step.state import TrainState
 
 
 class Begun(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.loader import EvaluationData, TrainingData
+from data_pipeline.base.errors import ConfigError, UserError
+from data_pipeline.loader.loader import EvaluationData, TrainingData
 from data_pipeline.shards import TokenShards
 from data_pipeline.sources.prompts import PROMPT
 from maxtrain.parallel.agreement import raise_together

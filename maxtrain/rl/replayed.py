@@ -3,14 +3,14 @@ the same ones."""
 
 from collections.abc import Callable, Iterator
 
-from data_pipeline.errors import DataError
-from data_pipeline.loader import HostBatch
+from data_pipeline.base.errors import DataError
+from data_pipeline.loader.loader import HostBatch
 from maxtrain.objectives.objective import Batch
 from maxtrain.rl.maker import Begun
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.rollouts import RolloutParts, weights_of
 from maxtrain.rl.store import RolloutStore
-from maxtrain.training.state import TrainState
+from maxtrain.train_step.state import TrainState
 
 # What differs where a rollout was scored by other weights.
 WEIGHTS = "weights"

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
+from maxtrain.inference.text import decode_new
 from maxtrain.rl.completions import Completion
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rewards.registry import RewardSet, Scores
 from maxtrain.rl.rewards.verify import WARM_UP
 from maxtrain.rl.rewards.workers import RewardWorkers
-from maxtrain.serve.text import decode_new
 
 # Completions whose rewards are computed by so many processes at once.
 _MOST_WORKERS = 8

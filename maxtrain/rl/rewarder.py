@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data_pipeline import strict_json
+from data_pipeline.base import strict_json
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import GrpoConfig
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from data_pipeline import strict_json
+from data_pipeline.base import strict_json
 from data_pipeline.shards import write_atomic
 
 # The folder below that of the run.

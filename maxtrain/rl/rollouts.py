@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from data_pipeline.loader import HostBatch, TrainingData
+from data_pipeline.loader.loader import HostBatch, TrainingData
 from maxtrain import failpoints
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import require_settings
@@ -37,7 +37,7 @@ from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.sampler import Sampler, stop_ids
 from maxtrain.rl.store import RolloutStore
 from maxtrain.rl.unrewarded import UnrewardedMaker
-from maxtrain.training.state import TrainState, policy_variables
+from maxtrain.train_step.state import TrainState, policy_variables
 
 
 class RolloutParts:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.balance import RowPlaces, balance_rows
-from data_pipeline.bins import best_fit
+from data_pipeline.loader.balance import RowPlaces, balance_rows
+from data_pipeline.plan.document_packing import best_fit
 from maxtrain.objectives.grpo import (
     ADVANTAGES,
     IS_FIRST,
@@ -72,7 +72,7 @@ def count_rows(least: int, unit: int) -> int:
 def batch_arrays(
     rollout: Rollout, shape: Shape, is_first: bool
 ) -> tuple[dict[str, np.ndarray], Places]:
-    """The arrays of a batch [B, T], as data_pipeline.loader.HostBatch and objectives/grpo.py have
+    """The arrays of a batch [B, T], as data_pipeline.loader.loader.HostBatch and objectives/grpo.py have
     them.
 
     Args:

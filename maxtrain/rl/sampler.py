@@ -31,10 +31,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, UInt32
 
-from data_pipeline.errors import ConfigError, DivergedError
+from data_pipeline.base.errors import ConfigError, DivergedError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain import failpoints
 from maxtrain.config.rollouts import RolloutSettings
+from maxtrain.inference.chat import Chat
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling, row_keys, token_keys
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import DRAWN, OLD, REFERENCE_LOG_PROBS, VALUES, scored
 from maxtrain.objectives.objective import POLICY, Batch
@@ -46,11 +49,8 @@ from maxtrain.rl.batches import COMPLETION, NUMBER, RolloutBatches
 from maxtrain.rl.completions import Completion, Manner, Wanted, complete
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rollout import Rollout
-from maxtrain.serve.chat import Chat
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling, row_keys, token_keys
-from maxtrain.training.partition import models_from
-from maxtrain.training.state import TrainState, policy_variables
+from maxtrain.train_step.state import TrainState, policy_variables
+from maxtrain.train_step.trainable import models_from
 
 
 class Sampler:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from data_pipeline.errors import TryAgainError, UserError
+from data_pipeline.base.errors import TryAgainError, UserError
 from maxtrain.parallel.agreement import from_first, gather, raise_together
 from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, Rollout, from_bytes, read_file
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader.loader import TrainingData
 from maxtrain.config.rollouts import RolloutSettings
+from maxtrain.inference.text import decode_new
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
 from maxtrain.rl.maker import Begun, length_numbers
 from maxtrain.rl.prompts import prompts_of, read_together
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
-from maxtrain.serve.text import decode_new
-from maxtrain.training.state import TrainState
+from maxtrain.train_step.state import TrainState
 
 
 class UnrewardedMaker:

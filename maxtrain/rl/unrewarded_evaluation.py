@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.rollouts import RolloutSettings
+from maxtrain.inference.text import decode_new
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.samples import Sample, as_text
@@ -19,7 +20,6 @@ from maxtrain.rl.prompts import Prompt, read_together
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.rows import Shape, batch_arrays
 from maxtrain.rl.sampler import as_sampled, stop_ids
-from maxtrain.serve.text import decode_new
 
 
 class Completions(NamedTuple):

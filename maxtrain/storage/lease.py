@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.errors import LockedError, StorageError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import LockedError, StorageError
+from data_pipeline.base.remote import RemotePath
 
 FOLDER = "lock"
 # Seconds without a sign of life after which a holder is taken for dead.

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import LockedError, StorageError
+from data_pipeline.base.errors import LockedError, StorageError
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.checkpoint.rollback import Rollback
+from maxtrain.checkpoint.run_state import RunState
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import has_records
-from maxtrain.run_state import RunState
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from data_pipeline.remote import Found, RemotePath
+from data_pipeline.base.remote import Found, RemotePath
 from maxtrain.checkpoint import at_url
 from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.storage.records import pull_records, require_copy_of

@@ -8,8 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from data_pipeline.errors import UsageError
-from data_pipeline.remote import Found, RemotePath, is_url
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.remote import Found, RemotePath, is_url
 from maxtrain.storage.pulling import pull
 
 # A run, or its checkpoints or one of them.

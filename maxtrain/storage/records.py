@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json
-from data_pipeline.errors import StorageError
-from data_pipeline.inner_names import require_inside, require_no_way_out, why_outside
-from data_pipeline.remote import Found, RemotePath
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.inner_names import require_inside, require_no_way_out, why_outside
+from data_pipeline.base.remote import Found, RemotePath
 from data_pipeline.shards import write_atomic
 
 INTERVAL = 60.0

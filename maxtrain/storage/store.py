@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data_pipeline.errors import StorageError, TryAgainError
-from data_pipeline.remote import Found, RemotePath
+from data_pipeline.base.errors import StorageError, TryAgainError
+from data_pipeline.base.remote import Found, RemotePath
 from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.observe.lock import RunLock

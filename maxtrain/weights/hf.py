@@ -23,10 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from data_pipeline.errors import ConfigError, DataError, UsageError
-from data_pipeline.inner_names import is_file_name
+from data_pipeline.base.errors import ConfigError, DataError, UsageError
+from data_pipeline.base.inner_names import is_file_name
 from maxtrain.checkpoint.listing import aligned
-from maxtrain.checkpoint.plain import aligned_empty
+from maxtrain.checkpoint.zarr_reader import aligned_empty
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.config.sections.model import unread_rope_keys
 from maxtrain.config.values import section_leaves
@@ -41,6 +41,7 @@ from maxtrain.models.families.directory import (
     stored_as,
 )
 from maxtrain.models.families.family import HEAD, Family
+from maxtrain.models.hf_mapping import Entry, LazyArray, Part, Shape, everything
 from maxtrain.models.quantized import (
     SCALES,
     StoredKernel,
@@ -52,8 +53,7 @@ from maxtrain.models.specs import MlpSpec, head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import Entry, LazyArray, Part, Shape, everything
+from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import (
     DTYPES,

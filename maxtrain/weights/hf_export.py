@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DataError, UserError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import DataError, UserError
+from data_pipeline.base.remote import RemotePath
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
 from data_pipeline.tokenizer import (
     CARRIED,
@@ -38,11 +38,11 @@ from data_pipeline.tokenizer import (
     tokenizer_path,
 )
 from maxtrain.config.schema import ModelConfig
+from maxtrain.inference.chat import Chat, ends_of_generation
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
+from maxtrain.models.hf_mapping import Entry, LazyArray, Part, tensors_in_order
 from maxtrain.ops.digest import leaf_names
-from maxtrain.serve.chat import Chat, ends_of_generation
-from maxtrain.weights.codec import Entry, LazyArray, Part, tensors_in_order
 from maxtrain.weights.memory_order import in_c_order
 
 # What a file calls a type.

@@ -24,19 +24,14 @@ from flax import nnx
 from jaxtyping import Array
 from safetensors.numpy import save
 
-from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.base.errors import ConfigError, DataError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import LoraConfig, MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, read_json
-from maxtrain.models.many_adapters import AdapterSet
-from maxtrain.models.specs import MoeSpec
-from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.optimizer import paths
-from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import (
+from maxtrain.models.hf_mapping import (
     Entry,
     Flatten,
     LazyArray,
@@ -46,6 +41,11 @@ from maxtrain.weights.codec import (
     everything,
     in_memory,
 )
+from maxtrain.models.multi_lora import AdapterSet
+from maxtrain.models.specs import MoeSpec
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.hf import FileNames, open_files
 from maxtrain.weights.peft_experts import Joined, join_experts, names_there, split_experts
 from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 
 # By this pattern, which is PEFT's, adapter_config.json has another rank and alpha for gate and up.
 GATE_AND_UP = r".*\.gate_up_proj"

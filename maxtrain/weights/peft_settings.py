@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.base.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import LoraConfig
 from maxtrain.config.values import section_leaves
 from maxtrain.models.families.directory import read_json

@@ -15,18 +15,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from data_pipeline import strict_yaml
-from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
-from data_pipeline.hub import download_hint
-from data_pipeline.one_tokenizer import tokenizer_of_data
-from data_pipeline.remote import is_url
+from data_pipeline.base import strict_yaml
+from data_pipeline.base.errors import ConfigError, DamagedError, StorageError, UserError
+from data_pipeline.base.hub import download_hint
+from data_pipeline.base.remote import is_url
+from data_pipeline.loader.one_tokenizer import tokenizer_of_data
 from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, load_tokenizer
 from maxtrain.checkpoint.at_url import url_of
-from maxtrain.checkpoint.frozen import all_arrays
+from maxtrain.checkpoint.frozen_params import all_arrays
 from maxtrain.checkpoint.integrity import survey
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.run_state import RunState, config_of
 from maxtrain.config.schema import CheckpointConfig, LoraConfig, ModelConfig, PrecisionConfig
 from maxtrain.config.sections.checkpoint import fork_source
 from maxtrain.config.words import show
@@ -42,11 +43,10 @@ from maxtrain.models.quantized import (
 )
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
-from maxtrain.run_state import RunState, config_of
 from maxtrain.storage.reading import readable_model
-from maxtrain.training.optimizer import paths
-from maxtrain.training.partition import join, split_buffers
-from maxtrain.training.state import abstract_model
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import abstract_model
+from maxtrain.train_step.trainable import join, split_buffers
 from maxtrain.weights.hf import differing_keys, load_weights, stored_dtype
 from maxtrain.weights.peft import read_adapters
 from maxtrain.weights.peft_settings import dropout_note, require_same_settings

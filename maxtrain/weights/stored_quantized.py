@@ -22,10 +22,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.models.families.directory import AGAIN
 from maxtrain.models.families.quantization import Quantization
-from maxtrain.weights.codec import Part
+from maxtrain.models.hf_mapping import Part
 from maxtrain.weights.memory_order import copy_numbers
 from maxtrain.weights.tensor_file import DTYPES, StoredTensor, stored_numbers
 

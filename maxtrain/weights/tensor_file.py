@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from data_pipeline import strict_json
-from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import DataError, blame_storage
 from maxtrain.models.families.directory import AGAIN
-from maxtrain.weights.codec import Part, Shape
+from maxtrain.models.hf_mapping import Part, Shape
 from maxtrain.weights.memory_order import copy_numbers
 
 # Types of the format by what a file calls them.

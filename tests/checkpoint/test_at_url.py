@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.faulty_s3 import Fault, flipped
-from data_pipeline.errors import DamagedError, StorageError
-from data_pipeline.remote import RemotePath
-from maxtrain.checkpoint import at_url, copying, damage, manager
+from data_pipeline.base.errors import DamagedError, StorageError
+from data_pipeline.base.remote import RemotePath
+from maxtrain.checkpoint import at_url, copying, manager, quarantine
 from maxtrain.checkpoint.integrity import (
     FORMAT,
     defect,
@@ -124,9 +124,9 @@ def test_damage_on_the_disk_of_another_host_is_no_damage_at_the_url(
     bring()
     here = tmp_path / "here" / "00000003"
     monkeypatch.setattr(
-        damage, "gather", lambda mine: [mine | {"damaged": is_bad} for is_bad in hosts]
+        quarantine, "gather", lambda mine: [mine | {"damaged": is_bad} for is_bad in hosts]
     )
-    damage.put_aside(DamagedError(here, "arrays"))
+    quarantine.put_aside(DamagedError(here, "arrays"))
     assert ("are fetched again" in capsys.readouterr().err) == any(hosts)
     assert (step / "commit.json").exists() == any(hosts)
     assert not (here / ARRAY).exists()

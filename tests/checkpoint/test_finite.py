@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DamagedError, TryAgainError
+from data_pipeline.base.errors import DamagedError, TryAgainError
 from maxtrain.checkpoint.copying import copy_step
 from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.integrity import encode_commit, hash_files, read_commit
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoints import main
+from maxtrain.commands.checkpoint import main
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 from maxtrain.ops.finite import compiler_of_finite, non_finite_names

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DamagedError
+from data_pipeline.base.errors import ConfigError, DamagedError
 from maxtrain.checkpoint import formats, integrity, manager, writing
 from maxtrain.checkpoint.formats import MIGRATIONS, migrate, rename_arrays
 from maxtrain.checkpoint.integrity import FORMAT, defect, encode_commit, read_commit

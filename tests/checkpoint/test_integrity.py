@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint import integrity, listing, plain, reading
+from data_pipeline.base.errors import DamagedError, StorageError
+from maxtrain.checkpoint import integrity, listing, reading, zarr_reader
 from maxtrain.checkpoint.copying import remove_step
-from maxtrain.checkpoint.damage import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.integrity import (
     encode_commit,
     find_damage,
@@ -28,7 +27,8 @@ from maxtrain.checkpoint.integrity import (
 )
 from maxtrain.checkpoint.listing import latest_record, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoint.plain import read_plain
+from maxtrain.checkpoint.quarantine import put_aside, put_aside_incomplete
+from maxtrain.checkpoint.zarr_reader import read_plain
 from maxtrain.config.schema import CheckpointConfig
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)
@@ -108,8 +108,8 @@ def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
     """Without the hashes of files: what the array store reads is what was saved, or an error."""
     for module, name in (
         (reading, "find_damage"),
-        (plain, "find_damage"),
-        (plain, "describe_damage"),
+        (zarr_reader, "find_damage"),
+        (zarr_reader, "describe_damage"),
     ):
         monkeypatch.setattr(module, name, lambda *args: "")
     largest = max(

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faulty_s3 import flipped
-from data_pipeline.errors import DamagedError, StorageError
-from data_pipeline.remote import RemotePath
-from maxtrain.checkpoint import damage
+from data_pipeline.base.errors import DamagedError, StorageError
+from data_pipeline.base.remote import RemotePath
+from maxtrain.checkpoint import quarantine
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.orbax_files import copies_are_complete
-from maxtrain.checkpoint.whole import Held, Whole, what_is_missing, whole_steps
+from maxtrain.checkpoint.quorum import Held, Whole, what_is_missing, whole_steps
+from maxtrain.checkpoint.run_state import RecorderState, RunState
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import MetricsLog
-from maxtrain.run_state import RecorderState, RunState
 from maxtrain.storage.local import open_local, why_not
 
 HOSTS = ["ann", "bob", "cat"]
@@ -170,7 +170,7 @@ def test_what_is_damaged_is_noticed_and_passed_over(saves, capsys):
     saves.begin()
     with pytest.raises(DamagedError) as raised:
         saves.newest()
-    damage.put_aside(raised.value)
+    quarantine.put_aside(raised.value)
     assert "the run goes on without it" in capsys.readouterr().err
     saves.begin()
     assert saves.newest() == 4

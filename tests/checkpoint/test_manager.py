@@ -26,8 +26,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import ConfigError, StorageError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import ConfigError, StorageError
+from data_pipeline.base.remote import RemotePath
 from maxtrain.checkpoint import copying, manager, writing
 from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config import load_config
 
 FIXED = {

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
+from maxtrain.checkpoint.run_state import RunState
 from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import Hardware, choose
 from maxtrain.config.problems import problems_of
 from maxtrain.parallel.hardware import hardware_of
-from maxtrain.run_state import RunState
 
 CPU = Hardware("cpu", "CPUs")
 V5P = Hardware("tpu", "TPU v5")

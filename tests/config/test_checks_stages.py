@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.across.pipeline import alike_layers, pipeline_problems
 from maxtrain.config.schema import PipelineConfig
-from maxtrain.job import objective_of
 from maxtrain.models.families import FAMILIES
 from maxtrain.objectives.objective import POLICY
+from maxtrain.trainer.job import objective_of
 from tests.config.checking import check_problem, load
 
 # Layers that are all alike, that follow others, and that take turns.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config import load_config, to_yaml
 
 

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from data_pipeline.errors import ConfigError, UsageError
+from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.config import keys, load_config
 from maxtrain.config.foreign import FOREIGN, FOREIGN_VALUES
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.config import keys
 from maxtrain.config.help import help_text
 from maxtrain.config.schema import RunConfig

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.base.errors import ConfigError, UserError
 from maxtrain import cli
 from maxtrain.config import default_config, from_command_line, keys, load_config
 from maxtrain.config.environment import check_environment
@@ -137,7 +137,7 @@ def test_exit_in_a_file_is_no_success_of_a_command(tmp_path, verb):
 @pytest.mark.every_dose
 @pytest.mark.parametrize(
     "command",
-    [["maxtrain.train"], ["maxtrain.cli", "train"], ["maxtrain.cli", "plan"], ["maxtrain.probe"],
+    [["maxtrain.train"], ["maxtrain.cli", "train"], ["maxtrain.cli", "plan"], ["maxtrain", "probe"],
      ["maxtrain.cli", "supervise", "--", "maxtrain", "train"]],
     ids=lambda words: words[1] if len(words) > 1 else words[0],
 )  # fmt: skip

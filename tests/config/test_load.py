@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.base.errors import ConfigError, UsageError
 from data_pipeline.config import SourceConfig, StageConfig
-from data_pipeline.errors import ConfigError, UsageError
 from maxtrain.config import (
     RunConfig,
     default_config,
@@ -22,7 +22,7 @@ from maxtrain.config import (
     to_yaml,
 )
 from maxtrain.config.load import load_with_notes
-from tests.shared import half_a_second, timed
+from tests.support.shared import half_a_second, timed
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError
+from data_pipeline.base.errors import ConfigError, DataError, StorageError, UsageError
 from maxtrain.config.load import Models, NamedModel, load_config, load_with_notes
 from maxtrain.config.schema import DataConfig
 

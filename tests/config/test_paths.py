@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config import load_config, to_yaml
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_keys

@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from maxtrain.config import RunConfig, fit_to_devices, load_config, to_yaml
-from maxtrain.job import make_parts
 from maxtrain.models.families import PRESETS
 from maxtrain.models.families.directory import free_keys
 from maxtrain.models.known import MODELS
-from maxtrain.step_memory import StepMemory
-from tests.shared import in_time
+from maxtrain.trainer.abstract_step import StepMemory
+from maxtrain.trainer.job import make_parts
+from tests.support.shared import in_time
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 

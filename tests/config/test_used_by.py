@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config import RunConfig, keys
 from maxtrain.config.help import help_text
-from maxtrain.config.idle import idle_among, idle_keys, readers_in_words
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import PieceConfig
+from maxtrain.config.unused_keys import idle_among, idle_keys, readers_in_words
 
 DECLARED = [key for key in keys.all_keys() if key.used_by]
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config import from_command_line, load_config, to_yaml
 from maxtrain.config.across.steps import fit_warmup, shortened
 from maxtrain.config.load import load_with_notes

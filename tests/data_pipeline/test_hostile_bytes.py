@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 
 TEXTS = [f"document {n} é 東 \n" * (n % 5 + 1) for n in range(12)]

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.shards import Manifest
 from data_pipeline.tokenizer import (
     ByteTokenizer,

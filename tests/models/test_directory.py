@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 from maxtrain.config.schema import LatentConfig, ModelConfig, MoeConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import (

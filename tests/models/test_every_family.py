@@ -14,13 +14,13 @@ from benchmarks.families import (
 from maxtrain.config.schema import RoutingConfig
 from maxtrain.config.sections.model import FULL_ATTENTION, SLIDING_ATTENTION
 from maxtrain.models.families.directory import read_config
-from tests.shared import PARITY_CASES
+from tests.support.shared import PARITY_CASES
 
 # One of each kind whose programs compile in two or three seconds: rotary, windows, learned positions.
 ATTENTIONS = ("llama3", "mistral", "gpt2")
 # Layers that take turns.
 STACKS = ("gemma2",)
-# Runs of models with experts are resumed in tests/test_expert_runs.py.
+# Runs of models with experts are resumed in tests/runs/test_expert_runs.py.
 RESUMED = ("llama3", "gemma3")
 # Cases that differ from others in what matters elsewhere.
 ALIKE = ("llama_tied_mha", "qwen3_moe_unnormalised")

@@ -8,12 +8,12 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import LatentConfig, MeshConfig, MoeConfig, RoutingConfig
-from maxtrain.generate import generate
+from maxtrain.inference.complete import generate
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.state import abstract_model
-from maxtrain.training.step import gradients
+from maxtrain.train_step.state import abstract_model
+from maxtrain.train_step.step import gradients
 from tests.models.test_moe import EXACT, assert_same_gradients, batch_of, grads_of, tiny
 
 FAMILIES = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import (
     InitConfig,
     LoraConfig,
@@ -20,6 +20,8 @@ from maxtrain.config.schema import (
     RegularizationConfig,
     TrainConfig,
 )
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling
 from maxtrain.models.adapt import split_adapters, with_magnitudes
 from maxtrain.models.context import Noise
 from maxtrain.models.families.directory import read_config
@@ -30,11 +32,9 @@ from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.ops.dot import Recipe
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling
-from maxtrain.training.optimizer import paths
-from maxtrain.training.partition import frozen_paths, split
-from maxtrain.training.state import abstract_model, shardings
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import abstract_model, shardings
+from maxtrain.train_step.trainable import frozen_paths, split
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 EXACT = PrecisionConfig(compute="float32")

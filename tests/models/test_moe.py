@@ -18,7 +18,7 @@ from maxtrain.config.schema import (
     RegularizationConfig,
     RoutingConfig,
 )
-from maxtrain.generate import generate
+from maxtrain.inference.complete import generate
 from maxtrain.models.context import Noise
 from maxtrain.models.cost import product_weights, token_flops
 from maxtrain.models.moe import EvenOut, load_numbers
@@ -29,7 +29,7 @@ from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.step import gradients
+from maxtrain.train_step.step import gradients
 
 EXACT = PrecisionConfig(compute="float32")
 B, T, V = 8, 24, 61

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.families import PARITY, repeated
-from data_pipeline.errors import ConfigError
-from data_pipeline.packing import VALUE
+from data_pipeline.base.errors import ConfigError
+from data_pipeline.loader.packing import VALUE
 from maxtrain.config import RunConfig, load_config
 from maxtrain.config.across.pipeline import pipeline_problems
 from maxtrain.config.schema import (
@@ -30,7 +30,6 @@ from maxtrain.config.schema import (
     RoutingConfig,
 )
 from maxtrain.config.sections.mesh import axes_of
-from maxtrain.frozen_model import FrozenModel
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.pipeline import Form, micro_batches_of
 from maxtrain.objectives.dpo import dpo
@@ -41,11 +40,12 @@ from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.hardware import hardware_of
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.topologies import compiler_warnings
-from maxtrain.step_memory import StepPrograms
-from maxtrain.training.optimizer import paths
-from maxtrain.training.partition import models_from, split
-from maxtrain.training.state import abstract_model, split_buffers
-from maxtrain.training.step import gradients, row_keys
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import abstract_model, split_buffers
+from maxtrain.train_step.step import gradients, row_keys
+from maxtrain.train_step.trainable import models_from, split
+from maxtrain.trainer.abstract_step import StepPrograms
+from maxtrain.trainer.reference_model import FrozenModel
 
 B = 8
 T = 16

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import (
     LoraConfig,
     MeshConfig,
@@ -22,7 +22,8 @@ from maxtrain.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from maxtrain.job import make_parts
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.cost import product_weights
 from maxtrain.models.families.directory import read_config
@@ -33,12 +34,11 @@ from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.quantized import Quantized
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling
-from maxtrain.training.optimizer import paths
-from maxtrain.training.partition import frozen_paths
-from maxtrain.training.state import abstract_model, policy_params, shardings, trained_summary
-from tests.tiny import optax_dtypes
+from maxtrain.train_step.optimizer import paths
+from maxtrain.train_step.state import abstract_model, policy_params, shardings, trained_summary
+from maxtrain.train_step.trainable import frozen_paths
+from maxtrain.trainer.job import make_parts
+from tests.support.tiny import optax_dtypes
 
 __all__ = ["optax_dtypes"]
 PARITY = Path(__file__).parents[1] / "data" / "parity"

@@ -8,7 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.load import load_config
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import LatentConfig, ModelConfig, PrecisionConfig, RunConfig

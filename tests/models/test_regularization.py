@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import (
     LoraConfig,
     MeshConfig,
@@ -28,9 +28,9 @@ from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
-from maxtrain.training.evaluate import make_eval_step
-from maxtrain.training.partition import models_from
-from maxtrain.training.step import gradients, row_keys
+from maxtrain.train_step.evaluate import make_eval_step
+from maxtrain.train_step.step import gradients, row_keys
+from maxtrain.train_step.trainable import models_from
 
 EXACT = PrecisionConfig(params="float32", compute="float32")
 MODEL = ModelConfig(

@@ -23,7 +23,8 @@ from maxtrain.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from maxtrain.job import make_parts
+from maxtrain.inference.engine import Engine
+from maxtrain.inference.sampling import Sampling
 from maxtrain.models.context import Noise
 from maxtrain.models.cost import stack_flops
 from maxtrain.models.decoder import Decoder
@@ -40,12 +41,11 @@ from maxtrain.models.specs import (
 )
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.serve.engine import Engine
-from maxtrain.serve.sampling import Sampling
-from maxtrain.training.norms import norm_names
-from maxtrain.training.optimizer import make_optimizer, paths
-from maxtrain.training.partition import frozen_paths, split
-from maxtrain.training.state import changing_part, constant_part, policy_variables, saved_part
+from maxtrain.train_step.norms import norm_names
+from maxtrain.train_step.optimizer import make_optimizer, paths
+from maxtrain.train_step.state import changing_part, constant_part, policy_variables, saved_part
+from maxtrain.train_step.trainable import frozen_paths, split
+from maxtrain.trainer.job import make_parts
 
 MODEL = ModelConfig(
     vocab_size=40,

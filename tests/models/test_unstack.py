@@ -12,7 +12,7 @@ from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import products, split_adapters
 from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
-from maxtrain.training.partition import join
+from maxtrain.train_step.trainable import join
 from maxtrain.weights.hf import load_pretrained
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"

@@ -1,5 +1,5 @@
 """The small model and its batches, for tests of objectives."""
 
-from tests.tiny import optax_dtypes, tiny
+from tests.support.tiny import optax_dtypes, tiny
 
 __all__ = ["optax_dtypes", "tiny"]

@@ -13,8 +13,8 @@ from maxtrain.config.schema import LossConfig
 from maxtrain.objectives.adversarial import adversarial, worst_offset
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.training.partition import models_from
-from maxtrain.training.step import gradients
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 RADIUS, PLAIN = 0.5, next_token()

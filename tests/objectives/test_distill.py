@@ -14,11 +14,11 @@ from maxtrain.models.registry import build_model
 from maxtrain.objectives.distill import TEACHER, distill
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_model, shardings, with_frozen
-from maxtrain.training.step import make_train_step
+from maxtrain.train_step.evaluate import evaluate, make_eval_step
+from maxtrain.train_step.optimizer import make_optimizer
+from maxtrain.train_step.schedule import make_schedule
+from maxtrain.train_step.state import abstract_model, shardings, with_frozen
+from maxtrain.train_step.step import make_train_step
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 TEMPERATURE, WEIGHT = 2.0, 0.7

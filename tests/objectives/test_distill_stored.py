@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from data_pipeline.teacher_files import IDS, LOG_PROBS, TAIL
+from data_pipeline.shards.teacher_logits import IDS, LOG_PROBS, TAIL
 from maxtrain.config.schema import DistillConfig
 from maxtrain.objectives.distill import TEACHER, distill
 from maxtrain.objectives.distill_stored import distill_stored

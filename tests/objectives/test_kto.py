@@ -11,8 +11,8 @@ from flax import nnx
 from maxtrain.config.schema import DpoConfig
 from maxtrain.objectives.kto import VALUE, kto
 from maxtrain.objectives.objective import POLICY, REFERENCE
-from maxtrain.training.partition import models_from
-from maxtrain.training.step import gradients
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
 from tests.objectives.test_dpo import answer, by_hand, models, rows_of
 
 __all__ = ["models"]

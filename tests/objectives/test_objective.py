@@ -26,8 +26,8 @@ from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
-from maxtrain.training.partition import models_from
-from maxtrain.training.step import gradients
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
 
 
 @pytest.mark.every_dose

@@ -14,8 +14,8 @@ from maxtrain.config.schema import RewardConfig
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY
 from maxtrain.objectives.reward import reward
-from maxtrain.training.partition import models_from
-from maxtrain.training.step import gradients
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
 from tests.objectives.test_dpo import pairs, rows_of
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")

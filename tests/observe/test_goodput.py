@@ -3,7 +3,7 @@ again do not count."""
 
 import pytest
 
-from data_pipeline.errors import StorageError
+from data_pipeline.base.errors import StorageError
 from maxtrain.observe.goodput import Ledger, goodput, read_clock
 from maxtrain.observe.metrics import Stopwatch
 

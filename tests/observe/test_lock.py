@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import LockedError, StorageError
+from data_pipeline.base.errors import LockedError, StorageError
 from maxtrain.observe import lock
 from maxtrain.observe.lock import RunLock, holder
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.observe.metrics import (
     MetricsLog,
     Stopwatch,

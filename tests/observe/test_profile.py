@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.load import load_config
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.profile import Steps, StepTrace, traced_steps
-from maxtrain.train import main
+from maxtrain.trainer.loop import main
 
 
 def events(folder):

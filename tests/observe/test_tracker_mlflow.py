@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig, TrackingConfig
 from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import RunInfo

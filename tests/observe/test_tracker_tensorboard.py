@@ -7,7 +7,7 @@ import sys
 import pytest
 from tensorboardX.proto import event_pb2
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import RunInfo

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DivergedError, TryAgainError, UsageError
+from data_pipeline.base.errors import DivergedError, TryAgainError, UsageError
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers, tracker_problems
 from maxtrain.observe import tracking

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.ops.attention import attention
 from maxtrain.ops.attention.flash import flash_attention
 from maxtrain.ops.attention.mask import Mask

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, UsageError
+from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.config.across.attention_choice import Hardware
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops import tokamax as adapter

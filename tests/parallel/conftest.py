@@ -1,5 +1,5 @@
 """The dtypes of updates, for tests of steps on meshes."""
 
-from tests.tiny import optax_dtypes
+from tests.support.tiny import optax_dtypes
 
 __all__ = ["optax_dtypes"]

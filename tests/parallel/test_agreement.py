@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from data_pipeline.errors import LostProcessError, StorageError
+from data_pipeline.base.errors import LostProcessError, StorageError
 from maxtrain.checkpoint.listing import as_storage_error
 from maxtrain.parallel import agreement
 from maxtrain.parallel.agreement import (
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
 import jax
-from data_pipeline.errors import UserError
+from data_pipeline.base.errors import UserError
 import numpy as np
 from maxtrain.parallel.agreement import await_first, from_first, from_one, gather, require_agreement
 from maxtrain.parallel.agreement import forget, tell_all

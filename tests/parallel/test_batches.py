@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel import batches
 from maxtrain.parallel.batches import BatchLayout, prefetch

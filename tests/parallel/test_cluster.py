@@ -9,7 +9,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.k8s_cluster import K8sCluster
 from jax._src.clusters.mpi4py_cluster import Mpi4pyCluster
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.parallel.cluster import Place, find_place, local_gpus
 
 SLURM = {

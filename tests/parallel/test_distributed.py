@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from data_pipeline.errors import ConfigError, LostProcessError
+from data_pipeline.base.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel import distributed as module
 from maxtrain.parallel.cluster import Place

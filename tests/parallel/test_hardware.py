@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.parallel import hardware
 from maxtrain.parallel.hardware import measure_matmul, peak_flops
 

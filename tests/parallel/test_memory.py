@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.parallel.memory import (
     available_memory,
     fewest,
@@ -19,7 +19,7 @@ from maxtrain.parallel.memory import (
     memory_limit,
     program_bytes,
 )
-from maxtrain.step_memory import StepMemory
+from maxtrain.trainer.abstract_step import StepMemory
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from data_pipeline.errors import ConfigError, TryAgainError, UserError
+from data_pipeline.base.errors import ConfigError, TryAgainError, UserError
 from maxtrain.parallel import lobby, rendezvous
 from maxtrain.parallel.rendezvous import meet
 

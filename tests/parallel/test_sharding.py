@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.mesh import AXES, make_mesh
 from maxtrain.parallel.sharding import (

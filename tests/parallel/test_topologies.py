@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.topologies import (
     GPUS,

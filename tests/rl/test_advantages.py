@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.advantages import (
     AGGREGATIONS,
     BASELINES,

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from benchmarks.additions import task
-from data_pipeline import prepare
-from maxtrain import teach
+from data_pipeline.prepare import command as prepare
+from maxtrain.commands.teach import command as teach
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.test_processes import Job
+from tests.runs.test_processes import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("this_process")]
 

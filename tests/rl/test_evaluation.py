@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import GrpoConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model
 from maxtrain.rl.evaluation import Answers, Asking
 from maxtrain.rl.reward_calls import Rewards
-from tests.shared import TINY_MODEL
+from tests.support.shared import TINY_MODEL
 
 TEXTS = ["ab", "b", "abc", "cab"]
 MOST = 6

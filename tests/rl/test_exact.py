@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks.additions import task
 from benchmarks.families import PARITY
-from data_pipeline import prepare
 from data_pipeline.config import DataConfig
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader.loader import TrainingData
+from data_pipeline.prepare import command as prepare
 from maxtrain.config import load_config
 from maxtrain.config.rollouts import require_settings
 from maxtrain.config.schema import (
@@ -28,7 +28,7 @@ from maxtrain.config.schema import (
     RoutingConfig,
     RunConfig,
 )
-from maxtrain.job import make_parts
+from maxtrain.inference.generation import Generation
 from maxtrain.models.families.directory import read_config
 from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch, read_metrics
@@ -38,11 +38,11 @@ from maxtrain.rl.completions import complete
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
-from maxtrain.serve.generation import Generation
-from maxtrain.train import main
-from maxtrain.training.partition import models_from
-from maxtrain.training.state import TrainState
-from maxtrain.training.step import gradients
+from maxtrain.train_step.state import TrainState
+from maxtrain.train_step.step import gradients
+from maxtrain.train_step.trainable import models_from
+from maxtrain.trainer.job import make_parts
+from maxtrain.trainer.loop import main
 
 STEPS = 4
 

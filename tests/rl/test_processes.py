@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from benchmarks.additions import task
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.test_processes import Job
+from tests.runs.test_processes import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 STEPS = 4

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from data_pipeline import prepare
+from data_pipeline.base.errors import ConfigError
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.errors import ConfigError
-from data_pipeline.loader import open_training
+from data_pipeline.loader.loader import open_training
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
 from maxtrain.rl.prompts import later_prompts, prompts_of, read_prompt, require_prompts

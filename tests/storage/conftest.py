@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.remote import RemotePath
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.faulty_s3 import Fault
-from data_pipeline import remote
-from data_pipeline.errors import StorageError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base import remote
+from data_pipeline.base.errors import StorageError
+from data_pipeline.base.remote import RemotePath
 
 # What a store says of objects whose ETag is no MD5: encrypted with other keys, or written in parts.
 NO_MD5 = (

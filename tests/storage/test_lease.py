@@ -7,8 +7,8 @@ import time
 import pytest
 
 from benchmarks.faulty_s3 import Fault, names_below
-from data_pipeline.errors import LockedError, StorageError
-from data_pipeline.remote import RemotePath
+from data_pipeline.base.errors import LockedError, StorageError
+from data_pipeline.base.remote import RemotePath
 from maxtrain.storage import lease
 from maxtrain.storage.lease import Lease
 
@@ -89,7 +89,7 @@ def test_a_store_without_conditions_is_refused(url, told, monkeypatch):
 
 
 def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(store, url, told, monkeypatch):
-    monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
+    monkeypatch.setattr("data_pipeline.base.remote._PAUSE", 0.01)
     taken = Lease(url, told.append)
     store.begin([Fault("GET /faulty/?", status=400, code="Odd", times=1)])
     taken.require()
@@ -106,7 +106,7 @@ def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(store, url, told, 
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(store, url, told, monkeypatch):
-    monkeypatch.setattr("data_pipeline.remote._PAUSE", 0.01)
+    monkeypatch.setattr("data_pipeline.base.remote._PAUSE", 0.01)
     lock = {"pattern": "GET .*/lock/.*", "flip": True}
     store.begin([Fault(**lock, times=2)])
     Lease(url, told.append).free()

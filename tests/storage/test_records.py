@@ -5,8 +5,8 @@ import os
 import pytest
 
 from benchmarks.faulty_s3 import Fault, names_below
-from data_pipeline.errors import DataError, LockedError, StorageError, UsageError
-from data_pipeline.remote import Found, RemotePath
+from data_pipeline.base.errors import DataError, LockedError, StorageError, UsageError
+from data_pipeline.base.remote import Found, RemotePath
 from maxtrain.storage import reading, records
 from maxtrain.storage.records import Records, is_record, pull_records, require_copy_of
 

@@ -19,26 +19,26 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from data_pipeline.chat import CHATML
-from data_pipeline.errors import DataError, StorageError, UsageError
+from data_pipeline.base.errors import DataError, StorageError, UsageError
+from data_pipeline.chat.chat import CHATML
 from data_pipeline.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
-from maxtrain import export_gguf as job
+from maxtrain.commands.export import gguf as job
+from maxtrain.commands.export.gguf import export_gguf
+from maxtrain.commands.verify import logits
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RopeConfig
 from maxtrain.config.sections.moe import MoeConfig
-from maxtrain.export_gguf import export_gguf
 from maxtrain.models import mlp
 from maxtrain.models.families import FAMILIES
+from maxtrain.models.hf_mapping import in_memory, tensors_in_order
 from maxtrain.models.registry import build_model
 from maxtrain.ops.digest import leaf_names
-from maxtrain.verify import logits
-from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.gguf import tensors as gguf_tensors
 from maxtrain.weights.gguf.architecture import ARCHITECTURES, describe
 from maxtrain.weights.gguf.file import QUANTS, plan_tensors, read_gguf, round_trip, write_gguf
 from maxtrain.weights.gguf.tensors import gguf_table
 from maxtrain.weights.gguf.tokenizer import Refused, describe_tokenizer
 from maxtrain.weights.hf_export import lazy_parameters
-from tests.llama_cpp import LlamaCpp
+from tests.support.llama_cpp import LlamaCpp
 
 PLAIN = ModelConfig(
     family="llama",

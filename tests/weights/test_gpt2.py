@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
-from maxtrain.export import export
-from maxtrain.generate import generate
+from maxtrain.commands.export.command import export
+from maxtrain.inference.complete import generate
 from maxtrain.models.families.directory import read_config
 from maxtrain.weights.hf import load_pretrained
 

@@ -17,17 +17,17 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.families import passed, reference_batch
-from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.base.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, PrecisionConfig, RopeConfig
-from maxtrain.generate import generate
+from maxtrain.inference.complete import generate
 from maxtrain.models.families import FAMILIES, llama
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.specs import RopeSpec
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.state import abstract_model
+from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights, tensor_files
 from maxtrain.weights.tensor_file import open_tensors
-from tests.shared import PARITY_CASES, in_time
+from tests.support.shared import PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]

@@ -15,16 +15,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.errors import ConfigError, DataError, UsageError
+from data_pipeline.base.errors import ConfigError, DataError, UsageError
+from maxtrain.commands.export.peft import export_adapters, require_base_as_it_was
 from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig, TrainConfig
-from maxtrain.export_adapters import export_adapters, require_base_as_it_was
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
+from maxtrain.models.hf_mapping import in_memory
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
-from maxtrain.training.optimizer import paths
-from maxtrain.weights.codec import in_memory
+from maxtrain.train_step.optimizer import paths
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.peft import read_adapters, read_set, write_adapters
 

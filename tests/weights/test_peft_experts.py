@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 from maxtrain.config.schema import LoraConfig
-from maxtrain.training.optimizer import paths
+from maxtrain.train_step.optimizer import paths
 from maxtrain.weights.peft import read_adapters, write_adapters
 from maxtrain.weights.peft_experts import join_experts, split_experts
 from tests.weights.test_peft import adapters_of, build, described

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
 from maxtrain.weights.hf import load_pretrained

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, DataError, StorageError
+from data_pipeline.base.errors import ConfigError, DataError, StorageError
 from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.run_state import RunState
 from maxtrain.config.load import to_yaml
 from maxtrain.config.schema import (
     CheckpointConfig,
@@ -29,8 +30,7 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.run_state import RunState
-from maxtrain.training.state import abstract_model
+from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.start import (
     changed_meaning,
     require_same_meaning,

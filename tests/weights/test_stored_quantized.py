@@ -18,15 +18,15 @@ import yaml
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain import cli
 from maxtrain.checkpoint.listing import read_step
+from maxtrain.commands.verify import logits, some_tokens
 from maxtrain.config.schema import MeshConfig
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.families.quantization import Quantization
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.verify import logits, some_tokens
 from maxtrain.weights.hf import load_pretrained, open_directory
 from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import Read, open_tensors, read_all, stored_numbers

@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain import cli
-from maxtrain.model_source import load_model
 from maxtrain.models.families import PRESETS
 from maxtrain.models.families.directory import model_named, read_config
+from maxtrain.trainer.saved_run import load_model
 from maxtrain.weights.hf import load_pretrained
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"

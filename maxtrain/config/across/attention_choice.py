@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.across.attention import dropout_problems, kernel_problems
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.kernels import ATTENTION, AUTO, Kernel, candidates

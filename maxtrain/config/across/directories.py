@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.remote import is_url
+from data_pipeline.base.remote import is_url
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.across.context import context_problems
 from maxtrain.config.across.experts import split_problems
 from maxtrain.config.across.pipeline import goes_row_by_row, pipeline_problems

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
-# As training/watch.py orders them.
+# As train_step/anomaly_state.py orders them.
 ANOMALIES = ("non_finite", "loss_spike", "grad_spike", "weight_drift", "dead", "diverging")
 SpikePolicy = Literal["off", "warn", "skip", "rollback", "stop"]
 # Without skip: skipping one step would not undo what earlier updates did.
@@ -22,7 +22,7 @@ _ROLLBACKS = {f"anomaly.{kind}": ("rollback",) for kind in ANOMALIES}
 
 @dataclasses.dataclass(frozen=True)
 class AnomalyConfig:
-    """What to do about each kind of anomaly, then limits. See training/watch.py.
+    """What to do about each kind of anomaly, then limits. See train_step/anomaly_state.py.
 
     off: not checked. warn: print a message. skip: the step changes nothing. rollback: go back to an
     earlier checkpoint, and leave these steps out. stop: save the state before the step, exit 70.

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
 _STEP = re.compile(r"[0-9]{1,18}")
 # A fork takes everything from its checkpoint, so nothing reads what a run begins with.

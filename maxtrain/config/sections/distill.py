@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from data_pipeline.config import DataConfig
-from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections import sampling
 
 _DISTILL = UsedBy(

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from data_pipeline.base.config_key import UsedBy, key
 from data_pipeline.config import DataConfig
-from data_pipeline.config_key import UsedBy, key
 
 _DPO = UsedBy(
     {"objective": ("dpo",)},

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from data_pipeline.config_key import key
+from data_pipeline.base.config_key import key
 
 
 @dataclasses.dataclass(frozen=True)

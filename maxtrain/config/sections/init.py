@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from data_pipeline.config import MAX_SEED
-from data_pipeline.config_key import AllBut, UsedBy, key
 
 # Distributions whose deviation is a key of its own.
 WITH_STD = ("truncated_normal", "normal")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config.limits import as_float32
 
 _ADAPTED = UsedBy(

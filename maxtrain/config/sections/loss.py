@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config.limits import as_float32
 from maxtrain.config.sections.moe import EXPERTS
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import key
+from data_pipeline.base.config_key import key
 from maxtrain.config.sections.rules import RulesConfig
 from maxtrain.config.words import choices
 

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
-from maxtrain.config.sections.kept import KeptConfig
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, RoutingConfig
 from maxtrain.config.sections.pipeline import PipelineConfig
+from maxtrain.config.sections.remat_names import KeptConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
 # The kinds of layers, as config.json at Hugging Face calls them: with model.window, and without.

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config.words import divisors, nearest
 
 # Families whose layers have experts.

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 from maxtrain.config.limits import as_float32
 from maxtrain.config.sections.loss import OF_NEXT_TOKEN
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
 _STAGED = UsedBy(
     {"mesh.stage": AllBut(1), "mesh.dcn_stage": AllBut(1)},

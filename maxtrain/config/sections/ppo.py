@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
 _PPO = UsedBy(
     {"objective": ("ppo",)},

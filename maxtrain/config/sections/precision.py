@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AllBut, UsedBy, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ _AUTO_SCALED = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleConfig:
-    """Scaling of the loss, so that small gradients survive float16; see training/loss_scale.py."""
+    """Scaling of the loss, so that small gradients survive float16; see train_step/loss_scale.py."""
 
     mode: Literal["auto", "none", "static", "dynamic"] = key(
         "auto", "auto: dynamic for precision.compute=float16, else none"

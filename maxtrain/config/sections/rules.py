@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import key
+from data_pipeline.base.config_key import key
 
 Axis = Literal["data", "stage", "fsdp", "context", "expert", "tensor"]
 

@@ -3,7 +3,7 @@ function declares one for a section; `used_by` is as of `key`."""
 
 from typing import Any
 
-from data_pipeline.config_key import UsedBy, key
+from data_pipeline.base.config_key import UsedBy, key
 
 
 def num_generations(default: int, help: str, *used_by: UsedBy) -> Any:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import AllBut, UsedBy, key
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,9 @@ class ScheduleConfig:
 
     name: Literal[
         "constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd", "pieces"
-    ] = key("cosine", "shape after warm-up, see training/schedule.py; wsd: warm-up, stable, decay")
+    ] = key(
+        "cosine", "shape after warm-up, see train_step/schedule.py; wsd: warm-up, stable, decay"
+    )
     warmup_steps: int = key(
         100, "steps of linear warm-up; a tenth of the run, if not set for it and too long", low=0
     )

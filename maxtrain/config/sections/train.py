@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from data_pipeline.config_key import key
+from data_pipeline.base.config_key import key
 
 
 @dataclasses.dataclass(frozen=True)

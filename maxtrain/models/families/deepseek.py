@@ -7,7 +7,7 @@ Sources: https://arxiv.org/abs/2405.04434; https://arxiv.org/abs/2412.19437.
 import dataclasses
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import LatentConfig, ModelConfig, MoeConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
@@ -20,6 +20,7 @@ from maxtrain.models.families.tables import (
     linear,
     norm,
 )
+from maxtrain.models.hf_mapping import Entry, Flatten, Join, Transpose
 from maxtrain.models.specs import (
     DecoderSpec,
     LatentSpec,
@@ -31,7 +32,6 @@ from maxtrain.models.specs import (
     expert_dim,
 )
 from maxtrain.ops.rope_scaling import yarn_scale
-from maxtrain.weights.codec import Entry, Flatten, Join, Transpose
 
 # Of its further layers, which predict more tokens ahead and are not read.
 _IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight|model\.layers\.61\..*"

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import strict_json, strict_yaml
-from data_pipeline.errors import DataError, UsageError
-from data_pipeline.hub import download_hint
-from data_pipeline.remote import RemotePath, is_url
+from data_pipeline.base import strict_json, strict_yaml
+from data_pipeline.base.errors import DataError, UsageError
+from data_pipeline.base.hub import download_hint
+from data_pipeline.base.remote import RemotePath, is_url
 from maxtrain.config.load import NamedModel
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.words import choices, show

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import ModelConfig, MoeConfig, RopeConfig
 from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.words import choices, show
+from maxtrain.models.hf_mapping import Entry, Flatten, Transpose
 from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
-from maxtrain.weights.codec import Entry, Flatten, Transpose
 
 # The head, in all families.
 HEAD = "lm_head.weight"

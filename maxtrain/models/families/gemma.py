@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.sections.model import (
     FULL_ATTENTION,
@@ -25,6 +25,7 @@ from maxtrain.models.families.layer_types import (
     windowed_stack,
 )
 from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.hf_mapping import Entry
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -33,7 +34,6 @@ from maxtrain.models.specs import (
     NormSpec,
     head_dim,
 )
-from maxtrain.weights.codec import Entry
 
 NORMS = {
     "attention_norm": "input_layernorm",

@@ -10,6 +10,7 @@ from typing import Any
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.tables import Place, places
+from maxtrain.models.hf_mapping import Entry, Flatten, Join, Ravel, Transpose
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -19,7 +20,6 @@ from maxtrain.models.specs import (
     StackSpec,
     head_dim,
 )
-from maxtrain.weights.codec import Entry, Flatten, Join, Ravel, Transpose
 
 # Files that were written before there was a class with a head have no prefix.
 _PREFIX = "transformer."

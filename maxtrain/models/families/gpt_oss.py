@@ -19,8 +19,8 @@ from maxtrain.models.families.tables import (
     decoder_table,
     linear,
 )
+from maxtrain.models.hf_mapping import Entry, Join, Permute
 from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
-from maxtrain.weights.codec import Entry, Join, Permute
 
 # Where a config.json says nothing of them.
 _ROPE = {

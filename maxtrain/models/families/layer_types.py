@@ -4,7 +4,7 @@ stack of layers that follows from it. No jax here."""
 import dataclasses
 from collections.abc import Sequence
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.sections.model import (
     FULL_ATTENTION,

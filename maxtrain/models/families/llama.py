@@ -18,6 +18,7 @@ from maxtrain.models.families.layer_types import (
     with_window,
 )
 from maxtrain.models.families.tables import ExpertNames, Place, decoder_table, expert_entries
+from maxtrain.models.hf_mapping import Entry
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -33,7 +34,6 @@ from maxtrain.models.specs import (
     head_dim,
 )
 from maxtrain.ops.rope_scaling import longrope_attention_factor, yarn_attention_factor
-from maxtrain.weights.codec import Entry
 
 
 def rope(

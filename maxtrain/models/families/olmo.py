@@ -10,8 +10,8 @@ from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.hf_mapping import Entry
 from maxtrain.models.specs import DecoderSpec, head_dim
-from maxtrain.weights.codec import Entry
 
 NORMS = {
     "attention_out_norm": "post_attention_layernorm",

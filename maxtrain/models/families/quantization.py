@@ -4,7 +4,7 @@ says in `quantization_config`. No jax here."""
 import dataclasses
 from typing import Any, Literal
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from maxtrain.config.words import show
 from maxtrain.models.families.family import Settings
 

@@ -18,8 +18,8 @@ from maxtrain.models.families.layer_types import (
     with_window,
 )
 from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.hf_mapping import Entry
 from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
-from maxtrain.weights.codec import Entry
 
 # The window, and a number of layers, of a config.json that does not say them.
 _WINDOW = 4096

@@ -4,8 +4,8 @@ of Llama. No jax here."""
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from maxtrain.models.hf_mapping import Entry, Flatten, Ravel, Stack, Step, Transpose
 from maxtrain.models.specs import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, StackSpec
-from maxtrain.weights.codec import Entry, Flatten, Ravel, Stack, Step, Transpose
 
 # The names there of our norms, in the order of the files. By the part of a layer that a norm
 # belongs to, families differ.

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import UsageError
-from data_pipeline.extras import load_package, require_package
-from data_pipeline.masking import is_masked, masked
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.extras import load_package, require_package
+from data_pipeline.base.masking import is_masked, masked
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.observe.samples import Sample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.observe.samples import Sample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import UsageError
-from data_pipeline.extras import load_package, require_package
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.extras import load_package, require_package
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.observe.samples import Sample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Key
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.ops.attention.all_to_all import all_to_all_attention
 from maxtrain.ops.attention.cudnn import cudnn_attention

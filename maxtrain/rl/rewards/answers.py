@@ -4,7 +4,7 @@ find 24 in `<reasoning>48/2=24</reasoning><answer>72</answer>`."""
 import re
 from collections.abc import Sequence
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.letters import plain
 
 # What is looked for, in this order; the first that is there has the answer.

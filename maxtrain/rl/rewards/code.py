@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.contract import OK, Batch, Scored, column_of
 from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.sandbox import confinement, forms, probe, runner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 
 # Of a value of a reward: it is a number, or None.
 OK = "ok"

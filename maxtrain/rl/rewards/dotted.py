@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 
 
 def is_dotted(name: str) -> bool:

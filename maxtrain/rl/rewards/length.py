@@ -1,7 +1,7 @@
 """Rewards of the number of tokens: `length`, which pulls everything to be shorter, and `overlong`,
 which only asks to end in time."""
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.contract import Reward
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.extras import load_package
+from data_pipeline.base.extras import load_package
 from maxtrain.rl.rewards.formula import NoFormulaError, to_latex
 from maxtrain.rl.rewards.guards import foreign_part
 from maxtrain.rl.rewards.no_programs import no_programs

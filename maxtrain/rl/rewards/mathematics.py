@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import verify
 from maxtrain.rl.rewards.answers import POLICY
 from maxtrain.rl.rewards.contract import Batch, Scored, column_of

@@ -4,7 +4,7 @@ pool, since an expression may take exponential time."""
 import re
 from collections.abc import Callable
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.contract import OK, Batch, Scored
 from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.workers import RewardWorkers

@@ -1,6 +1,6 @@
 """What rewards have in common that run in the processes of a pool."""
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.workers import RewardWorkers
 
 

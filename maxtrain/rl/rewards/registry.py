@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.rewards import gsm8k, unsloth_compat, user, workers
 from maxtrain.rl.rewards.code import code
 from maxtrain.rl.rewards.contract import INVALID, OK, Batch, Reward, Scored, checked

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.rewards.contract import OK, Batch, Scored, checked
 from maxtrain.rl.rewards.dotted import load_function
 from maxtrain.rl.rewards.pooled import required

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.extras import require_package
+from data_pipeline.base.errors import ConfigError
+from data_pipeline.base.extras import require_package
 from maxtrain.rl.rewards import math_check, workers
 from maxtrain.rl.rewards.answers import POLICY, extract
 from maxtrain.rl.rewards.guards import has_words, refusal

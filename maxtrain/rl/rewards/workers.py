@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from data_pipeline.bare_environment import bare_environment
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.bare_environment import bare_environment
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import worker_process
 
 OK = "ok"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.sections.model import layer_period, usual_period
 from maxtrain.config.words import choices

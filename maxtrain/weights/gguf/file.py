@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import zlib_ng.zlib_ng as zlib
 
-from data_pipeline.errors import DataError, StorageError, UsageError
-from data_pipeline.extras import load_package
-from maxtrain.weights.codec import LazyArray, Part, slices
+from data_pipeline.base.errors import DataError, StorageError, UsageError
+from data_pipeline.base.extras import load_package
+from maxtrain.models.hf_mapping import LazyArray, Part, slices
 from maxtrain.weights.gguf.field import Field
 from maxtrain.weights.memory_order import in_c_order
 

@@ -6,8 +6,8 @@ Source: llama.cpp, conversion and gguf-py's tensor_mapping.
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.tables import Place, places
+from maxtrain.models.hf_mapping import Entry, Flatten, Offset, Permute, Ravel, Step, Transpose
 from maxtrain.models.specs import AttentionSpec, MoeSpec, NormSpec
-from maxtrain.weights.codec import Entry, Flatten, Offset, Permute, Ravel, Step, Transpose
 from maxtrain.weights.gguf.architecture import TURNS_NEIGHBOURS, architecture_of
 
 # By our names of a layer's norms.

@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from data_pipeline.errors import UsageError
-from data_pipeline.strict_json import loads
+from data_pipeline.base.errors import UsageError
+from data_pipeline.base.strict_json import loads
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, named_token
 from maxtrain.weights.gguf.field import Field
 

@@ -11,14 +11,14 @@ import threading
 import numpy as np
 import pytest
 
-from data_pipeline import remote
-from data_pipeline.bins import open_bins
-from data_pipeline.cache import Cache
+from data_pipeline.base import remote
+from data_pipeline.base.errors import DataError, StorageError
+from data_pipeline.base.remote import place
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.errors import DataError, StorageError
-from data_pipeline.loader import open_training
-from data_pipeline.remote import place
+from data_pipeline.loader.loader import open_training
+from data_pipeline.plan.document_packing import open_bins
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards, cached, files
+from data_pipeline.shards.cache import Cache
 
 BLOCK = 2048
 FILES = pytest.mark.parametrize(

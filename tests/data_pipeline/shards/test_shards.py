@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.base.errors import DataError
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.errors import DataError
-from data_pipeline.loader import open_training
+from data_pipeline.loader.loader import open_training
 from data_pipeline.shards import (
     BLOCK_BYTES,
     Manifest,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from data_pipeline.extras import install_command
+from data_pipeline.base.extras import install_command
 from data_pipeline.sources import arrayrecord
 from data_pipeline.sources.document import Options
 

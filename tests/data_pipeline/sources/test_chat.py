@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data_pipeline import prepare
-from data_pipeline.bins import open_bins
-from data_pipeline.packing import Windows, pack, pack_documents
+from data_pipeline.loader.packing import Windows, pack, pack_documents
+from data_pipeline.plan.document_packing import open_bins
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from data_pipeline import prepare
-from data_pipeline.chat import ChatError
-from data_pipeline.errors import UsageError
+from data_pipeline.base.errors import UsageError
+from data_pipeline.chat.chat import ChatError
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources.chat_map import (
     MissingColumn,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.build import make_units
-from data_pipeline.errors import DataError
-from data_pipeline.extras import install_command
+from data_pipeline.base.errors import DataError
+from data_pipeline.base.extras import install_command
+from data_pipeline.prepare.build import make_units
 from data_pipeline.sources import FORMATS, arrow, columns, parquet
 from data_pipeline.sources.document import Options, find_files, held_out
 

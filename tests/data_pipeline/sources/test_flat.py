@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.build import make_units
+from data_pipeline.prepare.build import make_units
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import flat
 from data_pipeline.sources.document import Options, held_out

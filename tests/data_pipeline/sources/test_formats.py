@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import build, prepare
-from data_pipeline.runner import run_local
+from data_pipeline.prepare import build
+from data_pipeline.prepare import command as prepare
+from data_pipeline.prepare.runner import run_local
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Document, Options, Piece

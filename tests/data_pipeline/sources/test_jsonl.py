@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from data_pipeline.extras import install_command
+from data_pipeline.base.extras import install_command
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.document import Options

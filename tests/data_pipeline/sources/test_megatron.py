@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import megatron
 from data_pipeline.sources.document import Options

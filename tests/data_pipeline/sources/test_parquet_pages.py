@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError
-from data_pipeline.prepare import main
+from data_pipeline.base.errors import DataError
+from data_pipeline.prepare.command import main
 from data_pipeline.sources import parquet
 from data_pipeline.sources.document import Options, find_files
 from data_pipeline.sources.parquet_pages import DICTIONARY, pages

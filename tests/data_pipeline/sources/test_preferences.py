@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from data_pipeline import prepare
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import preferences
 from data_pipeline.sources.document import Options

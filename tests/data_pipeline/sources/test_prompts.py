@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer
 

@@ -10,9 +10,10 @@ import sys
 import numpy as np
 import pytest
 
-from data_pipeline import build, prepare
 from data_pipeline import tokenizer as tokenizer_package
-from data_pipeline.errors import StorageError, blame_storage
+from data_pipeline.base.errors import StorageError, blame_storage
+from data_pipeline.prepare import build
+from data_pipeline.prepare import command as prepare
 from data_pipeline.sources import reading
 from data_pipeline.sources.document import Options, Piece, record_documents
 from data_pipeline.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.extras import install_command
+from data_pipeline.base.extras import install_command
 from data_pipeline.sources import tfds as source
 from data_pipeline.sources.document import Options
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from data_pipeline.chat import own_sources
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
+from data_pipeline.chat.chat import own_sources
 from data_pipeline.tokenizer import (
     BESIDE,
     load_tokenizer,

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from data_pipeline.errors import DataError
-from data_pipeline.prepare import main as prepare
+from data_pipeline.base.errors import DataError
+from data_pipeline.prepare.command import main as prepare
 from data_pipeline.tokenizer import (
     BESIDE,
     CARRIED,

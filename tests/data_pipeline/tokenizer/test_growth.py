@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 
-from data_pipeline.errors import DataError
+from data_pipeline.base.errors import DataError
 from data_pipeline.tokenizer import growth, huggingface, load_tokenizer
 from data_pipeline.tokenizer.growth import MAX_GROWTH, check_growth
 

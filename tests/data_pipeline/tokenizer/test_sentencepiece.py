@@ -12,7 +12,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.tokenizer import SentencePieceTokenizer, base, load_tokenizer
 
 WORDS = [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken._educational import bpe_train
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.tokenizer import TiktokenTokenizer, base, load_tokenizer
 from data_pipeline.tokenizer.tiktoken import ENCODINGS, PATTERNS
 

@@ -7,8 +7,8 @@ import pytest
 
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import attention
+from maxtrain.ops.attention.context_split import Split, zigzag_columns
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.attention.split import Split, zigzag_columns
 from maxtrain.parallel.mesh import make_mesh
 
 B, T, H = 2, 64, 8

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.ops.attention import attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.xla import _blocks

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import ConfigError, UsageError
+from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.config import load_config
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops import tokamax as adapter
@@ -21,7 +21,7 @@ from maxtrain.ops.attention import Mask, attention
 from maxtrain.ops.attention.mosaic import first_keys
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.topologies import compile_options, described_devices
-from maxtrain.step_memory import StepPrograms
+from maxtrain.trainer.abstract_step import StepPrograms
 from tests.ops.attention.test_triton import assert_close, documents, example
 
 is_there = importlib.util.find_spec("tokamax") is not None

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import ON_ONE_DEVICE, attention
 from maxtrain.ops.attention.all_to_all import all_to_all_attention

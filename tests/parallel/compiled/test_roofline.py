@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.roofline import lines_of, roofline, seconds_of
 from maxtrain.parallel.compiled.work import Work

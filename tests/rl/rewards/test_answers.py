@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.answers import extract
 from maxtrain.rl.rewards.letters import plain
 from maxtrain.rl.rewards.numerals import Numeral, read_number, same_number

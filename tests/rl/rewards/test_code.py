@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import code
 from maxtrain.rl.rewards.code import program_of
 from maxtrain.rl.rewards.registry import RewardSet

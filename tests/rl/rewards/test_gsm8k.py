@@ -4,7 +4,7 @@ strict format, soft format, tags."""
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from data_pipeline.sources.chat_map import map_messages, read_map
 from maxtrain.rl.rewards.gsm8k import correctness, gold_of
 from maxtrain.rl.rewards.registry import RewardSet

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.rewards import registry
 from maxtrain.rl.rewards.exact import exact
 from maxtrain.rl.rewards.length import length, overlong

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.rewards.registry import RewardSet, failures, require_rewards
 from maxtrain.rl.rewards.workers import RewardWorkers
 from tests.rl.rewards import functions

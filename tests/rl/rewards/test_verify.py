@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from data_pipeline.errors import ConfigError, UsageError
+from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.rl.rewards import verify, workers
 from maxtrain.rl.rewards.guards import has_words, refusal
 from maxtrain.rl.rewards.verify import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import workers
 from maxtrain.rl.rewards.workers import (
     CRASH,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import maxtrain
-from data_pipeline.bare_environment import bare_environment
+from data_pipeline.base.bare_environment import bare_environment
 from maxtrain.rl.rewards.sandbox import confinement, forms, judge, zygote
 from maxtrain.rl.rewards.sandbox.values import ProtocolError, receive, send
 

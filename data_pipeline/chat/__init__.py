@@ -1,0 +1,1 @@
+"""Chat templates, and which tokens of a conversation are targets."""

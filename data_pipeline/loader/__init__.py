@@ -1,0 +1,1 @@
+"""Batches: reading, packing, corruption, checks, and worker processes."""

@@ -1,0 +1,1 @@
+"""The data plan: which rows step s reads, from order, mixture, stages and epochs."""

@@ -1,0 +1,1 @@
+"""The command `prepare`: documents become token shards."""

@@ -1,0 +1,1 @@
+"""Saving and restoring runs: files, digests, retention, mirrors."""

@@ -1,0 +1,1 @@
+"""`maxtrain doctor`: measure devices, network and disks of all hosts."""

@@ -1,0 +1,1 @@
+"""`maxtrain evaluate`: losses, tasks and texts."""

@@ -1,0 +1,1 @@
+"""`maxtrain export`: files for other programs."""

@@ -1,0 +1,1 @@
+"""`maxtrain fit`: memory and communication on devices that need not be here."""

@@ -1,0 +1,1 @@
+"""`maxtrain merge`: one model from several. The arithmetic needs no jax."""

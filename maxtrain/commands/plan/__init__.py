@@ -1,0 +1,1 @@
+"""`maxtrain plan`: what a run reads, and when."""

@@ -1,0 +1,1 @@
+"""`maxtrain probe`: batch size and learning rate."""

@@ -1,0 +1,1 @@
+"""`maxtrain serve`: the HTTP server with OpenAI's API."""

@@ -1,0 +1,1 @@
+"""`maxtrain teach`: log-probabilities of a teacher, stored for distillation."""

@@ -1,1 +1,0 @@
-"""One model of several: the arithmetic, and the recipe. No jax here."""

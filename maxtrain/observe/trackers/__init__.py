@@ -1,0 +1,1 @@
+"""Services and files that metrics go to: JSON lines, TensorBoard, Weights & Biases, MLflow."""

@@ -1,1 +1,0 @@
-"""Generation: many texts side by side, each as if it were alone."""

@@ -1,0 +1,1 @@
+"""The jitted train step and its parts: state, optimizer, loss scale, norms, evaluation."""

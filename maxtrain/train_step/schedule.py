@@ -1,0 +1,139 @@
+"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's end.
+
+Updates are counted by the optimizer's state, so that a skipped step uses up nothing.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from data_pipeline.base.errors import ConfigError
+from maxtrain.config.schema import ScheduleConfig
+from maxtrain.config.sections.schedule import piece_borders
+
+
+class _Piece(NamedTuple):
+    """Updates in a row whose rate goes from `start` at the first of them to `end` at the last."""
+
+    name: str
+    # In updates.
+    length: int
+    start: float
+    end: float
+    # Of a polynomial.
+    power: float = 1.0
+    # Of inverse_sqrt, in updates.
+    timescale: int = 1
+
+
+def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
+    """Learning rate of the update with index 0 ... num_steps - 1.
+
+    Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since
+    then and low the `lowest_rate`, which the last update has:
+
+        constant       peak
+        linear         low + (peak - low) (1 - s / (n - 1))
+        polynomial     low + (peak - low) (1 - s / (n - 1)) ** power
+        cosine         low + (peak - low) (1 + cos(pi s / (n - 1))) / 2
+        exponential    peak (low / peak) ** (s / (n - 1))
+        inverse_sqrt   max(low, peak sqrt(t / (t + s))) with t = timescale
+        wsd            peak, and then linear over the last decay_fraction of the run
+        pieces         one of these after another, between factors of the peak
+
+    Raises:
+        ConfigError: pieces that do not fit into the run; an exponential one from or to 0.
+    """
+    warmup = min(config.warmup_steps, num_steps)
+    left = num_steps - warmup
+    low = lowest_rate(config, peak)
+    timescale = config.timescale or max(1, warmup)
+    if config.name == "pieces":
+        pieces = _pieces(config, peak, num_steps)
+    elif config.name == "wsd":
+        decay = min(round(config.decay_fraction * num_steps), left)
+        pieces = [_Piece("constant", left - decay, peak, peak), _Piece("linear", decay, peak, low)]
+    else:
+        pieces = [_Piece(config.name, left, peak, low, config.power, timescale)]
+    if warmup:
+        pieces.insert(0, _Piece("linear", warmup, peak / warmup, peak))
+    borders = [sum(piece.length for piece in pieces[:i]) for i in range(1, len(pieces))]
+    return optax.join_schedules([_curve(piece) for piece in pieces], borders)
+
+
+def lowest_rate(config: ScheduleConfig, peak: float) -> float:
+    """The rate that the last update has: a share of the peak, or what the config says itself."""
+    if config.min_learning_rate is not None:
+        return config.min_learning_rate
+    return config.min_lr_ratio * peak
+
+
+def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]:
+    borders = piece_borders(config, num_steps)
+    pieces = []
+    # As a share of the peak, where the piece before ended.
+    last = 1.0
+    for piece, first, end in zip(config.pieces, borders, borders[1:]):
+        start = piece.start
+        if start is None:
+            start = last
+        made = _Piece(
+            piece.name,
+            end - first,
+            peak * start,
+            peak * piece.end,
+            piece.power,
+            config.timescale or max(1, first),
+        )
+        pieces.append(made)
+        last = float(np.asarray(_curve(made)(end - first - 1))) / peak
+    return pieces
+
+
+def _curve(piece: _Piece) -> optax.Schedule:
+    """Rate of the update with index 0 ... length - 1 of a piece."""
+    start = piece.start
+    end = piece.end
+    span = max(1, piece.length - 1)
+    if piece.name == "constant":
+        return optax.constant_schedule(start)
+    if piece.name == "exponential":
+        if min(start, end) <= 0:
+            rule = f"an exponential curve goes from {start} to {end}, but neither may be 0"
+            mend = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
+            raise ConfigError(f"schedule: {rule}. {mend}.")
+        return optax.exponential_decay(start, span, end / start)
+    if piece.name == "inverse_sqrt":
+        return _inverse_sqrt(piece)
+    if piece.name == "cosine":
+        return _cosine(start, end, span)
+    if piece.name == "linear":
+        return optax.polynomial_schedule(start, end, 1.0, span)
+    if piece.name == "polynomial":
+        return optax.polynomial_schedule(start, end, piece.power, span)
+    raise AssertionError(f"schedule.name={piece.name} has no curve")
+
+
+def _inverse_sqrt(piece: _Piece) -> optax.Schedule:
+    timescale = piece.timescale
+
+    def rate(s: ArrayLike) -> ArrayLike:
+        share = jnp.sqrt(timescale / (timescale + jnp.maximum(s, 0)))
+        return jnp.maximum(piece.end, piece.start * share)
+
+    return rate
+
+
+def _cosine(start: float, end: float, span: int) -> optax.Schedule:
+    if start:
+        return optax.cosine_decay_schedule(start, span, alpha=end / start)
+    # Optax's curve is a multiple of its start: from 0 it goes the other way round.
+    down = optax.cosine_decay_schedule(end, span)
+
+    def up(s: ArrayLike) -> ArrayLike:
+        return end - down(s)
+
+    return up

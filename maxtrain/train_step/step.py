@@ -1,0 +1,521 @@
+"""One optimizer step as a pure, donated, jitted function of (state, batch).
+
+What each term of the loss is divided by is counted over all micro-batches before the first
+gradient, so that each token weighs the same however the batch is split. Whether the update is
+applied is decided on the device: a step with a non-finite loss, gradient or result, without any
+target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer state and
+schedule bit for bit as they were. That the result is finite costs one more pass over parameters and
+optimizer state.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PyTree
+
+from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
+from maxtrain.models.summary import summarise
+from maxtrain.models.whole_load import compares_whole_batches, loads_of, with_loads
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    FirstPass,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    means_of_rows,
+)
+from maxtrain.ops.finite import finite_leaves
+from maxtrain.ops.micro_batches import micro_batches
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum, added
+from maxtrain.parallel.hardware import compiler_options
+from maxtrain.parallel.host_memory import by_layer, described_on_device, is_on_host, on_device
+from maxtrain.parallel.sharding import stages
+from maxtrain.train_step.anomaly_state import Verdict, judge
+from maxtrain.train_step.layer_updates import LayerUpdates, PendingUpdate
+from maxtrain.train_step.loss_scale import LossScale, after_step
+from maxtrain.train_step.norms import is_stacked, measure_norms, no_norms
+from maxtrain.train_step.optimizer import apply_updates
+from maxtrain.train_step.pipeline_1f1b import staged_gradients
+from maxtrain.train_step.state import Control, TrainState, shardings, spread_tree
+from maxtrain.train_step.trainable import models_from, updated
+
+Metrics = dict[str, Array]
+WARNING = AnomalyConfig()
+# No row has this number.
+_UPDATE = 2**32 - 1
+
+
+def gradients(
+    models: Callable[[nnx.State], Models],
+    params: nnx.State,
+    batch: Batch,
+    objective: Objective,
+    scales: Scales,
+    accumulation: int,
+    dtype: str = "float32",
+    places: PyTree | None = None,
+) -> tuple[Result, nnx.State]:
+    """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
+
+    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. Where the
+    objective has a first pass, or a term of the policy's layers needs the choices of the whole
+    batch, one more pass over all micro-batches, without gradients, finds them first.
+
+    Args:
+        models: from the parameters that train to all models (partition.models_from).
+        params: those that train.
+        scales: the objective's, for the whole batch.
+        accumulation: the number of micro-batches; it divides B.
+        dtype: in which gradients of micro-batches are summed up.
+        places: shardings of gradients, while those of micro-batches are summed up and after; None:
+            those that XLA finds best. Stages that take turns sum theirs up before.
+    """
+
+    def loss(
+        params: nnx.State, micro: Batch, models: Callable[[nnx.State], Models]
+    ) -> tuple[Array, Result]:
+        result = objective.forward(models(params), micro, scales)
+        return result.loss, result
+
+    def one(micro: Batch, models: Callable[[nnx.State], Models]) -> tuple[Result, nnx.State]:
+        if takes_turns:
+            result, grads = staged_gradients(models, params, micro, objective, scales, dtype)
+        else:
+            (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
+        # Those of weights on hosts were sent there layer by layer.
+        grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32), grads)
+        if places is not None:
+            grads = jax.lax.with_sharding_constraint(grads, places)
+        return result, grads
+
+    if objective.first_pass is not None:
+        sums = _sums_of_batch(models(params), batch, objective.first_pass, accumulation)
+        batch = batch | means_of_rows(sums, batch["inputs"].shape[0])
+    whole = models(params)
+    needs_loads = compares_whole_batches(whole[POLICY])
+    takes_turns = stages() > 1 and whole[POLICY].config.pipeline.schedule == "1f1b"
+    # Stages see a batch in parts of their own.
+    if accumulation == 1 and not (needs_loads and stages() > 1):
+        return one(batch, models)
+
+    micros = micro_batches(batch, accumulation)
+    like = jax.eval_shape(lambda micro: one(micro, models), jax.tree.map(lambda x: x[0], micros))[0]
+    start = (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+        jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params),
+    )
+    of_parts = models
+    if needs_loads:
+        nothing = loads_of(start[0].observed)
+        loads = _whole_loads(whole, micros, objective, scales, nothing)
+        of_parts = _that_know(models, loads)
+
+    def step(
+        carry: tuple[Result, nnx.State], micro: Batch
+    ) -> tuple[tuple[Result, nnx.State], None]:
+        return jax.tree.map(added, carry, one(micro, of_parts)), None
+
+    result, grads = jax.lax.scan(step, start, micros)[0]
+    return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+def _sums_of_batch(
+    models: Models, batch: Batch, first_pass: FirstPass, accumulation: int
+) -> dict[str, Sum]:
+    """What the first pass of an objective finds, over all micro-batches."""
+    rows = first_pass.rows(batch)
+    if accumulation == 1:
+        return first_pass.measure(models, rows)
+    micros = micro_batches(rows, accumulation)
+
+    def add(sums: dict[str, Sum], micro: Batch) -> tuple[dict[str, Sum], None]:
+        return jax.tree.map(jnp.add, sums, first_pass.measure(models, micro)), None
+
+    like = jax.eval_shape(
+        lambda micro: first_pass.measure(models, micro), jax.tree.map(lambda x: x[0], micros)
+    )
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jax.lax.scan(add, nothing, micros)[0]
+
+
+def _whole_loads(
+    models: Models,
+    micros: Batch,
+    objective: Objective,
+    scales: Scales,
+    nothing: dict[str, Array],
+) -> dict[str, Array]:
+    """The choices of all micro-batches that fall on each expert, as of `loads_of`.
+
+    Args:
+        micros: [accumulation, ...] each.
+        nothing: such choices, all 0.
+    """
+
+    def count(loads: dict[str, Array], micro: Batch) -> tuple[dict[str, Array], None]:
+        # All else that the pass computes is not used, and left out by the compiler.
+        observed = objective.forward(models, micro, scales).observed
+        return jax.tree.map(jnp.add, loads, loads_of(observed)), None
+
+    return jax.lax.scan(count, nothing, micros)[0]
+
+
+def _that_know(
+    models: Callable[[nnx.State], Models], loads: Mapping[str, Array]
+) -> Callable[[nnx.State], Models]:
+    """The models, of which the policy knows the choices of the whole batch."""
+
+    def of_params(params: nnx.State) -> Models:
+        made = models(params)
+        return {**made, POLICY: with_loads(made[POLICY], loads)}
+
+    return of_params
+
+
+def make_train_step(
+    abstract: TrainState,
+    graphdefs: Mapping[str, nnx.GraphDef | None],
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    accumulation: int,
+    *,
+    seed: int = 0,
+    accumulate: str = "float32",
+    loss_scale: LossScaleConfig | None = None,
+    stochastic_rounding: bool = False,
+    zero: int = 0,
+    anomaly: AnomalyConfig = WARNING,
+    norms_interval: int = 0,
+    layer_updates: LayerUpdates | None = None,
+) -> jax.stages.Wrapped:
+    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
+    exactly as it went in.
+
+    Args:
+        graphdefs: the structure of each model that the objective sees; see `models_from`.
+        accumulation, accumulate: number of micro-batches, and the type in which their gradients are
+            summed up.
+        seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s),
+            r), however it is split.
+        loss_scale: a resolved one, as the state was made with.
+        stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split
+            over `data` as well.
+        anomaly: what is not well, and what is done about it.
+        norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
+            them: the others skip that branch of the program.
+        layer_updates: the optimizer in two parts, where its arrays lie on hosts.
+
+    The metrics are loss (the mean that the objective names), loss_weight (of how many targets, or
+    what else it is a mean of), objective (what was minimised), each quantity that the
+    objective records, and those of layers, source_nll and source_targets (sums by source) if there
+    are such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate,
+    skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to
+    now without a good one between), bad_leaf (index of the first non-finite gradient, or -1),
+    bad_update (of a finite gradient: index of the first array of parameters that train, then
+    optimizer state, then buffers, that would not be finite, or -1), loss_scale if there is one,
+    weight_norm (of parameters that train, before the update), norms if there is an interval (see
+    `measure_norms`; zeros where not due), and what `watch.judge` says.
+
+    Raises:
+        ValueError: when it is traced: two numbers have one name, or layers say something that the
+            objective does not pass on.
+    """
+    places = None
+    if zero >= 2:
+        of_grads = jax.tree.map(described_on_device, abstract.trainable)
+        places = shardings(spread_tree(of_grads))
+    stacked = is_stacked(abstract.trainable)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale = _scale_of_loss(state)
+        rows, _ = batch["targets"].shape
+        batch = batch | {
+            "keys": row_keys(seed, state.step, rows),
+            "steps": jnp.broadcast_to(state.step, (rows,)),
+        }
+        models = models_from(graphdefs, state.frozen, state.buffers)
+        scales = objective.scales(batch, scale)
+        result, grads = gradients(
+            models, state.trainable, batch, objective, scales, accumulation, accumulate, places
+        )
+        if state.control.loss_scale is not None:
+            grads = jax.tree.map(lambda g: g / scale, grads)
+        policy = models(state.trainable)[POLICY]
+        summarised = summarise(policy.summaries(), result.observed)
+        result = result._replace(observed=summarised.of_buffers)
+        loss = result.sums[objective.loss.name]
+        measured = _measure(loss.mean(), grads, state, anomaly)
+        key = None
+        if stochastic_rounding:
+            key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
+        if layer_updates is None:
+            update = _update(optimizer, grads, result.observed, state, key)
+        else:
+            update = _update_in_layers(layer_updates, grads, result.observed, state)
+        counted = result.sums[objective.counted]
+        decision = _decide(state, result, counted, measured, update, anomaly, loss_scale)
+        next_state = _keep(state, update, decision)
+        metrics = _described(result, counted, batch, scale)
+        metrics["loss_weight"] = loss.weight
+        metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
+        metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
+        applied = state.step - state.control.skipped
+        metrics["learning_rate"] = jnp.asarray(schedule(applied))
+        metrics["skipped"] = next_state.control.skipped
+        metrics["skipped_in_row"] = next_state.control.skipped_in_row
+        if state.control.loss_scale is not None:
+            metrics["loss_scale"] = scale
+        metrics["weight_norm"] = measured.weight_norm
+        if norms_interval:
+            due = (state.step + 1) % norms_interval == 0
+
+            def measure() -> Array:
+                before = state.trainable
+                return measure_norms(stacked, grads, before, next_state.trainable, decision.apply)
+
+            def skip() -> Array:
+                return no_norms(stacked, state.trainable)
+
+            metrics["norms"] = jax.lax.cond(due, measure, skip)
+        metrics |= measured.values | decision.verdict.metrics
+        metrics = _with_quantities(metrics, objective.recorded, policy.quantities(), result)
+        return next_state, metrics | summarised.numbers
+
+    where = shardings(abstract)
+    # Perhaps only described, and not of this machine.
+    device = next(iter(jax.tree.leaves(where)[0].device_set))
+    options = compiler_options(device.platform)
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, None), compiler_options=options)
+
+
+class _Measured(NamedTuple):
+    """What is known of a step before its update."""
+
+    # loss, grad_norm, and weight_norm where it is looked at.
+    values: Metrics
+    # The sum of squares of each gradient.
+    squares: Float[Array, " leaves"]
+    # Of the parameters that train; no step is refused for it unless it is among the values.
+    weight_norm: Float[Array, ""]
+
+
+class _Update(NamedTuple):
+    """What parameters, optimizer state and buffers would be after a step."""
+
+    # Of each array of all of them, whether it is finite.
+    written: Bool[Array, " leaves"]
+    # All of them after a step that is applied, or is not: then as they were.
+    if_applied: Callable[[Bool[Array, ""]], tuple[nnx.State, PyTree, nnx.State]]
+
+
+class _Decision(NamedTuple):
+    """What becomes of a step."""
+
+    # Loss and gradient are finite.
+    finite: Bool[Array, ""]
+    # The update is applied.
+    apply: Bool[Array, ""]
+    # The step is not finite, and no lower loss scale would mend that.
+    lost: Bool[Array, ""]
+    verdict: Verdict
+    loss_scale: LossScale | None
+
+
+def _scale_of_loss(state: TrainState) -> Array:
+    loss_scale = state.control.loss_scale
+    if loss_scale is None:
+        return jnp.float32(1)
+    return loss_scale.scale
+
+
+def _measure(loss: Array, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig) -> _Measured:
+    """The numbers that a step is judged by."""
+    squares = _squares(grads)
+    values = {"loss": loss, "grad_norm": jnp.sqrt(squares.sum())}
+    weight_norm = norm_of(state.trainable)
+    if anomaly.weight_drift != "off":
+        values["weight_norm"] = weight_norm
+    return _Measured(values, squares, weight_norm)
+
+
+def _update(
+    optimizer: optax.GradientTransformation,
+    grads: nnx.State,
+    observed: Mapping[str, Array],
+    state: TrainState,
+    key: Array | None,
+) -> _Update:
+    """Parameters, optimizer state and buffers after the step, in their own types."""
+    before = (state.trainable, state.opt_state)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+    trainable = apply_updates(state.trainable, updates, key)
+    # Adam's moments of bfloat16 parameters come out in float32.
+    after = jax.tree.map(lambda new, old: new.astype(old.dtype), (trainable, opt_state), before)
+    trainable, opt_state = after
+    buffers = updated(state.buffers, observed)
+    new = (trainable, opt_state, buffers)
+
+    def if_applied(apply: Array) -> tuple[nnx.State, PyTree, nnx.State]:
+        old = (*before, state.buffers)
+        return jax.tree.map(lambda new, old: jnp.where(apply, new, old), new, old)
+
+    return _Update(finite_leaves(new), if_applied)
+
+
+def _update_in_layers(
+    rule: LayerUpdates, grads: nnx.State, observed: Mapping[str, Array], state: TrainState
+) -> _Update:
+    """As `_update`, of an optimizer whose arrays lie on hosts."""
+    pending = PendingUpdate(rule, grads, state.trainable, state.opt_state)
+    buffers = updated(state.buffers, observed)
+    written = jnp.concatenate([pending.finite(), finite_leaves(buffers)])
+
+    def if_applied(apply: Array) -> tuple[nnx.State, PyTree, nnx.State]:
+        kept = jax.tree.map(lambda new, old: jnp.where(apply, new, old), buffers, state.buffers)
+        return (*pending.written_if(apply), kept)
+
+    return _Update(written, if_applied)
+
+
+def _decide(
+    state: TrainState,
+    result: Result,
+    counted: Sum,
+    measured: _Measured,
+    update: _Update,
+    anomaly: AnomalyConfig,
+    loss_scale: LossScaleConfig | None,
+) -> _Decision:
+    """Whether the update is applied, and what the loss scale and the watch make of the step."""
+    control = state.control
+    finite = jnp.isfinite(jnp.stack([result.loss, *measured.values.values()])).all()
+    # A number of targets that is NaN is no batch without targets: it is a bad one.
+    counts = ~(counted.weight <= 0)
+    sound = finite & update.written.all()
+    loss_finite = jnp.isfinite(counted.total)
+    next_scale, lost = after_step(control.loss_scale, finite, loss_finite, loss_scale)
+    # No lower loss scale would mend what is not the gradient's fault.
+    lost |= finite & ~sound
+    lost &= counts
+    verdict = judge(control.watch, anomaly, measured.values, sound & counts, lost)
+    apply = sound & counts & ~verdict.reject & ~verdict.halt
+    return _Decision(finite, apply, lost, verdict, next_scale)
+
+
+def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState:
+    """The state after the step: a step that is not applied changes counters only, and one that
+    halts not even these."""
+    control = state.control
+    halt = decision.verdict.halt
+
+    def unless_halted(new: Array, old: Array) -> Array:
+        return jnp.where(halt, old, new)
+
+    trainable, opt_state, buffers = update.if_applied(decision.apply)
+    in_row = jnp.where(decision.apply, 0, control.skipped_in_row + decision.lost)
+    counted = Control(
+        skipped=control.skipped + ~decision.apply,
+        skipped_in_row=in_row,
+        watch=decision.verdict.watch,
+        loss_scale=decision.loss_scale,
+    )
+    counted = jax.tree.map(unless_halted, counted, control)
+    watch = counted.watch._replace(halted=halt)
+    return TrainState(
+        step=unless_halted(state.step + 1, state.step),
+        trainable=trainable,
+        frozen=state.frozen,
+        buffers=buffers,
+        opt_state=opt_state,
+        control=counted._replace(watch=watch),
+    )
+
+
+def _described(result: Result, counted: Sum, batch: Batch, scale: Array) -> Metrics:
+    """What is recorded of the loss and of the batch."""
+    metrics = {
+        "objective": result.loss / scale,
+        "targets": counted.weight,
+        "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
+    }
+    sources = result.sums.get("sources")
+    if sources is not None:
+        metrics["source_nll"] = sources.total
+        metrics["source_targets"] = sources.weight
+    return metrics
+
+
+def _with_quantities(
+    metrics: Metrics,
+    recorded: Sequence[Quantity],
+    of_layers: Sequence[Quantity],
+    result: Result,
+) -> Metrics:
+    """The metrics of a step, and what the objective and the policy's layers record.
+
+    ValueError: two have one name, one is missing, or layers say what they do not name.
+    """
+    metrics = dict(metrics)
+    unnamed = result.of_layers.keys() - {quantity.name for quantity in of_layers}
+    if unnamed:
+        raise ValueError(
+            f"layers say {sorted(unnamed)}, which nobody would record. "
+            "Name them in `LayerSpec.quantities`, with their units."
+        )
+    for quantities, sums in ((recorded, result.sums), (of_layers, result.of_layers)):
+        for quantity in quantities:
+            if quantity.name in metrics:
+                raise ValueError(
+                    f"{quantity.name} names two numbers of a step. Give the quantity another name."
+                )
+            if quantity.name not in sums:
+                raise ValueError(
+                    f"{quantity} is not among the sums {sorted(sums)} of the objective's result. "
+                    "Return it, or end with `with_layers` if it is one of the layers."
+                )
+            metrics[quantity.name] = sums[quantity.name].reduced(quantity.reduction)
+    return metrics
+
+
+def _first_false(found: Array) -> Array:
+    """The index of the first element that is false, or -1."""
+    return jnp.where(found.all(), -1, jnp.argmin(found))
+
+
+def norm_of(params: nnx.State) -> Array:
+    """The Euclidean norm of all parameters together, in float32."""
+    return jnp.sqrt(_squares(params).sum())
+
+
+def _squares(tree: nnx.State) -> Array:
+    """The sum of squares of each leaf; of one on hosts, layer by layer."""
+    squares = []
+    for leaf in jax.tree.leaves(tree):
+        if is_on_host(leaf):
+            squares.append(by_layer(_sum_of_squares, leaf).sum())
+        else:
+            squares.append(_sum_of_squares(leaf))
+    return jnp.stack(squares)
+
+
+def _sum_of_squares(x: Array) -> Array:
+    return (x.astype(jnp.float32) ** 2).sum()
+
+
+def row_keys(seed: int, step: Array, rows: int) -> Array:
+    """A key for each row of the batch of a step, [B]."""
+    key = step_key(seed, step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows, dtype=jnp.uint32))
+
+
+def step_key(seed: int, step: Array) -> Array:
+    """The key that all else random in a step is folded from: rows' numbers, and _UPDATE."""
+    return jax.random.fold_in(jax.random.key(seed), step)

@@ -1,0 +1,184 @@
+"""Which arrays of a model train, which are frozen, and which change without a gradient.
+
+The step and whoever uses a model see the same parameters: the step takes gradients of one part of
+them, and everybody else gets the parts joined.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from data_pipeline.base.errors import ConfigError
+from maxtrain.config.schema import TrainConfig
+from maxtrain.models.adapt import is_adapter
+from maxtrain.models.buffer import Buffer
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.merged import adapters_off
+from maxtrain.models.quantized import is_quantized
+from maxtrain.objectives.objective import POLICY, Models
+from maxtrain.train_step.optimizer import map_variables, paths
+
+
+def nothing() -> nnx.State:
+    """A part without any array."""
+    return nnx.State({})
+
+
+def only_policy() -> dict[str, nnx.State]:
+    """What is frozen where nothing is."""
+    return {POLICY: nothing()}
+
+
+def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
+    """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
+
+    Of a model with adapters, these train, and its score or value if it has one, and what `only`
+    names; of one without, all does unless `only` names some.
+
+    Args:
+        config: patterns of those that train, and of those that do not.
+        params: all of the policy's; only their paths are read.
+
+    Raises:
+        ConfigError: a pattern that no path has, quantised weights that would train, or nothing is
+            left to train.
+    """
+    named = paths(params)
+    names = list(named)
+    adapters = {name for name, variable in named.items() if is_adapter(variable)}
+    frozen: set[str] = set()
+    if config.only or adapters:
+        frozen.update(names)
+        frozen -= adapters
+        if adapters:
+            # They are new as adapters are.
+            frozen -= {name for name in names if name.startswith(("score.", "value."))}
+        frozen -= _matching("train.only", config.only, names)
+    frozen |= _matching("train.freeze", config.freeze, names)
+    quantized = [name for name in names if is_quantized(named[name]) and name not in frozen]
+    if quantized:
+        form = named[quantized[0]].get_metadata("stands_for").form
+        raise ConfigError(
+            f"train.only={list(config.only)} names {quantized[0]}, and weights that are kept as "
+            f"{form} do not train. Name other parameters, or set model.lora.base=full."
+        )
+    if len(frozen) == len(names):
+        raise ConfigError(
+            f"train.only={list(config.only)} and train.freeze={list(config.freeze)} leave no "
+            f"parameter to train. The parameters are {', '.join(names)}. "
+            "Name fewer of them in train.freeze, or more in train.only."
+        )
+    return frozenset(frozen)
+
+
+def _matching(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
+    """The names in which one of the patterns is found; ConfigError: a pattern that is in none."""
+    matching: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in names if re.search(pattern, name)]
+        if not found:
+            raise ConfigError(
+                f"{key}: {pattern} is found in the path of no parameter. "
+                f"Set it to a part of one of these: {', '.join(names)}."
+            )
+        matching.update(found)
+    return matching
+
+
+def split_buffers(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The parameters of a model, and its buffers."""
+    buffers, params = nnx.split_state(variables, Buffer, ...)
+    if not buffers:
+        return variables, nothing()
+    return params, buffers
+
+
+def updated(buffers: nnx.State, observed: Mapping[str, Array]) -> nnx.State:
+    """The buffers after a step in which their layers observed this, by the path of each.
+
+    ValueError: something was observed for no buffer, or nothing for one.
+    """
+    named = paths(buffers)
+    if named.keys() != observed.keys():
+        raise ValueError(
+            f"layers observed {sorted(observed)}, but the buffers are {sorted(named)}. "
+            "Give `observed` of each layer an entry for each of its buffers, and no other."
+        )
+
+    def after(path: str, buffer: nnx.Variable) -> nnx.Variable:
+        value = buffer.get_value()
+        update = buffer.get_metadata("update")
+        stacked = value.ndim - len(buffer.get_metadata("axes"))
+        for _ in range(stacked):
+            update = jax.vmap(update)
+        return buffer.replace(update(value, observed[path]).astype(value.dtype))
+
+    return map_variables(after, buffers)
+
+
+def split(params: nnx.State, frozen: Container[str]) -> tuple[nnx.State, nnx.State]:
+    """The parameters that train, and those whose paths are among the frozen ones."""
+
+    def is_frozen(path: tuple[Any, ...], _: Any) -> bool:
+        return ".".join(map(str, path)) in frozen
+
+    apart, trainable = nnx.split_state(params, is_frozen, ...)
+    if not apart:
+        return params, nothing()
+    return trainable, apart
+
+
+def join(*parts: nnx.State) -> nnx.State:
+    """One state of several parts that have nothing in common."""
+    filled = [part for part in parts if part]
+    if len(filled) == 1:
+        return filled[0]
+    return nnx.merge_state(nothing(), *filled)
+
+
+def models_from(
+    graphdefs: Mapping[str, nnx.GraphDef | None],
+    frozen: Mapping[str, nnx.State] | None = None,
+    buffers: nnx.State | None = None,
+) -> Callable[[nnx.State], Models]:
+    """A function from the parameters that train to all models that an objective sees.
+
+    Args:
+        graphdefs: the structure of each model; None: it is the policy without its adapters.
+        frozen: the frozen parameters of the policy, and all of every other model; None: there are
+            none.
+        buffers: of the policy; None: it has none.
+    """
+    if frozen is None:
+        frozen = only_policy()
+    if buffers is None:
+        buffers = nothing()
+
+    def models(trainable: nnx.State) -> Models:
+        policy = join(trainable, frozen[POLICY], buffers)
+        others = {name: params for name, params in frozen.items() if name != POLICY}
+        return merged_models(graphdefs, {POLICY: policy, **others})
+
+    return models
+
+
+def merged_models(
+    graphdefs: Mapping[str, nnx.GraphDef | None], params: Mapping[str, nnx.State]
+) -> dict[str, Decoder]:
+    """All models that an objective sees.
+
+    Args:
+        graphdefs: the structure of each model; None: it is the policy without its adapters.
+        params: the variables of each model that has a structure.
+    """
+    models = {}
+    for name, graphdef in graphdefs.items():
+        if graphdef is not None:
+            models[name] = nnx.merge(graphdef, params[name])
+    for name in graphdefs.keys() - models.keys():
+        models[name] = adapters_off(models[POLICY])
+    return models

@@ -1,0 +1,1 @@
+"""The training run: open the data, build, restore, loop, finish."""

@@ -1,0 +1,151 @@
+"""The training step of a config, compiled from shapes alone, for devices that are here or only
+described: nothing is executed, and no data is read."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from data_pipeline.base.errors import ConfigError
+from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config.sections.moe import WITH_EXPERTS
+from maxtrain.ops.tokamax import lowered_for
+from maxtrain.parallel.batches import abstract_batch
+from maxtrain.parallel.memory import bytes_on_device, is_out_of_memory, program_bytes
+from maxtrain.parallel.sharding import batch_shards
+from maxtrain.parallel.topologies import compile_options, compiler_warnings, is_described
+from maxtrain.trainer.job import Parts, make_parts
+
+
+class StepPrograms:
+    """The step of a config on some devices.
+
+    Args:
+        config: knows its vocabulary, and fits the devices with the batch that it has.
+        devices: perhaps described ones.
+
+    Raises:
+        ConfigError: config and devices do not fit together.
+    """
+
+    def __init__(self, config: RunConfig, devices: Sequence[Any]):
+        self.devices = devices
+        data = dataclasses.replace(config.data, stages=())
+        evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
+        bare = dataclasses.replace(config, data=data, eval=evaluation)
+        fitted = fit_to_devices(bare, len(devices))
+        parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        # Random weights are as fast as others; the reference of the objective is what it is.
+        random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
+        trained = dataclasses.replace(parts.config, checkpoint=random)
+        self.parts: Parts = dataclasses.replace(parts, config=trained)
+        self.step = self.parts.make_step()
+        # Of the compilations up to now: arrays that XLA gathers whole for want of a better way.
+        self.warnings: list[str] = []
+
+    @property
+    def unit(self) -> int:
+        """The rows of a batch are a multiple of this.
+
+        It is the number of parts that rows are split into, times accumulation, and times the
+        micro-batches that follow each other through stages.
+        """
+        config = self.parts.config
+        with jax.set_mesh(self.parts.mesh):
+            shards = batch_shards()
+        return shards * config.optimizer.micro_batches * least_micro_batches(config)
+
+    def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch as shapes."""
+        return abstract_batch(self.parts.mesh, rows, length, self.parts.objective.arrays)
+
+    def compile(self, rows: int, length: int) -> jax.stages.Compiled:
+        """The step for batches of this shape.
+
+        Raises:
+            ConfigError: a kernel can't be traced without its library, or the compiler makes no code
+                of it for these devices.
+            JaxRuntimeError: also where the compiler itself finds that it needs too much memory; see
+                `is_out_of_memory`.
+        """
+        options = compile_options(self.devices[0])
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(jax.set_mesh(self.parts.mesh))
+            lowered = self._lowered(rows, length)
+            said: list[str] = []
+            if is_described(self.devices[0]):
+                said = entered.enter_context(compiler_warnings())
+            try:
+                compiled = lowered.compile(options or None)
+            except jax.errors.JaxRuntimeError as error:
+                if "Mosaic GPU pass pipeline failed" not in str(error):
+                    raise
+                kind = self.devices[0].device_kind
+                raise ConfigError(
+                    f"{' and '.join(self._mosaic_keys())}: the compiler that is here makes no code "
+                    f"for {kind} without one. Set model.attention=triton, or xla, and "
+                    "model.routing.kernel=blocks."
+                ) from error
+        self.warnings += said
+        return compiled
+
+    def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
+        device = self.devices[0]
+        elsewhere = contextlib.nullcontext()
+        if self._mosaic_keys() and device.platform == "gpu" and is_described(device):
+            elsewhere = lowered_for(device)
+        try:
+            with elsewhere:
+                return self.step.lower(self.parts.abstract, self.batch(rows, length))
+        except RuntimeError as error:
+            if "cuDNN not found" not in str(error):
+                raise
+            raise ConfigError(
+                f"model.attention={self.parts.config.model.attention}: JAX asks cuDNN for its "
+                "version, and cuDNN is not installed here. Set model.attention=xla."
+            ) from error
+
+    def _mosaic_keys(self) -> list[str]:
+        """What in the config asks for kernels in Mosaic, which are written for one kind of GPU."""
+        model = self.parts.config.model
+        keys = []
+        if model.attention == "mosaic":
+            keys.append("model.attention=mosaic")
+        if model.family in WITH_EXPERTS and model.routing.kernel == "tokamax":
+            keys.append("model.routing.kernel=tokamax")
+        return keys
+
+    def waiting_bytes(self, rows: int, length: int) -> int:
+        """Of the batches on each device that wait for the one that is trained on."""
+        return self.parts.config.data.prefetch * bytes_on_device(self.batch(rows, length))
+
+
+class StepMemory(StepPrograms):
+    """The bytes that a training step needs on each device, for batches of different shapes."""
+
+    def __init__(self, config: RunConfig, devices: Sequence[Any]):
+        self.config = config
+        # A batch that any mesh divides.
+        rows = len(devices) * config.optimizer.micro_batches * least_micro_batches(config)
+        data = dataclasses.replace(config.data, stages=(), batch_size=rows)
+        super().__init__(dataclasses.replace(config, data=data), devices)
+
+    def bytes(self, rows: int, length: int) -> int | None:
+        """What a step needs, and the batches that wait for it.
+
+        None: more than the compiler allows.
+        """
+        try:
+            compiled = self.compile(rows, length)
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        return program_bytes(compiled) + self.waiting_bytes(rows, length)
+
+
+def least_micro_batches(config: RunConfig) -> int:
+    """Into how many parts stages divide the rows of a device, where that is given."""
+    return config.model.pipeline.micro_batches or 1

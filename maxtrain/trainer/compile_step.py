@@ -1,0 +1,124 @@
+"""The compiled train step of a run, for each shape of batch in its plan."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from data_pipeline.base.errors import ConfigError
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.progress import Progress
+from maxtrain.parallel.agreement import raise_together
+from maxtrain.parallel.memory import (
+    STEP_MEND,
+    bytes_beside_arguments,
+    bytes_on_device,
+    is_out_of_memory,
+    require_memory,
+    size,
+)
+from maxtrain.train_step.state import TrainState
+
+# Arrays of a batch by name, or their descriptions.
+AnyBatch = Mapping[str, Any]
+
+
+class Programs:
+    """Compiles the step, at the latest at the first batch of each shape.
+
+    Args:
+        step: the jitted step, (state, batch) -> (state, metrics).
+        progress: shows that the step is being compiled.
+        clock: counts the time as `compile`.
+    """
+
+    def __init__(self, step: jax.stages.Wrapped, progress: Progress, clock: Stopwatch):
+        self._step = step
+        self._progress = progress
+        self._clock = clock
+        self._compiled: dict[frozenset[Any], jax.stages.Compiled] = {}
+        self._has_run = False
+
+    def compile(self, state: TrainState, batch: AnyBatch) -> jax.stages.Compiled:
+        """The step for batches of this shape, whether it fits or not.
+
+        Args:
+            state, batch: arrays, or their descriptions.
+
+        Raises:
+            JaxRuntimeError: also where the compiler finds that it needs too much memory.
+        """
+        key = _key(batch)
+        if key not in self._compiled:
+            self._progress.phase("compiling the step")
+            with self._clock.during("compile"):
+                self._compiled[key] = self._step.lower(state, batch).compile()
+            self._progress.phase("")
+        return self._compiled[key]
+
+    def prepare(self, state: TrainState, batch: AnyBatch, waiting: int) -> None:
+        """Compiles the step for batches of this shape, before there is one.
+
+        Args:
+            state: arrays.
+            batch: descriptions.
+            waiting: batches that will be on the devices with the one that is trained on.
+
+        Raises:
+            ConfigError: in all processes: a device of one of them has not enough memory for it.
+        """
+        if _key(batch) not in self._compiled:
+            self._checked(state, batch, (1 + waiting) * bytes_on_device(batch))
+
+    def of(self, state: TrainState, batch: AnyBatch) -> jax.stages.Compiled:
+        """The step for batches of this shape, which is about to run. All processes call this for
+        the same batches.
+
+        Raises:
+            ConfigError: in all processes: a device of one of them has not enough memory for it.
+        """
+        found = self._compiled.get(_key(batch))
+        if found is None:
+            found = self._checked(state, batch, 0)
+        self._has_run = True
+        return found
+
+    def _checked(self, state: TrainState, batch: AnyBatch, more: int) -> jax.stages.Compiled:
+        """The step, of which it is known that it fits.
+
+        `more`: bytes on each device that are needed beside it.
+        """
+        rows, length = batch["targets"].shape
+        what = f"a step of {rows:,} rows x {length:,} tokens"
+        compiled = None
+        refused = None
+        try:
+            compiled = self.compile(state, batch)
+            needed = bytes_beside_arguments(compiled)
+            self._tell(what, needed)
+            # On a CPU the process keeps the memory that earlier steps needed, and it would be
+            # counted as taken.
+            if not self._has_run or jax.default_backend() != "cpu":
+                require_memory(needed + more, f"{what}, beside the training state,", STEP_MEND)
+        except ConfigError as error:
+            refused = error
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0][:300]
+            refused = ConfigError(f"{what} does not fit: {reason}. {STEP_MEND}.")
+        raise_together(refused)
+        assert compiled is not None
+        return compiled
+
+    def _tell(self, what: str, needed: int) -> None:
+        """The bytes of each device that a step needs beside what a launch says that it holds."""
+        if jax.device_count() > 1:
+            self._progress.message(
+                f"{what}: {size(needed)} of activations, gradients and the like a device"
+            )
+
+
+def _key(batch: AnyBatch) -> frozenset[Any]:
+    """What of a batch decides on the program: the shapes and types of its arrays."""
+    return frozenset((name, x.shape, str(x.dtype)) for name, x in batch.items())

@@ -1,0 +1,819 @@
+"""The main job: `python -m maxtrain.train config=NAME key=value ...`.
+
+Read `launch` first, then `train`: config -> data and its plan -> devices -> model -> state (new,
+imported or restored) -> loop [batch, step, and each hook that is due] -> finish. The same command
+continues a stopped run from its newest checkpoint, and gets to the same numbers as if it had never
+stopped.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from data_pipeline.base.errors import (
+    ConfigError,
+    DamagedError,
+    DataError,
+    DivergedError,
+    LostProcessError,
+    StorageError,
+    TryAgainError,
+    run_command,
+)
+from data_pipeline.loader.loader import HostBatch
+from data_pipeline.tokenizer import BESIDE, TOKENIZER_FOLDER, carry_data
+from maxtrain import failpoints
+from maxtrain.checkpoint.listing import latest_state, second_of
+from maxtrain.checkpoint.local import LocalSteps, OtherStep
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.quarantine import put_aside, put_aside_incomplete
+from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
+from maxtrain.checkpoint.run_state import RunState
+from maxtrain.config import RunConfig, plain_leaves, to_yaml
+from maxtrain.config.across.rows import rows_of_step
+from maxtrain.config.resumed import OF_EACH_FORK, changed_settings
+from maxtrain.config.run_path import local_folder, run_path, run_url
+from maxtrain.config.sections.mesh import num_stages, slow_axes_of
+from maxtrain.config.sections.rules import rule_words
+from maxtrain.models.pipeline import form_for
+from maxtrain.models.quantized import count_weights
+from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
+from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
+from maxtrain.observe.jsonl_logs import RUN
+from maxtrain.observe.launches import (
+    append_launch,
+    launch_record,
+    read_launches,
+    revision_around,
+)
+from maxtrain.observe.lock import RunLock
+from maxtrain.observe.mesh_lines import mesh_lines
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.profile import traced_steps
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.tracker import RunInfo
+from maxtrain.observe.tracking import Trackers
+from maxtrain.observe.watchdog import Watchdog
+from maxtrain.parallel.agreement import (
+    Board,
+    connect_peers,
+    is_loss,
+    losing_others,
+    raising_together,
+    require_agreement,
+)
+from maxtrain.parallel.distributed import leave, tell_end
+from maxtrain.parallel.memory import (
+    HOST_MEND,
+    ON_HOST,
+    STATE_MEND,
+    bytes_on_device,
+    bytes_on_host,
+    is_out_of_memory,
+    out_of_memory,
+    require_memory,
+    require_memory_of_host,
+)
+from maxtrain.storage.local import why_not
+from maxtrain.storage.store import Store, open_store
+from maxtrain.train_step.state import (
+    changing_part,
+    constant_part,
+    eval_params,
+    policy_params,
+    trained_summary,
+    zero_summary,
+)
+from maxtrain.trainer.auto_accumulation import decide
+from maxtrain.trainer.data import inputs_on_record, with_recorded_inputs
+from maxtrain.trainer.forks import (
+    FORKED_FROM,
+    Fork,
+    find_fork,
+    require_no_unsaved_fork,
+    require_same_fork,
+    take_records,
+)
+from maxtrain.trainer.hooks import AfterStep, after_each_step
+from maxtrain.trainer.job import ACCUMULATION, Job, launch_fields, open_job
+from maxtrain.trainer.run import RollBack, Run
+from maxtrain.trainer.run_dir import RunFolder, require_no_stray_steps, require_trained
+from maxtrain.trainer.signals import StopRequest, StopRequested
+from maxtrain.trainer.summary import finish
+
+_MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
+
+
+def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
+    """A whole run, from its config to its last checkpoint and summary.
+
+    When the newest checkpoint turns out to be damaged, it is put aside, and the run starts again
+    from the one before it.
+
+    `ends_process`: the process exits after this. If a signal asked it to and it takes too long, it
+        is ended by force.
+
+    Raises:
+        UserError: what went wrong, with the exit code that says whether the same command may be
+            tried again.
+    """
+    failpoints.arm()
+    local = local_folder(config)
+    with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
+        # Each has a checkpoint less, or knows what other hosts have.
+        for attempt in itertools.count():
+            with open_store(
+                run_path(config), run_url(config), local, config.checkpoint.local_keep
+            ) as store:
+                try:
+                    with Trackers() as trackers:
+                        return launch(config, attempt, stop, trackers, store)
+                except DamagedError as damage:
+                    put_aside(damage)
+                except OtherStep:
+                    pass
+
+
+def launch(
+    config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers, store: Store
+) -> None:
+    """One attempt at a run: from its newest checkpoint if it has one, else from the beginning.
+
+    Args:
+        attempt: how many attempts this process has made before this one; each found a damaged
+            checkpoint, or that hosts have other parts of checkpoints than it went by.
+        trackers: started here, once the run is open. The caller finishes them.
+        store: where the run is kept.
+
+    Raises:
+        DamagedError: what the newest checkpoint holds is not what was saved. All processes raise
+            it, also those whose own part of the checkpoint is whole.
+        OtherStep: in all processes: the newest checkpoint that is whole is not the one that some
+            process has begun with, which could not ask the others then.
+    """
+    clock = Stopwatch()
+    folder = store.folder
+    second = second_of(folder / "checkpoints", config.checkpoint)
+    require_no_stray_steps(folder, second)
+    run_folder = RunFolder(folder, second)
+    rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
+    look_on_disks(store.local, run_folder, rollbacks, attempt)
+    newest = functools.partial(newest_state, store, rollbacks, second)
+    own = newest()
+    saved, fork, rollbacks, launches = find_beginning(config, run_folder, own, rollbacks)
+    with clock.during("start"):
+        job = open_with_records(config, saved, launches, fork)
+    if attempt == 0:
+        require_whole(store.local, own, newest)
+    config = job.config
+    is_primary = jax.process_index() == 0
+    rows = job.data.describe_rows
+    board = Board("watchdog") if jax.process_count() > 1 else None
+    shown = config.observe.progress if is_primary else "off"
+    with (
+        jax.set_mesh(job.mesh),
+        contextlib.ExitStack() as held,
+        Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
+        Progress(shown, job.data.plan.num_steps, units=job.units) as progress,
+    ):
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            config.checkpoint,
+            second,
+            functools.partial(note_checkpoint, run_folder, progress),
+            store.checkpoints,
+            store.publish,
+            store.local,
+        )
+        describe(progress, job)
+        tell_passed_over(progress, store.local, own)
+        fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
+        fields["checkpoint.fork_from"] = str(fork and fork.origin)
+        require_agreement(f"launch {attempt}", fields)
+        connect_peers(job.mesh)
+        # In a later attempt a process keeps on a CPU the memory that it has had before, and would
+        # count it as taken.
+        if attempt == 0:
+            require_room(job)
+        decided = decide(job, run_folder.accumulation, progress, clock)
+        job = decided.job
+        describe_micro_batches(progress, job, decided.line)
+        # Not before it is known that all go on: this makes the folder.
+        begin_folder(held, store, second, run_folder, progress, job)
+        for line in put_aside_incomplete(checkpoints.directory):
+            progress.message(line, style="bold red")
+        run = Run(
+            job,
+            checkpoints,
+            progress,
+            clock,
+            stop,
+            rollbacks,
+            run_folder,
+            trackers,
+            store.publish,
+            decided.programs,
+        )
+        try:
+            run.restore(saved, fork=fork)
+            require_unfinished(run, fork)
+            tell_changed_settings(run, saved, launches, fork)
+            checkpoints.copy_newest()  # a launch that was killed may have left that to do
+            begin_books(run, watchdog, saved is None, fork)
+            begin_trackers(run, trackers)
+            train_until_done(run, is_new_fork=fork is not None)
+            run.settle()
+        except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
+            if is_loss(error):
+                checkpoints.abandon()
+            if is_out_of_memory(error):
+                where = f"at step {run.step:,}, in: {clock.doing()[0]}"
+                raise out_of_memory(error, where) from error
+            raise
+        finally:
+            run.close()
+    stop.save_first(None)
+    conclude(run)
+
+
+def newest_state(
+    store: Store, rollbacks: list[Rollback] | None, second: Path | None
+) -> RunState | None:
+    """The run at its newest checkpoint that went with its rollbacks; None: there is none."""
+    also = None
+    if store.local is not None:
+        also = store.local.whole
+    return latest_state(
+        store.folder / "checkpoints", lambda found: found.went_with(rollbacks), second, also
+    )
+
+
+class Beginning(NamedTuple):
+    """Where a launch begins.
+
+    Attributes:
+        saved: the run at the checkpoint to go on from; None: it begins at the start.
+        fork: the checkpoint of another run that `saved` is; None: it is one of this run.
+        rollbacks: those of the run until now.
+        launches: those that have made the steps until now.
+    """
+
+    saved: RunState | None
+    fork: Fork | None
+    rollbacks: list[Rollback]
+    launches: list[dict[str, Any]]
+
+
+def find_beginning(
+    config: RunConfig,
+    run_folder: RunFolder,
+    own: RunState | None,
+    rollbacks: list[Rollback] | None,
+) -> Beginning:
+    """Where a launch begins: at the run's own newest checkpoint if it has one, at the checkpoint of
+    another run that checkpoint.fork_from names, or at the start.
+
+    Args:
+        own: the run at its own newest checkpoint; None: it has none.
+        rollbacks: those on record; None: nothing says.
+
+    Raises:
+        ConfigError: no run can go on from the checkpoint, or the run was begun in another way.
+        StorageError: checkpoints are gone, damaged, or cannot be read.
+    """
+    require_trained(run_folder.path, own)
+    run_folder.require_checkpoints(config.checkpoint.start_over)
+    launches = read_launches(run_folder.path)
+    if own is not None:
+        require_same_fork(config, run_folder.path, own)
+        if rollbacks is None:
+            rollbacks = list(own.rollbacks)
+        return Beginning(own, None, rollbacks, launches)
+    fork_from = config.checkpoint.fork_from
+    if fork_from is None:
+        if not run_folder.starts_over:
+            require_no_unsaved_fork(run_folder.path, launches)
+        return Beginning(None, None, rollbacks or [], launches)
+    fork = find_fork(fork_from, launches, run_folder.starts_over)
+    return Beginning(fork.state, fork, list(fork.rollbacks), list(fork.launches))
+
+
+def require_unfinished(run: Run, fork: Fork | None) -> None:
+    """Raise a ConfigError, in all processes, if a run forks at a step where the other run ended
+    before its plan did, and would end there again: there would be nothing to save.
+    """
+    ending = run.health.ending
+    if fork is None or not ending:
+        return
+    origin = fork.origin
+    raise ConfigError(
+        f"{fork.key}: {origin.place} ended early at step {origin.step:,}, and a fork would end "
+        f"there again: {ending.rstrip('.')}. Or fork at an earlier step."
+    )
+
+
+def step_of(saved: RunState | None) -> int:
+    """The step that a launch begins at."""
+    if saved is None:
+        return 0
+    return saved.step
+
+
+def look_on_disks(
+    local: LocalSteps | None,
+    run_folder: RunFolder,
+    rollbacks: list[Rollback] | None,
+    attempt: int,
+) -> None:
+    """Finds the steps of a run that are on the disks of its hosts alone; `attempt`: as of `launch`.
+
+    In a first attempt processes can't ask each other yet, and each goes by what it has a part of.
+    """
+    if local is None:
+        return
+    run_id = run_folder.id
+    if run_folder.starts_over:
+        run_id = ""
+    local.look(lambda record: why_not(record, run_folder.path, run_id, rollbacks))
+    if attempt > 0:
+        local.agree(f"steps of hosts, attempt {attempt}")
+
+
+def require_whole(
+    local: LocalSteps | None, saved: RunState | None, newest: Callable[[], RunState | None]
+) -> None:
+    """Returns, with devices started, if the step that is newest on the disks of all hosts together,
+    or at the URL, is the one that each has begun with. OtherStep, in all processes: it is not."""
+    if local is None:
+        return
+    local.agree("steps of hosts")
+    local.require_same("steps of hosts", step_of(newest()) == step_of(saved))
+
+
+def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunState | None) -> None:
+    """A line about each step on the disks of hosts that the run can't go on from."""
+    if local is None:
+        return
+    for line in local.told(step_of(saved)):
+        progress.message(line, style="yellow")
+
+
+def require_room(job: Job) -> None:
+    """ConfigError, in all processes: a device or the host of one of them has no room for the
+    training state."""
+    state = "the training state (weights, moments of the optimizer)"
+    of_device = bytes_on_device(job.abstract)
+    of_host = bytes_on_host(job.abstract)
+    if jax.devices()[0].platform == "cpu":
+        # One memory for both.
+        of_device += of_host
+    with raising_together(ConfigError):
+        require_memory(of_device, state, STATE_MEND)
+        require_memory_of_host(jax.local_device_count() * of_host, ON_HOST, HOST_MEND)
+
+
+def train_until_done(run: Run, is_new_fork: bool) -> None:
+    """Trains until the run is done; after a rollback, the loop starts again from there. A new fork
+    first saves its own checkpoint of the step that it begins with: from then on the other run is
+    not needed, whatever becomes of it.
+
+    Raises:
+        TryAgainError: somebody asked to stop, and everything is saved; or a memory fault has
+            damaged the weights.
+        StopRequested: somebody asked to stop before there was anything to save.
+        DivergedError, DataError: see `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
+    """
+    if run.done():
+        style = "yellow" if run.health.ending else "green"
+        name = run_url(run.config) or run.folder.path
+        run.progress.message(f"Nothing to do: {name} {run.why_done()}", style=style)
+        run.upload_newest()
+        return
+    warning = run.checkpoints.require_space(
+        changing_part(run.job.abstract), constant_part(run.job.abstract)
+    )
+    if warning:
+        run.progress.message(warning, style="yellow")
+    run.prepare()
+    if is_new_fork:
+        run.save(uploaded=True)
+    while not run.done():
+        begun_at = run.step
+        going_back = None
+        try:
+            train(run)
+        except RollBack as asked:
+            going_back = asked.found
+        except StopRequested:
+            if run.step == begun_at:
+                raise
+            run.stop_and_save()
+        if going_back:
+            run.roll_back(going_back)
+
+
+def train(run: Run) -> None:
+    """Steps until the plan's end, or until something ends the run before it.
+
+    Raises:
+        StopRequested: somebody asks to stop.
+        RollBack: an anomaly takes the run back.
+    """
+    run.evaluate()
+    run.write_ending()
+    if run.done():
+        return
+    # Before the first step; or a launch that was stopped has left it to this one.
+    if run.sample_interval and run.step % run.sample_interval == 0:
+        run.sample_prompts()
+    hooks = after_each_step(run)
+    with contextlib.closing(read_batches(run)) as batches, tracing(run):
+        for batch, origin in batches:
+            is_last = run.step + 1 == run.num_steps
+            is_logged = is_last or (run.step + 1) % run.config.log_interval == 0
+            run.make_step(batch, origin, is_logged)
+            run.progress.update(run.step)
+            run.stop.save_first(lambda: run.clock.doing()[0])
+            with run.clock.waiting():
+                stop, save = run.stop.agreed(save=run.checkpoints.due())
+            after = AfterStep(
+                step=run.step,
+                is_last=is_last,
+                is_logged=is_logged,
+                save_by_clock=save and not is_last,
+                stop=stop and not is_last,
+            )
+            for hook in hooks:
+                if hook.due(after):
+                    hook(after)
+            if run.health.ending:
+                break
+    run.require_saved()
+
+
+@contextlib.contextmanager
+def tracing(run: Run) -> Iterator[None]:
+    """Starts the trace of observe.profile if the loop's first step is to be traced. However the
+    loop ends, a trace that is still open is written then."""
+    if run.trace.due(run.step):
+        run.trace.turn(run.step, run.state)
+    try:
+        yield
+    finally:
+        run.trace.close(run.step)
+
+
+def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
+    """The batches of the remaining steps, on the devices, each with the host batch it was made of.
+
+    StopRequested: somebody asked to stop while the next batch was being read. The steps before it
+    have been checked by then.
+    """
+    begun_at = run.step
+    batches = run.batches()
+    while run.step < run.num_steps:
+        try:
+            with run.clock.during("data_wait"), run.stop.interrupting():
+                batch, origin = next(batches)
+                batch = failpoints.hit("data", run.step + 1, batch)
+        except StopRequested:
+            if run.step > begun_at:
+                run.check_steps(write=False)
+                run.write_ending()
+            raise
+        yield batch, origin
+
+
+def conclude(run: Run) -> None:
+    """Writes the summary of a finished run. DivergedError: almost none of its steps changed
+    anything."""
+    job = run.job
+    health = run.health
+    problem = lack_of_progress(run.step, health.skipped)
+    if jax.process_index() == 0:
+        model = None
+        if jax.process_count() == 1:  # else this process does not hold all of the model
+            model = nnx.merge(job.policy_graphdef, eval_params(run.state))
+        finish(
+            job.config,
+            job.data,
+            job.sets,
+            run.step,
+            run.clock,
+            health.ending,
+            health.guard.found,
+            model,
+            run.rollbacks,
+            problem,
+            run.validation.read,
+            job.units,
+            job.objective.loss,
+        )
+    if problem:
+        raise DivergedError(problem)
+
+
+def begin_folder(
+    held: contextlib.ExitStack,
+    store: Store,
+    second: Path | None,
+    run_folder: RunFolder,
+    progress: Progress,
+    job: Job,
+) -> None:
+    """Has process 0 lock the run until `held` is closed, make the folder its own, and put the
+    tokenizer of the data into it.
+
+    Raises:
+        ConfigError, DataError, StorageError, TryAgainError: in all processes: that failed.
+    """
+    with raising_together(ConfigError, DataError, StorageError, TryAgainError, OSError):
+        if jax.process_index() == 0:
+            told = functools.partial(progress.message, style="bold red")
+            take_locks(held, store, second, told)
+            held.callback(run_folder.withdraw)
+            run_folder.begin(told, job.kept.get(ACCUMULATION))
+            carried = carry_data(
+                run_folder.path / TOKENIZER_FOLDER,
+                {name: source.path for name, source in job.config.data.sources.items()},
+                BESIDE,
+            )
+            if carried:
+                told(carried)
+
+
+def take_locks(
+    held: contextlib.ExitStack, store: Store, second: Path | None, tell: Callable[[str], object]
+) -> None:
+    """Locks the run, and the folder of its copies, until `held` is closed, or the store is.
+
+    `tell` gets a line about what takes long, or is not as it should be.
+    """
+    store.hold(held, tell)
+    if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
+        held.enter_context(RunLock(second.parent, needed=False))
+
+
+def open_with_records(
+    config: RunConfig,
+    saved: RunState | None,
+    launches: Sequence[Mapping[str, Any]],
+    fork: Fork | None,
+) -> Job:
+    """As `open_job`, with data and models from where earlier launches of the run had them.
+
+    ConfigError: among others, the plan of a fork ends at the checkpoint that it begins from.
+    """
+    config, notes = with_recorded_inputs(config, launches)
+    job = open_job(config, saved)
+    if fork is not None:
+        fork.require_steps_left(job.data.plan.num_steps)
+    return dataclasses.replace(job, notes=(*notes, *job.notes))
+
+
+def tell_changed_settings(
+    run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]], fork: Fork | None
+) -> None:
+    """A line about each setting that is not that of the last of the launches before, where the run
+    goes on from a checkpoint. Those of a fork are the launches of the other run."""
+    if saved is None or not launches:
+        return
+    changes = changed_settings(str(launches[-1]["config"]), run.job.asked)
+    before = "the last launch"
+    if fork is not None:
+        before = fork.origin.place
+        changes = [change for change in changes if change.key not in OF_EACH_FORK]
+    if not run.done():
+        for change in changes:
+            line = f"changed since {before}: {change.describe(run.step, run.num_steps)}"
+            run.progress.message(line, style="yellow")
+        return
+    words = "; ".join(change.words() for change in changes if change.has_effect())
+    if not words:
+        return
+    fix = "Set run_name to another name to begin a run with them"
+    if not run.health.ending:
+        more = f"Set steps to more than {run.step:,} to go on with them"
+        fix = f"{more}, or run_name=NAME for a new run"
+    run.progress.message(
+        f"changed since the last launch, and without effect, because the run has nothing left to "
+        f"do: {words}. {fix}.",
+        style="yellow",
+    )
+
+
+def note_checkpoint(
+    run_folder: RunFolder, progress: Progress, step: int, is_uploaded: bool
+) -> None:
+    """Records and prints that a checkpoint of this step is complete, on process 0.
+
+    Args:
+        is_uploaded: it is where the run is kept, and not on the disks of the hosts alone.
+    """
+    where = ", on the disks of the hosts"
+    if is_uploaded:
+        run_folder.note_saved(step)
+        where = ""
+    progress.message(f"checkpoint: step {step:,}{where}", style="dim")
+
+
+def begin_books(run: Run, watchdog: Watchdog, is_new: bool, fork: Fork | None) -> None:
+    """Opens the logs that this launch writes in the run's folder.
+
+    Args:
+        is_new: there was no checkpoint.
+        fork: whose records the run takes over first; None: it is not about to become a fork.
+
+    Raises:
+        StorageError: in all processes: these records can't be read or written.
+    """
+    recorder = run.recorder
+    if fork is not None:
+        with raising_together(StorageError, OSError):
+            if jax.process_index() == 0:
+                for problem in take_records(fork, run.folder.path, run.folder.id):
+                    run.progress.message(f"{problem} It is left out.", style="yellow")
+    if not run.done():  # else no time is spent on the run
+        watchdog.begin(lambda: run.step, run.folder.id)
+    recorder.open_logs(run.step, run.evaluated_again, run.folder.id)
+    if is_new and recorder.made_before:
+        run.progress.message(
+            f"There is no checkpoint, so steps 1 to {recorder.made_before:,}, which are on record, "
+            f"are made again.",
+            style="yellow",
+        )
+    if jax.process_index() == 0 and not run.done():
+        note_launch(run.job, run.folder, run.step, fork)
+
+
+def begin_trackers(run: Run, trackers: Trackers) -> None:
+    """Starts the trackers on process 0, unless the run has nothing left to do."""
+    if jax.process_index() != 0 or run.done():
+        return
+    revision, is_dirty = revision_around(Path.cwd())
+    info = RunInfo(
+        folder=run.folder.path,
+        name=run.config.run_name,
+        id=run.folder.id,
+        step=run.step,
+        hyperparameters=plain_leaves(run.job.asked),
+        revision=revision,
+        is_dirty=is_dirty,
+    )
+
+    def tell(text: str) -> None:
+        run.progress.message(text, style="yellow")
+
+    trackers.begin(run.config.observe, info, tell)
+
+
+def note_launch(job: Job, run_folder: RunFolder, step: int, fork: Fork | None) -> None:
+    """Records a launch that begins after `step` finished steps, of `fork` if it is one.
+
+    The config is recorded as the user asked for it, not as it was fitted to this machine, so that
+    it works on others, too.
+    """
+    run_folder.write_config(to_yaml(job.asked))
+    data = job.data.fingerprint_at(job.data.plan.num_steps)
+    record = launch_record(to_yaml(job.asked), job.attention, job.mesh, data, step)
+    held = job.device_bytes()
+    record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
+    if job.units:
+        record["units"] = job.units
+    record["folder"] = os.getcwd()
+    if fork is not None:
+        record[FORKED_FROM] = fork.origin._asdict()
+    record |= inputs_on_record(job.data, job.sets)
+    append_launch(run_folder.path, record | {RUN: run_folder.id})
+
+
+def describe_stages(config: RunConfig) -> str:
+    """How rows of a step go through the stages of the mesh, and how long these wait."""
+    rows = rows_of_step(config) // config.optimizer.micro_batches
+    form = form_for(rows, config.model.pipeline)
+    words = f"{form.stages} stages, {form.micro_batches} micro-batches"
+    if form.rounds > 1:
+        words += f", {form.rounds} rounds"
+    if config.model.pipeline.schedule == "1f1b":
+        words += ", 1f1b"
+    return f"pipeline: {words}; {form.waiting():.0%} of the time in layers is waiting"
+
+
+def describe_micro_batches(progress: Progress, job: Job, chosen: str) -> None:
+    """How many micro-batches a step has, if that was `chosen`, and what they cost."""
+    config = job.config
+    lines = [chosen, counting_note(config.model, config.optimizer.micro_batches)]
+    if num_stages(config.mesh) > 1:
+        lines.append(describe_stages(config))
+    for line in lines:
+        if line:
+            progress.message(line)
+
+
+def describe(progress: Progress, job: Job) -> None:
+    """What is about to train, on which data and devices."""
+    progress.message(job.data.describe())
+    for note in job.notes:
+        progress.message(note, style="yellow")
+    config = job.config
+    devices = jax.devices()
+    millions = count_weights(policy_params(job.abstract)) / 1e6
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    weights = f"{config.precision.params} weights"
+    if config.model.lora.rank is not None and config.model.lora.base != "full":
+        weights += f", {config.model.lora.base} where adapters are"
+    progress.message(
+        f"model: {config.model.family}, {millions:,.2f} M parameters, "
+        f"{config.precision.compute} on {weights}; devices: {where}"
+    )
+    progress.message(job.attention.line)
+    slow = slow_axes_of(config.mesh)
+    by_axis = {key.removeprefix("mesh.dcn_"): count for key, count in slow.items()}
+    rules = rule_words(config.mesh.rules)
+    for line in mesh_lines(job.mesh.shape, by_axis, job.device_bytes(), rules):
+        progress.message(line)
+    describe_experts(progress, config, devices[0].platform)
+    if job.abstract.frozen[POLICY]:
+        progress.message(trained_summary(job.abstract))
+    frozen = job.frozen_model
+    if frozen is not None:
+        size = count_weights(job.abstract.frozen[frozen.role]) / 1e6
+        progress.message(
+            f"{frozen.role}: {frozen.model.family}, {size:,.2f} M parameters, "
+            f"{frozen.precision.compute} on {frozen.precision.params} weights; "
+            f"of {frozen.describe()}; attention: {frozen.model.attention}"
+        )
+    elif job.stored_reference is not None:
+        stored = job.stored_reference
+        progress.message(f"{REFERENCE}: log-probabilities stored of {stored.describe()}")
+    elif REFERENCE in job.objective.models or job.reads_reference:
+        progress.message(f"{REFERENCE}: the model without its adapters")
+    if config.init.mup_base_width:
+        progress.message(
+            f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as "
+            f"chosen at a width of {config.init.mup_base_width} (init.mup_base_width)"
+        )
+    if config.observe.profile:
+        first, _ = traced_steps(config.observe.profile)
+        num_steps = job.data.plan.num_steps
+        if first > num_steps:
+            progress.message(
+                f"observe.profile={config.observe.profile}: the run has {num_steps:,} steps, so "
+                f"none of them is traced.",
+                style="yellow",
+            )
+    if config.observe.sample_interval and jax.process_count() > 1:
+        progress.message(
+            f"observe.sample_interval={config.observe.sample_interval}: no process holds all of "
+            f"the model, so the prompts are not completed while it trains.",
+            style="yellow",
+        )
+    if config.optimizer.zero:
+        progress.message(zero_summary(job.abstract, config.optimizer.zero))
+
+
+def describe_experts(progress: Progress, config: RunConfig, platform: str) -> None:
+    """What experts there are, if any, and what they cost more than they need."""
+    line = expert_summary(config.model)
+    if line:
+        progress.message(line)
+    warning = expert_warning(config.model, platform)
+    if warning:
+        progress.message(warning, style="yellow")
+
+
+def lack_of_progress(steps: int, skipped: int) -> str:
+    """A sentence about a run most of whose steps changed nothing; empty for any other run."""
+    if steps == 0 or skipped <= _MOST_SKIPPED * steps:
+        return ""
+    return (
+        f"{skipped:,} of the run's {steps:,} steps changed nothing, so it has hardly trained. "
+        f"Look at the warnings above and at anomalies/* in metrics.jsonl, lower "
+        f"optimizer.learning_rate, or use other data."
+    )
+
+
+def main(config: RunConfig, ends_process: bool = False) -> int:
+    """Runs `run_from_config`. Errors that the user can mend become a message and an exit code."""
+    lost = False
+
+    def job() -> None:
+        nonlocal lost
+        try:
+            run_from_config(config, ends_process)
+        except LostProcessError:
+            lost = True
+            raise
+
+    if code := run_command(job):
+        tell_end(code)
+        leave(code, lost)
+    return code

@@ -1,0 +1,415 @@
+"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them.
+
+The id is made up when a run is launched first, and kept in RUN/run.json together with the newest
+step that ever counted. What decides over steps and records (checkpoints, rollbacks.json,
+metrics.jsonl) must be of this run, else the launch is refused. What only tells of them (config.yaml
+and the books of observe/jsonl_logs.py) is put aside, and the run goes on.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.base import strict_json
+from data_pipeline.base.errors import ConfigError, StorageError, UsageError
+from data_pipeline.shards import write_atomic
+from data_pipeline.tokenizer import TOKENIZER_FOLDER
+from maxtrain.checkpoint import rollback
+from maxtrain.checkpoint.listing import complete, read_record
+from maxtrain.checkpoint.run_state import RunState, run_of
+from maxtrain.config import RunConfig
+from maxtrain.config.load import load_config
+from maxtrain.config.started import header, read_header
+from maxtrain.observe import launches, metrics
+from maxtrain.observe.attempts import attempts
+from maxtrain.observe.goodput import CLOCK
+from maxtrain.observe.jsonl_logs import put_aside
+from maxtrain.observe.lock import FILE_NAME as LOCK
+
+FILE_NAME = "run.json"
+CONFIG = "config.yaml"
+_MOST_SUPERVISORS = 4096
+# Steps that a message lists.
+_MOST_STEPS = 20
+# A folder with one of these is the folder of a run, perhaps of one that has just begun.
+_SIGNS_OF_A_RUN = (
+    *(CONFIG, FILE_NAME, metrics.FILE_NAME, CLOCK.name, "attempts.jsonl"),
+    *("checkpoints", "rollouts"),
+)
+# Runs that a message names.
+_MOST_NAMED = 5
+
+
+class RunFolder:
+    """The folder of one run, as it is found when a launch begins.
+
+    Args:
+        path: RUN.
+        second: where its checkpoints are copied to; None: nowhere.
+
+    Raises:
+        StorageError: files that decide are of several runs, or can't be read.
+    """
+
+    def __init__(self, path: Path, second: Path | None = None):
+        self.path = path
+        self._steps = list(complete(path / "checkpoints").values())
+        if second:
+            self._steps += complete(second).values()
+        # What was found, and does not stop the run.
+        self.told: list[str] = []
+        content = self._read()
+        self._made_here = False
+        # The newest step that is known to have counted; 0: none.
+        self.saved = int(content.get("saved", 0))
+        # Steps by a version without ids.
+        self._adopted = [int(step) for step in content.get("adopted", ())]
+        self.id = _one_run(path, self._owners(str(content.get("run", ""))))
+        # An older version has kept no such file: a launch that did not begin at 0 had a checkpoint.
+        if not content:
+            self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
+        # Steps were saved and none is left: if that is meant, nothing of before counts any more.
+        self.starts_over = self.saved > 0 and not self._steps
+        # What was chosen for optimizer.accumulation=auto; None: nothing was.
+        self.accumulation: int | None = None
+        if not self.starts_over:
+            self.accumulation = _accumulation(content)
+
+    def _read(self) -> dict[str, Any]:
+        """What run.json says; nothing if it is not there, or is not what this program writes."""
+        try:
+            return _read_identity(self.path)
+        except (OSError, ValueError, TypeError) as error:
+            what = f"{self.path / FILE_NAME} can't be read ({error})"
+            self.told.append(f"{what}. It is made anew from the other files of the run.")
+            return {}
+
+    def _owners(self, own: str) -> Iterator[tuple[str, str]]:
+        """The files that decide, and the id that each carries.
+
+        The id is empty for one that carries none and should.
+        """
+        if own:
+            yield FILE_NAME, own
+        of_metrics = metrics.metrics_owner(self.path)
+        if of_metrics:
+            yield metrics.FILE_NAME, of_metrics
+        ids = {path: run_of(read_record(path)) for path in self._steps}
+        for path, of_step in ids.items():
+            if of_step or (own and int(path.name) not in self._adopted):
+                yield str(path), of_step
+        of_rollbacks = rollback.owner(self.path)
+        if of_rollbacks is None:
+            return
+        if of_rollbacks or own or any(ids.values()):
+            yield rollback.FILE_NAME, of_rollbacks
+
+    def require_checkpoints(self, start_over: bool) -> None:
+        """StorageError: steps were saved and are gone, and the run is not meant to start over."""
+        if self.starts_over and not start_over:
+            rule = f"has no checkpoint, although step {self.saved:,} was saved; nothing is changed"
+            raise StorageError(
+                f"{self.path / 'checkpoints'} {rule}. "
+                "Mount or bring back that folder to go on. "
+                "To begin again at step 1, set checkpoint.start_over=true, which keeps what is "
+                "left of the run in its folder, or set run_name to another name."
+            )
+
+    def begin(self, tell: Callable[[str], object], accumulation: int | None = None) -> None:
+        """Makes the folder this run's own; to be called by the process that holds its lock.
+
+        Args:
+            tell: gets a line about everything that was found and put aside.
+            accumulation: what was chosen for optimizer.accumulation=auto; None: nothing, now.
+        """
+        if accumulation is not None:
+            self.accumulation = accumulation
+        if self.starts_over:
+            tell(f"The run starts over. What is left of it is kept in {self._set_aside()}.")
+        for text in self.told:
+            tell(text)
+        if not self.id:
+            self.id = secrets.token_hex(8)
+            self._adopted = sorted({int(path.name) for path in self._steps})
+        self._made_here = not (self.path / FILE_NAME).exists()
+        if rollback.owner(self.path) == "":
+            rollback.write_rollbacks(self.path, rollback.read_rollbacks(self.path) or [], self.id)
+        self._write()
+        self._mend_books(tell)
+
+    def withdraw(self) -> None:
+        """Takes back what `begin` has made, if nothing has followed it: a launch that failed before
+        its run began leaves no run. To be called by the process that holds the lock."""
+        with contextlib.suppress(OSError):
+            names = {name for name in os.listdir(self.path) if not name.startswith(".")}
+            if self._made_here and names <= {LOCK, FILE_NAME, TOKENIZER_FOLDER}:
+                shutil.rmtree(self.path / TOKENIZER_FOLDER, ignore_errors=True)
+                (self.path / FILE_NAME).unlink()
+
+    def _mend_books(self, tell: Callable[[str], object]) -> None:
+        """Puts aside what only tells of the run and is of another one."""
+        books = [CLOCK, launches.LAUNCHES]
+        for number in range(_MOST_SUPERVISORS):
+            book = attempts(number)
+            if (self.path / book.name).exists():
+                books.append(book)
+        for book in books:
+            try:
+                for text in book.mend(self.path, self.id):
+                    tell(text)
+            except OSError as error:
+                what = f"{self.path / book.name} can't be mended ({error.strerror})"
+                tell(f"{what}; the run goes on.")
+        file = self.path / CONFIG
+        theirs = config_owner(self.path)
+        if theirs not in ("", self.id):
+            kept = put_aside(file).name
+            tell(f"{file} is of another run, {theirs}. It is kept as {kept}, and written anew.")
+
+    def note_saved(self, step: int) -> None:
+        """A checkpoint of this step counts from now on."""
+        self.saved = max(self.saved, step)
+        # If that can't be written, the checkpoint counts all the same.
+        with contextlib.suppress(OSError):
+            self._write()
+
+    def note_discarded_after(self, step: int) -> None:
+        """Checkpoints of later steps are about to be removed."""
+        if self.saved > step:
+            self.saved = step
+            self._write()
+
+    def write_config(self, text: str) -> None:
+        """RUN/config.yaml, with the run's id and the folder here in its first lines."""
+        content = header(self.id, os.getcwd()) + text
+        write_atomic(self.path / CONFIG, content.encode(), private=True)
+
+    def _write(self) -> None:
+        write_identity(self.path, self.id, self.saved, self.accumulation, self._adopted)
+
+    def _set_aside(self) -> Path:
+        """Moves all files but the lock to a folder of their own.
+
+        run.json comes last: it is what says that this is to be done.
+        """
+        target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        target.mkdir()
+        stay = {LOCK, FILE_NAME, "checkpoints"}
+        for entry in sorted(self.path.iterdir()):
+            if entry.name not in stay and not entry.name.startswith(("before-", ".")):
+                entry.rename(target / entry.name)
+        (self.path / FILE_NAME).rename(target / FILE_NAME)
+        self.id = ""
+        self.saved = 0
+        self._adopted = []
+        return target
+
+
+def write_identity(
+    run: Path, run_id: str, saved: int, accumulation: int | None, adopted: Sequence[int] = ()
+) -> None:
+    """Write RUN/run.json.
+
+    Args:
+        run: the folder of the run.
+        run_id: its id.
+        saved: the newest step that ever counted.
+        accumulation: what was chosen for optimizer.accumulation=auto; None: nothing was.
+        adopted: steps by a version without ids.
+    """
+    content: dict[str, Any] = {"run": run_id, "saved": saved, "adopted": list(adopted)}
+    if accumulation is not None:
+        content["accumulation"] = accumulation
+    write_atomic(run / FILE_NAME, json.dumps(content).encode() + b"\n")
+
+
+def _read_identity(run: Path) -> dict[str, Any]:
+    """The content of RUN/run.json, empty if there is none.
+
+    OSError, ValueError or TypeError: it is not as it should be.
+    """
+    file = run / FILE_NAME
+    if not file.exists():
+        return {}
+    content = strict_json.read(file)
+    if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+        raise ValueError("it has no id of a run")
+    # These raise if they are no numbers.
+    int(content.get("saved", 0))
+    for step in content.get("adopted", ()):
+        int(step)
+    _accumulation(content)
+    return content
+
+
+def _accumulation(content: Mapping[str, Any]) -> int | None:
+    """What run.json says was chosen for optimizer.accumulation=auto. ValueError: it is no number of
+    micro-batches."""
+    count = content.get("accumulation")
+    if count is not None and (type(count) is not int or count < 1):
+        raise ValueError(f"accumulation is {count!r}")
+    return count
+
+
+def decided_accumulation(run: Path) -> int | None:
+    """What was chosen for optimizer.accumulation=auto of the run in this folder; None: nothing was,
+    or it can't be read."""
+    try:
+        return _accumulation(_read_identity(run))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def require_no_stray_steps(run: Path, second: Path | None = None) -> None:
+    """Raise a ConfigError if checkpoints lie in a run's folder itself: no launch looks there, so
+    the run would silently begin at the start.
+
+    Args:
+        run: its folder.
+        second: the folder that its checkpoints are copied to; None: there is none.
+    """
+    folders = [run]
+    if second is not None:
+        folders.append(second.parent)
+    for folder in folders:
+        found = sorted(
+            path.parent for path in folder.glob("*/commit.json") if path.parent.name.isdecimal()
+        )
+        if found:
+            steps = ", ".join(str(int(path.name)) for path in found[:_MOST_STEPS])
+            raise ConfigError(
+                f"run_name={run.name}: checkpoints (step {steps}) lie in {folder} itself, where no "
+                f"launch looks for them. Make a run of them with `maxtrain checkpoint copy "
+                f"{folder} NEW` and set run_name to it, or move them to {folder / 'checkpoints'}."
+            )
+
+
+def require_trained(run: Path, saved: RunState | None) -> None:
+    """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
+    if saved is not None and saved.imported is not None:
+        raise ConfigError(
+            f"{run} holds imported weights, without the state of an optimizer or of data, so no "
+            f"run can go on there. Set run_name to another name, and checkpoint.init_from={run}."
+        )
+
+
+def run_id(run: Path) -> str:
+    """The id of the run in this folder, for books about it.
+
+    Empty if it has none or can't be read.
+    """
+    try:
+        return str(_read_identity(run).get("run", ""))
+    except (OSError, ValueError, TypeError):
+        return ""
+
+
+def require_run(folder: Path, name: str = "", argument: str = "RUN") -> None:
+    """Check that a folder is the folder of a run.
+
+    Args:
+        folder: on this machine.
+        name: what to call it, such as its URL; empty: by its path.
+        argument: of the command line, which names the folder.
+
+    Raises:
+        UsageError: it is not; with the runs that are there.
+    """
+    if any((folder / sign).exists() for sign in _SIGNS_OF_A_RUN):
+        return
+    raise UsageError(
+        f"{argument}={name or folder}: {why_no_run(folder)}. "
+        f"Name the folder of a run, such as {runs_beside(folder)}."
+    )
+
+
+def why_no_run(folder: Path, *missing: str) -> str:
+    """Return why a folder is not the folder of a run or of a model.
+
+    Args:
+        folder: the path that was named.
+        missing: the files that were looked for.
+    """
+    if folder.is_dir():
+        if not any(folder.iterdir()):
+            return "is an empty directory"
+        if _runs_in(folder):
+            return "is a folder of runs, not a run"
+        return f"has no {' and no '.join(missing or (CONFIG,))}"
+    if folder.exists():
+        return "is a file"
+    return "is not there"
+
+
+def runs_beside(folder: Path) -> str:
+    """Name some runs that a person may have meant: those in a folder, beside it, or in runs/."""
+    for place in (folder, folder.parent, Path("runs")):
+        found = _runs_in(place)
+        if found:
+            return ", ".join(map(str, found[:_MOST_NAMED]))
+    return "runs/quickstart"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs directly below a folder, by name."""
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+
+
+def require_own_config(run: Path) -> None:
+    """StorageError: RUN/config.yaml is not of the run that the other files of the folder are of."""
+    folder = RunFolder(run)
+    theirs = config_owner(run)
+    if folder.id and theirs not in ("", folder.id):
+        rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
+        raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
+
+
+def launched_config(
+    run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The config of a launch on record, with the kernel of attention that it had, and overrides;
+    None: that of the run's last one, from RUN/config.yaml. UserError: it is not a valid config."""
+    if launch is None:
+        return load_config([f"config={run / CONFIG}", *overrides])
+    kernel = launches.attention_of(launch)
+    if kernel is not None and not any(word.startswith("model.attention=") for word in overrides):
+        overrides = [f"model.attention={kernel}", *overrides]
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, CONFIG)
+        text = header("", launch.get("folder", "")) + launch["config"]
+        path.write_text(text, encoding="utf-8")
+        return load_config([f"config={path}", *overrides])
+
+
+def config_owner(run: Path) -> str:
+    """The id of the run that RUN/config.yaml is of; empty if it does not say, or is not there."""
+    owner, _ = read_header(run / CONFIG)
+    return owner
+
+
+def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
+    """The one id that all these files carry, empty if there are none.
+
+    StorageError: they are of several runs.
+    """
+    files = defaultdict[str, list[str]](list)
+    for name, run in owners:
+        files[run].append(name)
+    if len(files) <= 1:
+        return next(iter(files), "")
+    lines = []
+    for run, names in files.items():
+        whose = f"of run {run}" if run else "of no run"
+        lines.append(f"\n  {whose}: {', '.join(names[:8])}")
+    mend = "Move away what is not of this run, or set run_name to another name"
+    raise StorageError(
+        f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}."
+    )

@@ -1,1 +1,0 @@
-"""The jitted step and what it needs: optimizer, objective, state, evaluation."""

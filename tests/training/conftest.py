@@ -1,5 +1,0 @@
-"""The small model and its batches, for tests of training."""
-
-from tests.tiny import optax_dtypes, tiny
-
-__all__ = ["optax_dtypes", "tiny"]
