@@ -211,9 +211,10 @@ def test_without_hashes_the_other_numbers_are_compared(config, capsys):
 
 PROGRAM = """
 import sys
-from maxtrain import replay, train
+from maxtrain.commands import replay
+from maxtrain.trainer import loop
 from maxtrain.config import load_config
-code = train.main(load_config(sys.argv[2:]))
+code = loop.main(load_config(sys.argv[2:]))
 sys.exit(code or replay.main([sys.argv[1], "--steps", "2:22"]))
 """
 

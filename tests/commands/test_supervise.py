@@ -227,7 +227,7 @@ def test_a_process_that_is_lost_for_good_is_done_without_if_that_fits(
 
 @pytest.mark.processes
 def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
-    program = "import sys; from maxtrain import supervise; sys.exit(supervise.main(sys.argv[1:], 'supervise'))"
+    program = "import sys; from maxtrain.commands import supervise; sys.exit(supervise.main(sys.argv[1:], 'supervise'))"
     words = [sys.executable, "-c", program, *command(tiny, "wait,0", "--grace", "60")]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"process 0 of None \n"

@@ -10,7 +10,7 @@ from data_pipeline.prepare import command as prepare
 
 READER = """
 import multiprocessing, os, signal, sys
-from data_pipeline import workers
+from data_pipeline.loader import workers
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.base.errors import run_command
 from data_pipeline.loader.loader import open_training

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MEASURED = """
 import resource, sys
-from data_pipeline import prepare
+from data_pipeline.prepare import command as prepare
 code = prepare.main(sys.argv[1:])
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 << 20 if sys.platform == "darwin" else 1 << 10), code)
 """
