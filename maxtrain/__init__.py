@@ -1,6 +1,6 @@
 """maxtrain: a JAX/Flax training stack for language models on CPUs, GPUs and TPU pods."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # In the environment of a run that is supervised: which attempt this is, from 1; and which of the
 # processes that were asked for, from 0, even if others are lost by now.
 ATTEMPT = "MAXTRAIN_ATTEMPT"
