@@ -1,5 +1,5 @@
-"""The training step of a config, compiled from shapes alone, for devices that are here or only
-described: nothing is executed, and no data is read."""
+"""The training step of a config, compiled from shapes alone, for present or merely described
+devices. Nothing is executed, and no data is read."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,11 @@ from maxtrain.trainer.job import Parts, make_parts
 
 
 class StepPrograms:
-    """The step of a config on some devices.
+    """The compiled train steps of a config on some devices.
 
     Args:
-        config: knows its vocabulary, and fits the devices with the batch that it has.
-        devices: perhaps described ones.
+        config: of the run, with a known vocabulary and a batch that the devices divide.
+        devices: present ones, or descriptions of devices elsewhere.
 
     Raises:
         ConfigError: config and devices do not fit together.
@@ -37,20 +37,22 @@ class StepPrograms:
         bare = dataclasses.replace(config, data=data, eval=evaluation)
         fitted = fit_to_devices(bare, len(devices))
         parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
-        # Random weights are as fast as others; the reference of the objective is what it is.
+        # Weights do not matter for compilation, so none are read. The objective keeps its
+        # reference.
         random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
         trained = dataclasses.replace(parts.config, checkpoint=random)
         self.parts: Parts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
-        # Of the compilations up to now: arrays that XLA gathers whole for want of a better way.
+        # Compiler warnings up to now: arrays that XLA gathers whole for lack of a better
+        # resharding.
         self.warnings: list[str] = []
 
     @property
     def unit(self) -> int:
-        """The rows of a batch are a multiple of this.
+        """Return the number of rows that every batch size must be a multiple of.
 
-        It is the number of parts that rows are split into, times accumulation, and times the
-        micro-batches that follow each other through stages.
+        It is the number of batch shards, times gradient accumulation, times the pipeline's
+        micro-batches.
         """
         config = self.parts.config
         with jax.set_mesh(self.parts.mesh):
@@ -58,25 +60,25 @@ class StepPrograms:
         return shards * config.optimizer.micro_batches * least_micro_batches(config)
 
     def batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch as shapes."""
+        """Return a batch as abstract arrays."""
         return abstract_batch(self.parts.mesh, rows, length, self.parts.objective.arrays)
 
     def compile(self, rows: int, length: int) -> jax.stages.Compiled:
-        """The step for batches of this shape.
+        """Compile the step for batches of this shape.
 
         Raises:
-            ConfigError: a kernel can't be traced without its library, or the compiler makes no code
-                of it for these devices.
-            JaxRuntimeError: also where the compiler itself finds that it needs too much memory; see
+            ConfigError: a kernel cannot be traced without its library, or the compiler cannot
+                generate its code for these devices.
+            JaxRuntimeError: the compilation fails, also for lack of device memory; see
                 `is_out_of_memory`.
         """
         options = compile_options(self.devices[0])
         with contextlib.ExitStack() as entered:
             entered.enter_context(jax.set_mesh(self.parts.mesh))
             lowered = self._lowered(rows, length)
-            said: list[str] = []
+            warnings: list[str] = []
             if is_described(self.devices[0]):
-                said = entered.enter_context(compiler_warnings())
+                warnings = entered.enter_context(compiler_warnings())
             try:
                 compiled = lowered.compile(options or None)
             except jax.errors.JaxRuntimeError as error:
@@ -88,10 +90,11 @@ class StepPrograms:
                     f"for {kind} without one. Set model.attention=triton, or xla, and "
                     "model.routing.kernel=blocks."
                 ) from error
-        self.warnings += said
+        self.warnings += warnings
         return compiled
 
     def _lowered(self, rows: int, length: int) -> jax.stages.Lowered:
+        """Lower the step for batches of this shape."""
         device = self.devices[0]
         elsewhere = contextlib.nullcontext()
         if self._mosaic_keys() and device.platform == "gpu" and is_described(device):
@@ -108,7 +111,8 @@ class StepPrograms:
             ) from error
 
     def _mosaic_keys(self) -> list[str]:
-        """What in the config asks for kernels in Mosaic, which are written for one kind of GPU."""
+        """List the config keys that choose Mosaic kernels, which are written for one kind of
+        GPU."""
         model = self.parts.config.model
         keys = []
         if model.attention == "mosaic":
@@ -118,24 +122,24 @@ class StepPrograms:
         return keys
 
     def waiting_bytes(self, rows: int, length: int) -> int:
-        """Of the batches on each device that wait for the one that is trained on."""
+        """Return the bytes on each device of the prefetched batches."""
         return self.parts.config.data.prefetch * bytes_on_device(self.batch(rows, length))
 
 
 class StepMemory(StepPrograms):
-    """The bytes that a training step needs on each device, for batches of different shapes."""
+    """Bytes of device memory that a training step needs, for batches of different shapes."""
 
     def __init__(self, config: RunConfig, devices: Sequence[Any]):
         self.config = config
-        # A batch that any mesh divides.
+        # Every mesh divides a batch of this size.
         rows = len(devices) * config.optimizer.micro_batches * least_micro_batches(config)
         data = dataclasses.replace(config.data, stages=(), batch_size=rows)
         super().__init__(dataclasses.replace(config, data=data), devices)
 
     def bytes(self, rows: int, length: int) -> int | None:
-        """What a step needs, and the batches that wait for it.
+        """Return the bytes on each device that a step and the prefetched batches need.
 
-        None: more than the compiler allows.
+        Returns None if the compiler finds that the step needs more memory than the device has.
         """
         try:
             compiled = self.compile(rows, length)
@@ -147,5 +151,6 @@ class StepMemory(StepPrograms):
 
 
 def least_micro_batches(config: RunConfig) -> int:
-    """Into how many parts stages divide the rows of a device, where that is given."""
+    """Return the number of micro-batches that the pipeline splits a device's rows into; 1 if not
+    given."""
     return config.model.pipeline.micro_batches or 1

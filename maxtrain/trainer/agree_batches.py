@@ -1,6 +1,6 @@
-"""Whether the processes of a run read the same batches, and what time each takes for itself.
+"""Checks that all processes of a run read the same batches, and an exchange of their own times.
 
-All processes call what is here, at the same steps and in the same order.
+All processes must call these functions at the same steps and in the same order.
 """
 
 import platform
@@ -14,34 +14,35 @@ from data_pipeline.loader.loader import HostBatch
 from maxtrain.observe.stragglers import HostTime, OwnTime
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 
-# Letters of the name of a host, so that all that is said fits.
+# Longest host name in letters, so that the gathered message fits its buffer.
 _LONGEST_NAME = 60
 
 
 class Compared(NamedTuple):
-    """What processes have said of some steps."""
+    """What the processes reported about some steps."""
 
-    # Of each batch the checksum of its tokens, over all parts.
+    # The checksum of the tokens of each batch, over all parts.
     contents: list[int]
-    # In the order of the processes.
+    # The times of each host, in the order of the processes.
     hosts: list[HostTime]
 
 
 def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Compared:
-    """Compares the batches of some steps between the processes, and exchanges their own times.
+    """Compare the batches of some steps between the processes, and exchange their own times.
 
     Args:
         origins: where this process's part of each batch comes from; at least one.
-        part: says which part of the last batch this process reads. Several may read the same.
+        part: the name of the part of the last batch that this process reads. Several processes may
+            read the same part.
         own: the time that this process took for itself since the last record.
 
     Raises:
         DataError: the processes do not read the same batches.
-        UserError: one can't read its part of them.
+        UserError: a process cannot read its part of the batches.
     """
     last = origins[-1]
     error = next((origin.error for origin in origins if origin.error), None)
-    said = gather(
+    reports = gather(
         {
             "step": last.step + 1,
             "rows": last.digest,
@@ -51,13 +52,13 @@ def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Co
             "own": [round(seconds, 6) for seconds in own],
         }
     )
-    if any(theirs["failed"] for theirs in said):
+    if any(report["failed"] for report in reports):
         raise_together(error)
-    first = said[0]
-    for process, theirs in enumerate(said):
-        if (theirs["step"], theirs["rows"]) != (first["step"], first["rows"]):
+    first = reports[0]
+    for process, report in enumerate(reports):
+        if (report["step"], report["rows"]) != (first["step"], first["rows"]):
             raise DataError(
-                f"process {process} reads rows {theirs['rows']} at step {theirs['step']}, process "
+                f"process {process} reads rows {report['rows']} at step {report['step']}, process "
                 f"0 rows {first['rows']} at step {first['step']}. Give all processes the same "
                 f"config and data, and go on from the last checkpoint."
             )
@@ -65,11 +66,11 @@ def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Co
     contents = gather_bytes(mine.view(np.uint8)).view(np.uint64)
     # A part that several processes read counts once.
     content_of_parts: dict[str, np.ndarray] = {}
-    for theirs, content in zip(said, contents, strict=True):
-        content_of_parts[theirs["part"]] = content
+    for report, content in zip(reports, contents, strict=True):
+        content_of_parts[report["part"]] = content
     # Checksums sum modulo 2^64.
     total = np.sum(list(content_of_parts.values()), axis=0, dtype=np.uint64)
     hosts = []
-    for process, theirs in enumerate(said):
-        hosts.append(HostTime(process, theirs["host"], OwnTime(*theirs["own"])))
+    for process, report in enumerate(reports):
+        hosts.append(HostTime(process, report["host"], OwnTime(*report["own"])))
     return Compared(total.tolist(), hosts)

@@ -1,8 +1,8 @@
 """optimizer.accumulation=auto: the fewest micro-batches whose step fits into a device's memory.
 
-Sums of another number of micro-batches round differently, so the number is chosen once for a run:
-before its first step, where it is written into RUN/run.json, and from there into its checkpoints.
-A launch that finds it there takes it, whatever memory its devices have.
+Sums over another number of micro-batches round differently, so the number is chosen once for a run,
+before its first step. It is recorded in RUN/run.json and in the checkpoints. Later launches use the
+recorded number, whatever memory their devices have.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ from maxtrain.trainer.job import ACCUMULATION, Job, as_decided
 
 
 class Decided(NamedTuple):
-    """A run whose accumulation is a number.
+    """A run whose accumulation is a number, and the steps compiled while choosing it.
 
     Attributes:
-        job: with the number in its configs.
-        programs: those of its steps that have been compiled on the way.
-        line: what to tell of it; empty: nothing.
+        job: the job with the chosen number in its configs.
+        programs: the steps that were compiled while the number was chosen.
+        line: a line for the log; empty: nothing to log.
     """
 
     job: Job
@@ -45,19 +45,18 @@ class Decided(NamedTuple):
 
 
 def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch) -> Decided:
-    """Chooses the number, if the config leaves it open and no launch has chosen it. All processes
-    call this, inside `jax.set_mesh(job.mesh)`.
+    """Choose the number of micro-batches, if the config says `auto` and no earlier launch chose it.
+    All processes call this, inside `jax.set_mesh(job.mesh)`.
 
     Args:
-        recorded: what process 0 finds that an earlier launch has chosen; None: none has. Other
-            processes need not know.
+        recorded: the number that an earlier launch chose, as process 0 read it; None: there is
+            none. The value of other processes is ignored.
 
     Raises:
-        ConfigError: no number of micro-batches makes the step fit, or the recorded one does not
-            divide batch and mesh.
+        ConfigError: no number of micro-batches makes the step fit, or the recorded number does not
+            divide the batch on this mesh.
     """
-    asked = job.config.optimizer.accumulation
-    if asked != "auto":
+    if job.config.optimizer.accumulation != "auto":
         programs = Programs(job.make_step(), progress, clock)
         return Decided(job, programs, "")
     recorded = gather({"recorded": recorded})[0]["recorded"]
@@ -65,7 +64,7 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
     if recorded is not None:
         return _as_recorded(job, recorded, choices, progress, clock)
     limit = min(map(memory_limit, jax.local_devices()))
-    limit = min(said["limit"] for said in gather({"limit": limit}))
+    limit = min(report["limit"] for report in gather({"limit": limit}))
     compiled: dict[int, Programs] = {}
 
     def measure(count: int) -> int | None:
@@ -73,8 +72,8 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
         programs = Programs(_with_count(job, count).make_step(), progress, clock)
         compiled[count] = programs
         needs = [_needed(job, programs, shape) for shape in job.largest_shapes(0)]
-        # A process may have other devices than this one.
-        return _most([_most(said["needs"]) for said in gather({"needs": needs})])
+        # Processes may have different devices, so the largest need counts.
+        return _most([_most(report["needs"]) for report in gather({"needs": needs})])
 
     found = fewest(choices, measure, bytes_on_device(job.abstract), limit)
     if found.count is None:
@@ -86,6 +85,7 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
 def _as_recorded(
     job: Job, recorded: int, choices: list[int], progress: Progress, clock: Stopwatch
 ) -> Decided:
+    """Use the number of an earlier launch."""
     if recorded not in choices:
         raise ConfigError(
             f"optimizer.accumulation=auto is {recorded} since the run began, and that does not "
@@ -98,7 +98,7 @@ def _as_recorded(
 
 
 def _with_count(job: Job, count: int) -> Job:
-    """The job with a number that was chosen for it."""
+    """Return the job with the chosen number of micro-batches in its configs."""
     return dataclasses.replace(
         job,
         config=with_accumulation(job.config, count),
@@ -108,9 +108,9 @@ def _with_count(job: Job, count: int) -> Job:
 
 
 def _needed(job: Job, programs: Programs, shape: Shape) -> int | None:
-    """Bytes on each device for a step, its state and the batches that wait for it.
+    """Return the bytes on each device for a step, its state and the prefetched batches.
 
-    None: more than the compiler allows.
+    Returns None if the compiler finds that the step needs more memory than the device has.
     """
     batch = job.abstract_batch(shape)
     try:
@@ -123,7 +123,8 @@ def _needed(job: Job, programs: Programs, shape: Shape) -> int | None:
 
 
 def _most(needs: list[int | None]) -> int | None:
-    """The most of some needs; None, if that is one of them, is more than all others."""
+    """Return the largest of some needs; None (does not compile) counts as larger than any
+    number."""
     known = [need for need in needs if need is not None]
     if len(known) < len(needs):
         return None
@@ -131,7 +132,7 @@ def _most(needs: list[int | None]) -> int | None:
 
 
 def describe(found: Fewest, limit: int) -> str:
-    """A line about what was chosen, and why."""
+    """Describe the chosen number and the memory that decided it, in one line."""
     assert found.needed is not None
     line = (
         f"optimizer.accumulation={found.count}: a step needs {size(found.needed)} of the "
@@ -143,7 +144,7 @@ def describe(found: Fewest, limit: int) -> str:
 
 
 def _refusal(config: RunConfig, choices: list[int], found: Fewest, limit: int) -> str:
-    """Why no number will do."""
+    """Return the error message for a step that does not fit with any number of micro-batches."""
     assert found.before is not None
     return (
         f"optimizer.accumulation=auto: even with {choices[-1]}, the most that "

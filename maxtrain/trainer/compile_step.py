@@ -1,4 +1,4 @@
-"""The compiled train step of a run, for each shape of batch in its plan."""
+"""Compiled train steps of a run, one for each batch shape in its plan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,17 +19,17 @@ from maxtrain.parallel.memory import (
 )
 from maxtrain.train_step.state import TrainState
 
-# Arrays of a batch by name, or their descriptions.
+# Arrays of a batch by name, or their abstract values.
 AnyBatch = Mapping[str, Any]
 
 
 class Programs:
-    """Compiles the step, at the latest at the first batch of each shape.
+    """Cache of compiled train steps, filled at the latest at the first batch of each shape.
 
     Args:
         step: the jitted step, (state, batch) -> (state, metrics).
-        progress: shows that the step is being compiled.
-        clock: counts the time as `compile`.
+        progress: displays that the step is being compiled.
+        clock: the stopwatch that counts the time as `compile`.
     """
 
     def __init__(self, step: jax.stages.Wrapped, progress: Progress, clock: Stopwatch):
@@ -40,13 +40,13 @@ class Programs:
         self._has_run = False
 
     def compile(self, state: TrainState, batch: AnyBatch) -> jax.stages.Compiled:
-        """The step for batches of this shape, whether it fits or not.
+        """Compile the step for batches of this shape, without a check that it fits.
 
         Args:
-            state, batch: arrays, or their descriptions.
+            state, batch: arrays, or their abstract values.
 
         Raises:
-            JaxRuntimeError: also where the compiler finds that it needs too much memory.
+            JaxRuntimeError: the compilation fails, also for lack of device memory.
         """
         key = _key(batch)
         if key not in self._compiled:
@@ -57,12 +57,12 @@ class Programs:
         return self._compiled[key]
 
     def prepare(self, state: TrainState, batch: AnyBatch, waiting: int) -> None:
-        """Compiles the step for batches of this shape, before there is one.
+        """Compile the step for batches of this shape, before the first such batch is read.
 
         Args:
-            state: arrays.
-            batch: descriptions.
-            waiting: batches that will be on the devices with the one that is trained on.
+            state: the arrays of the train state.
+            batch: abstract arrays.
+            waiting: number of prefetched batches that will be on the devices at the same time.
 
         Raises:
             ConfigError: in all processes: a device of one of them has not enough memory for it.
@@ -71,8 +71,8 @@ class Programs:
             self._checked(state, batch, (1 + waiting) * bytes_on_device(batch))
 
     def of(self, state: TrainState, batch: AnyBatch) -> jax.stages.Compiled:
-        """The step for batches of this shape, which is about to run. All processes call this for
-        the same batches.
+        """Return the step for batches of this shape, which is about to run. All processes call this
+        for the same batches.
 
         Raises:
             ConfigError: in all processes: a device of one of them has not enough memory for it.
@@ -84,7 +84,8 @@ class Programs:
         return found
 
     def _checked(self, state: TrainState, batch: AnyBatch, more: int) -> jax.stages.Compiled:
-        """The step, of which it is known that it fits.
+        """Compile the step, and require that it fits in device memory. `more`: further bytes needed
+        on each device.
 
         `more`: bytes on each device that are needed beside it.
         """
@@ -112,7 +113,7 @@ class Programs:
         return compiled
 
     def _tell(self, what: str, needed: int) -> None:
-        """The bytes of each device that a step needs beside what a launch says that it holds."""
+        """Log the bytes that a step needs on each device beside the training state."""
         if jax.device_count() > 1:
             self._progress.message(
                 f"{what}: {size(needed)} of activations, gradients and the like a device"
@@ -120,5 +121,5 @@ class Programs:
 
 
 def _key(batch: AnyBatch) -> frozenset[Any]:
-    """What of a batch decides on the program: the shapes and types of its arrays."""
+    """Return the shapes and types of a batch's arrays, which decide which program it needs."""
     return frozenset((name, x.shape, str(x.dtype)) for name, x in batch.items())

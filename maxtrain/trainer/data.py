@@ -1,4 +1,4 @@
-"""What a run reads, opened and held against its config; no jax."""
+"""The data of a run, opened and checked against its config; no jax."""
 
 import dataclasses
 import os
@@ -35,7 +35,7 @@ from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.models.cost import relative_quadratic
 from maxtrain.weights.peft_settings import require_same_settings
 
-# What of the section `data` decides which tokens are read; where they are does not.
+# Keys of the section `data` that decide which tokens are read. Paths do not.
 _DECIDES = re.compile(
     r"data\.(sources\.[^.]+\.(weight|epochs)|stages|on_exhausted|seq_length|batch_size|packing"
     r"|balance_rows|balance_quadratic|on_long|corruption\..*|attend_across_documents"
@@ -46,11 +46,11 @@ _DECIDES = re.compile(
 def open_data(
     config: RunConfig, saved: RunState | None
 ) -> tuple[TrainingData, dict[str, EvaluationData]]:
-    """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
+    """Open the training data with its plan solved, and the evaluation sets; all of one tokenizer.
 
-    `saved` is the run at the checkpoint to go on from: what was read before it must be what this
-    config says, unless the config accepts that it was not. None: it begins, perhaps with adapters,
-    whose settings must be those of the config, too.
+    `saved` is the run at the checkpoint to resume from: the data read before it must match this
+    config, unless data.accept_changes is set. None: a new run; settings of checkpoint.init_adapters
+    must then match the config.
     """
     if saved is None and config.checkpoint.init_adapters is not None:
         require_same_settings(Path(config.checkpoint.init_adapters), config.model.lora)
@@ -68,29 +68,31 @@ def open_data(
     for name, eval_set in sets.items():
         opened[f"eval.sets.{name}"] = eval_set.shards
     require_one_tokenizer(opened)
-    # Their mistakes would else come out when all is trained.
+    # Otherwise a bad prompt would fail only at the end of training.
     if config.observe.prompts:
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
 
 
 def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
-    """ConfigError: a run would go on with data of another tokenizer than it has been trained
-    with."""
+    """Raise a ConfigError if a run would continue with data of another tokenizer than it was
+    trained with."""
     if not saved.tokenizer:
         return
     for name, source in config.data.sources.items():
         try:
-            theirs = Manifest.load(place(source.path)).tokenizer
+            tokenizer = Manifest.load(place(source.path)).tokenizer
         except UserError:
-            # What is wrong with the data is for its reader to say.
+            # The reader of the data reports its problems later.
             continue
-        if theirs["sha256"] != saved.tokenizer:
+        if tokenizer["sha256"] != saved.tokenizer:
             own = f"{saved.owner}/{TOKENIZER_FOLDER}"
             if not saved.is_of_another_run:
                 own = f"{run_path(config) / TOKENIZER_FOLDER}"
             trained = f"until step {saved.step:,} (sha256 {saved.tokenizer[:12]})"
-            words = describe_tokenizer(theirs["name"], theirs["vocab_size"], theirs["sha256"])
+            words = describe_tokenizer(
+                tokenizer["name"], tokenizer["vocab_size"], tokenizer["sha256"]
+            )
             raise ConfigError(
                 f"data.sources.{name}.path={source.path} was made with another tokenizer, "
                 f"{words}, than {saved.owner} has been trained with {trained}, so that ids would "
@@ -100,8 +102,8 @@ def _require_tokenizer_of_run(config: RunConfig, saved: RunState) -> None:
 
 
 def _how_prepared(config: RunConfig) -> str:
-    """The command for data of a config that comes with the package, where they are not there; else
-    empty."""
+    """Return the command that prepares the data of a shipped config, if the data is missing; else
+    an empty text."""
     for source in config.data.sources.values():
         if source.path in PREPARED_BY and not Path(source.path).exists():
             return f" The data that the config is meant for: `{PREPARED_BY[source.path]}`."
@@ -109,7 +111,7 @@ def _how_prepared(config: RunConfig) -> str:
 
 
 def open_training_data(config: RunConfig, saved: RunState | None) -> TrainingData:
-    """The training data of a run with its plan solved; `saved` as for `open_data`."""
+    """Open the training data of a run with its plan solved; `saved` as for `open_data`."""
     changes: list[str] = []
     read = None
     if saved is not None:
@@ -126,7 +128,7 @@ def open_training_data(config: RunConfig, saved: RunState | None) -> TrainingDat
 
 
 def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
-    """The evaluation sets by name."""
+    """Open the evaluation sets, by name."""
     length = config.eval.seq_length or config.data.seq_length
     like = dataclasses.replace(config.data, seq_length=length)
     rows = config.eval.batch_size or config.data.batch_size
@@ -139,7 +141,7 @@ def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
 
 
 def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -> None:
-    """ConfigError: an evaluation set holds shards that are trained on."""
+    """Raise a ConfigError if an evaluation set holds shards that are trained on."""
     held_out = {shard.sha256 for shard in eval_set.manifest.shards}
     for source, shards in zip(data.plan.names, data.shards):
         seen = [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]
@@ -147,14 +149,14 @@ def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -
             key = f"eval.sets.{name}={eval_set.shards.path}"
             where = f"data.sources.{source} trains on, such as {seen[0]}"
             rule = f"holds {len(seen):,} shards that {where}: its loss would say nothing"
-            mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
-            raise ConfigError(f"{key} {rule}. {mend}.")
+            fix = "Hold out text with `prepare --holdout`, or leave one of the two out"
+            raise ConfigError(f"{key} {rule}. {fix}.")
 
 
 def inputs_on_record(
     data: TrainingData, sets: Mapping[str, EvaluationData]
 ) -> dict[str, dict[str, str]]:
-    """The digest of the content of each source and set, by its key: what a launch records."""
+    """Return the digest of the content of each source and set, by its key, for launches.jsonl."""
     found = {}
     for name, shards in zip(data.plan.names, data.shards):
         found[f"data.sources.{name}.path"] = shards.uid
@@ -166,13 +168,15 @@ def inputs_on_record(
 def with_recorded_inputs(
     config: RunConfig, launches: Sequence[Mapping[str, Any]]
 ) -> tuple[RunConfig, list[str]]:
-    """The config of a run that goes on, with relative paths of data and models as its earlier
-    launches meant them, if they are missing here or lead to other data here; and a line about each
-    that is changed.
+    """Replace relative paths of data and models that are missing here, or lead to other data here,
+    by the paths that earlier launches of the run used.
 
     Args:
         config: of this launch.
-        launches: those before, as launches.jsonl has them.
+        launches: the records of earlier launches in launches.jsonl.
+
+    Returns:
+        the changed config, and a log line about each changed path.
     """
     folders = list(dict.fromkeys(str(launch.get("folder", "")) for launch in reversed(launches)))
     digests: dict[str, str] = {}
@@ -201,7 +205,7 @@ def with_recorded_inputs(
 
 
 def _moved_note(key: str, path: str, absolute: str, expected: str | None) -> str:
-    """A line about a path that is taken as seen from the folder of an earlier launch."""
+    """Return a log line about a path that is resolved from the folder of an earlier launch."""
     if not os.path.exists(path):
         return (
             f"{key}={path} is not in {os.getcwd()}; the run goes on with {absolute}, which it has "
@@ -215,7 +219,7 @@ def _moved_note(key: str, path: str, absolute: str, expected: str | None) -> str
 
 
 def _digest_of_data(path: str) -> str:
-    """The digest of the content of prepared data; empty: it can't be read."""
+    """Return the content digest of prepared data; empty: it cannot be read."""
     try:
         return Manifest.load(Path(path)).uid
     except UserError:
@@ -223,7 +227,7 @@ def _digest_of_data(path: str) -> str:
 
 
 def _with_path(section: Any, key: str, value: str) -> Any:
-    """A section of a config with another value for one of its paths."""
+    """Replace one path in a section of a config."""
     name, _, below = key.partition(".")
     if isinstance(section, dict):
         return {**section, name: _with_path(section[name], below, value)}
@@ -233,7 +237,8 @@ def _with_path(section: Any, key: str, value: str) -> Any:
 
 
 def data_section(config: RunConfig) -> DataConfig:
-    """The section `data`, with the cost of documents by the model's layers where it has none."""
+    """Return the section `data`, with data.balance_quadratic filled in from the model's layers if
+    it is null."""
     data = config.data
     if data.packing != "balanced" or data.balance_quadratic is not None:
         return data
@@ -241,17 +246,17 @@ def data_section(config: RunConfig) -> DataConfig:
 
 
 def data_seed(config: RunConfig) -> int:
-    """The seed of the order of rows: data.seed, or the run's if that is null."""
+    """Return the seed of the order of rows: data.seed, or the run's seed if that is null."""
     if config.data.seed is None:
         return config.seed
     return config.data.seed
 
 
 def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
-    """Settings that decide what is read and are not those of the config, as YAML, that a
-    checkpoint was made with.
+    """List the data settings that differ between the config and the checkpoint's config (YAML
+    text).
 
-    Both values, by their keys.
+    Each entry has the key and both values.
     """
     try:
         before = strict_yaml.loads(saved)
@@ -267,8 +272,8 @@ def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
     if seed_before != data_seed(config):
         key = "seed" if config.data.seed is None else "data.seed"
         changes.append(f"{key} was {seed_before} and is {data_seed(config)}")
-    # Stages that are fractions of the run depend on its steps.
-    # Their ends are the cause then, though their values are what they were.
+    # Stages given as fractions end at other steps if the number of steps changes, although their
+    # own values are equal.
     stages = [*(before["data"].get("stages") or ()), *now["data"]["stages"]]
     in_fractions = any(stage.get("unit") == "fraction" for stage in stages)
     if in_fractions and before.get("steps") != now["steps"]:
@@ -291,7 +296,7 @@ def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
 
 
 def _by_path(tree: Any, path: str) -> dict[str, Any]:
-    """Plain values by their dotted path."""
+    """Flatten a tree into plain values by their dotted path."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
     found = {}
@@ -303,11 +308,11 @@ def _by_path(tree: Any, path: str) -> dict[str, Any]:
 def attach_stored_teacher(
     config: RunConfig, data: TrainingData, sets: Mapping[str, EvaluationData]
 ) -> None:
-    """Lets batches have what a stored teacher says, if the config names one.
+    """Attach the stored logits of a teacher to all batches, if the config names them.
 
     Raises:
-        ConfigError: it is of other settings than the config's.
-        DataError: its files are not whole, damaged, or of other data.
+        ConfigError: the files were made with other settings than the config's.
+        DataError: the files are incomplete, damaged, or of other data.
     """
     if config.objective != "distill" or config.distill.stored is None:
         return
@@ -332,7 +337,8 @@ def attach_stored_teacher(
 
 
 def _open_stored(config: RunConfig, key: str, shards: TokenShards, length: int) -> StoredTeacher:
-    """What a teacher says of a source or set, held against the config. `length`: of its rows."""
+    """Open a teacher's stored logits of a source or set, and check them against the config.
+    `length`: tokens of a row."""
     distill = config.distill
     folder = folder_of(shards, distill.stored or "", "distill.stored")
     try:
@@ -362,17 +368,17 @@ def _open_stored(config: RunConfig, key: str, shards: TokenShards, length: int) 
 
 
 def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """ConfigError: one of observe.prompts has no token to go on from, or is unknown to the
-    tokenizer."""
-    # Before a prompt comes the end of another document, if the tokenizer has a token for that.
+    """Raise a ConfigError if one of observe.prompts is empty without a token to begin with, or
+    cannot be encoded."""
+    # A prompt follows an end-of-document token if the tokenizer has one.
     begin = 0 if tokenizer.eod_id is None else 1
     for i, prompt in enumerate(prompts):
         key = f"observe.prompts[{i}]={show(repr(prompt))}"
         try:
             length = begin + len(tokenizer.encode(prompt))
         except DataError as error:
-            mend = "Write it with what the tokenizer knows, or leave it out"
-            raise ConfigError(f"{key}: {error}. {mend}.") from error
+            fix = "Write it with what the tokenizer knows, or leave it out"
+            raise ConfigError(f"{key}: {error}. {fix}.") from error
         if length == 0:
             rule = "is empty, and this tokenizer has no token that a document begins with"
             raise ConfigError(f"{key} {rule}. Give some text, or leave it out.")
@@ -381,8 +387,8 @@ def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
 def require_answers(
     config: RunConfig, data: TrainingData, sets: Mapping[str, EvaluationData]
 ) -> None:
-    """ConfigError: training data or a set are not the answers that the objective compares: pairs,
-    or answers with a label."""
+    """Raise a ConfigError if training data or a set lacks what the objective compares: answer
+    pairs, or answers with a label."""
     if config.objective not in ("dpo", "reward"):
         return
     read = {}
@@ -416,14 +422,15 @@ def require_answers(
 
 
 def have_end_marks(data: TrainingData) -> bool:
-    """Return whether documents of the training data end with an end-of-document token that their
-    rows hold."""
+    """Return whether the training documents end with an end-of-document token."""
     return data.shards[0].manifest.eod == "append"
 
 
 def _require_same_ends(read: Mapping[str, TokenShards]) -> None:
-    """ConfigError: some of the data was prepared with end marks, and some without: the last token
-    of an answer, where its reward is, would not be the same token everywhere."""
+    """Raise a ConfigError if some data was prepared with end-of-document tokens and some without.
+
+    The reward is read at the last token of an answer, which must be the same token everywhere.
+    """
     first, *others = read.items()
     for other in others:
         if first[1].manifest.eod == other[1].manifest.eod:
@@ -438,14 +445,15 @@ def _require_same_ends(read: Mapping[str, TokenShards]) -> None:
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """The config with model.vocab_size filled in from the data.
+    """Return the config with model.vocab_size filled in from the data. Raise a ConfigError if the
+    configured size is too small.
 
     ConfigError: it is too small for the data.
     """
-    asked = config.model.vocab_size
-    if asked is not None and asked < vocab_size:
+    size = config.model.vocab_size
+    if size is not None and size < vocab_size:
         rule = f"is smaller than the data's tokenizer, which has {vocab_size} entries"
-        mend = f"Set model.vocab_size to {vocab_size} or more, or to null"
-        raise ConfigError(f"model.vocab_size={asked} {rule}. {mend}.")
-    model = dataclasses.replace(config.model, vocab_size=asked or vocab_size)
+        fix = f"Set model.vocab_size to {vocab_size} or more, or to null"
+        raise ConfigError(f"model.vocab_size={size} {rule}. {fix}.")
+    model = dataclasses.replace(config.model, vocab_size=size or vocab_size)
     return dataclasses.replace(config, model=model)

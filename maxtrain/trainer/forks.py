@@ -68,11 +68,12 @@ class Fork:
     """A checkpoint of another run, from which a new run continues.
 
     Attributes:
-        key: what asks for the fork, for messages, such as `checkpoint.fork_from=runs/a@20`.
+        key: the setting that names the fork, for messages, such as
+            `checkpoint.fork_from=runs/a@20`.
         run: the folder of the other run on this host.
         path: the directory of the checkpoint.
         state: the other run at that checkpoint. Its last origin is that checkpoint.
-        rollbacks: those of the other run.
+        rollbacks: rollbacks of the other run.
         launches: the launches of the other run that made the steps up to the checkpoint.
         other_steps: the other complete checkpoints of that run.
     """
@@ -87,12 +88,12 @@ class Fork:
 
     @property
     def origin(self) -> Origin:
-        """The checkpoint itself."""
+        """Return the origin that names the checkpoint itself."""
         return self.state.forked_from[-1]
 
     def damaged(self, damage: DamagedError) -> StorageError:
-        """The error of a fork whose checkpoint turns out to be damaged. It belongs to another run,
-        so it is not put aside."""
+        """Return the error for a damaged checkpoint of the other run. It belongs to that run, so it
+        is not moved to quarantine."""
         return StorageError(
             f"{self.key}: {damage.path} is damaged: {damage.what}. "
             f"{_use_another(self.origin.place, self.other_steps)}"
@@ -112,7 +113,7 @@ def open_fork(key: str, place: str, run: Path, path: Path, others: Sequence[int]
     """Read what a new run needs to know of a complete checkpoint of another run.
 
     Args:
-        key: what asks for the fork, for messages.
+        key: the setting that names the fork, for messages.
         place: the other run, as it was named.
         run: its folder on this host.
         path: the directory of the checkpoint.
@@ -140,13 +141,13 @@ def open_fork(key: str, place: str, run: Path, path: Path, others: Sequence[int]
 def find_fork(
     fork_from: str, own_launches: Sequence[Mapping[str, Any]], starts_over: bool = False
 ) -> Fork:
-    """The fork that a new run is to begin as.
+    """Find the checkpoint of another run that a new run begins from.
 
     Args:
         fork_from: the value of checkpoint.fork_from.
         own_launches: earlier launches of the new run, which ended before its first checkpoint. They
             decide which step RUN without a step means.
-        starts_over: those launches do not count any more.
+        starts_over: whether earlier launches are to be ignored.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or no run can continue from it.
@@ -199,7 +200,7 @@ def find_fork(
 
 
 def _find_run(key: str, place: str) -> tuple[Path, Path]:
-    """The folder of a run on this host, and its folder of checkpoints or one of these."""
+    """Return the folder of a run on this host, and its folder of checkpoints or one of these."""
     try:
         named = readable_model(place).absolute()
     except UsageError as error:
@@ -226,19 +227,20 @@ def _find_run(key: str, place: str) -> tuple[Path, Path]:
 
 
 def _run_above(folder: Path) -> Path:
-    """The run that a folder of checkpoints belongs to."""
+    """Return the run that a folder of checkpoints belongs to."""
     if folder.name == "checkpoints":
         return folder.parent
     return folder
 
 
 def run_of_step(path: Path) -> Path:
-    """The folder of the run that a checkpoint directory belongs to."""
+    """Return the folder of the run that a checkpoint directory belongs to."""
     return _run_above(path.parent)
 
 
 def _read_state(path: Path) -> RunState:
-    """The run at a complete checkpoint. StorageError: its record cannot be read."""
+    """Read the run's state at a complete checkpoint. Raise a StorageError if its record cannot be
+    read."""
     try:
         return RunState.from_record(read_record(path))
     except (ValueError, KeyError, TypeError) as error:
@@ -256,15 +258,15 @@ def _steps_that_fit(
     rollbacks: Sequence[Rollback] | None,
     step: int | None = None,
 ) -> dict[int, Path]:
-    """The complete checkpoints that no rollback has taken back, by step, ascending.
+    """Return the complete checkpoints that no rollback has undone, by step, ascending.
 
     A checkpoint that the run removes meanwhile is left out, and so is one with an unreadable
     record, unless it is the one to be used.
 
     Args:
-        folder: where they are.
-        defects: what `survey` has found there.
-        rollbacks: those of the run; None: it has no list.
+        folder: the folder of the checkpoints.
+        defects: the result of `survey(folder)`.
+        rollbacks: rollbacks of the run; None: it has no list.
         step: the step to be used; None: the newest that fits.
 
     Raises:
@@ -288,18 +290,18 @@ def _steps_that_fit(
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a checkpoint has not been removed: its commit record is what goes first."""
+    """Return whether a checkpoint still exists. A removal deletes its commit record first."""
     return (path / "commit.json").exists()
 
 
 def newest_that_fits(path: Path) -> Path:
-    """The newest complete checkpoint of a run that no rollback has taken back.
+    """Return the newest complete checkpoint of a run that no rollback has undone.
 
     Args:
         path: the newest complete checkpoint.
 
     Returns:
-        `path` itself if there is none.
+        the checkpoint's directory; `path` itself if there is none.
 
     Raises:
         StorageError: the rollbacks or a checkpoint cannot be read.
@@ -311,8 +313,8 @@ def newest_that_fits(path: Path) -> Path:
 
 
 def _step_before(launches: Sequence[Mapping[str, Any]], place: str) -> int | None:
-    """The step that the last launch of this run was forked at, if it was a fork of the run at
-    `place`; None: it was not."""
+    """Return the step at which the last launch of this run was forked from the run at `place`;
+    None: it was not."""
     origin = _origin_of_launch(launches[-1]) if launches else None
     if origin is None or origin.place != place:
         return None
@@ -327,7 +329,7 @@ def _refuse_step(
     defects: Mapping[int, str],
     whole: Mapping[int, Path],
 ) -> None:
-    """Raise the error of a step that no run can be forked at."""
+    """Raise the error for a step that no run can be forked at."""
     use = _use_another(place, list(whole))
     why = defects.get(step)
     if why:
@@ -399,7 +401,7 @@ def require_no_unsaved_fork(folder: Path, launches: Sequence[Mapping[str, Any]])
 
 
 def _origin_of_launch(launch: Mapping[str, Any]) -> Origin | None:
-    """The checkpoint that a launch was forked from; None: it was not forked."""
+    """Return the checkpoint that a launch was forked from; None: it was not forked."""
     origin = launch.get(FORKED_FROM)
     if not isinstance(origin, dict):
         return None
@@ -410,7 +412,7 @@ def _origin_of_launch(launch: Mapping[str, Any]) -> Origin | None:
 
 
 def _is_from(origin: Origin, place: str, step: int | None) -> bool:
-    """Whether checkpoint.fork_from, of this run and step, means an origin."""
+    """Return whether the run and step of checkpoint.fork_from name an origin."""
     named, named_step, _ = split_run(masked(place))
     if step is None:
         step = named_step
@@ -463,7 +465,7 @@ def _copy_rollouts(source: Path, target: Path, step: int) -> None:
             if kind != "npz":
                 is_needed = about["sampled_after"] < step
         except (DamagedRolloutError, KeyError, TypeError):
-            # It would be made again from the checkpoint, as in the other run.
+            # The run would make it again from the checkpoint, as the other run would.
             continue
         if is_needed:
             target.mkdir(parents=True, exist_ok=True)
@@ -475,7 +477,7 @@ def copy_run(key: str, place: str, path: Path, target: Path) -> list[str]:
     needs. It gets its name when it is complete and checked.
 
     Args:
-        key: what asks for the copy, for messages.
+        key: the option that names the source, for messages.
         place: the other run, as it was named.
         path: the directory of the checkpoint, which is complete.
         target: the folder of the new run, absolute.
@@ -531,8 +533,13 @@ def copy_run(key: str, place: str, path: Path, target: Path) -> list[str]:
 
 
 def _config_for(fork: Fork, target: Path) -> tuple[str, str, list[str]]:
-    """The config of another run for a copy at a new place, as YAML; the folder that relative paths
-    in it start from; and what is to be said about it.
+    """Build the config of a copied run at its new place.
+
+    Returns:
+        the config as YAML, the folder that its relative paths start from, and notes for the user.
+
+    Raises:
+        StorageError: there is no config, or it cannot be read.
 
     StorageError: there is none, or it cannot be read.
     """
@@ -559,7 +566,7 @@ def _config_for(fork: Fork, target: Path) -> tuple[str, str, list[str]]:
     tree["run_name"] = target.name
     tree["output_dir"] = _as_seen_from_here(target.parent)
     if was_at_url:
-        # Only runs behind a URL have these.
+        # Only runs behind a URL have these keys.
         tree.pop("local_dir", None)
         checkpoint = tree.get("checkpoint")
         if isinstance(checkpoint, dict):
@@ -570,15 +577,15 @@ def _config_for(fork: Fork, target: Path) -> tuple[str, str, list[str]]:
 
 
 def _as_seen_from_here(folder: Path) -> str:
-    """A folder relative to the working directory if it is below that, as people type it."""
+    """Return a folder relative to the working directory if it lies below, as people type it."""
     if folder.is_relative_to(Path.cwd()):
         return str(folder.relative_to(Path.cwd()))
     return str(folder)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer that a run carries, and check the copy; a text if it has none that is
-    whole."""
+    """Copy the tokenizer that a run carries, and check the copy. Return a note if the run has no
+    complete tokenizer."""
     try:
         carried = Carried.load(source)
         for name in (*carried.files, CARRIED):
@@ -594,8 +601,8 @@ def _copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def starting_weights(run: Path, config: RunConfig) -> CheckpointConfig:
-    """The section `checkpoint` with the weights that a run began with: of a fork, those of the
-    launch that the first run began with."""
+    """Return the section `checkpoint` with the weights that a run began with; for a fork, those of
+    the first run."""
     if config.checkpoint.fork_from is None:
         return config.checkpoint
     for launch in read_launches(run):
@@ -611,7 +618,8 @@ def starting_weights(run: Path, config: RunConfig) -> CheckpointConfig:
 
 
 def origins_of(run: Path) -> Sequence[Origin]:
-    """The forks that led to a run, oldest first, by its newest checkpoint; empty if there are none.
+    """Return the forks that led to a run, oldest first, from its newest checkpoint. Raise a
+    StorageError if it cannot be read.
 
     StorageError: the checkpoint cannot be read.
     """

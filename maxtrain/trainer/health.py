@@ -1,10 +1,8 @@
-"""Whether the steps of a run went well: anomalies, batches that look wrong, skipped steps, and why
-a run ends before its plan does.
+"""Health of a run's steps: anomalies, suspicious batches, skipped steps, and why a run ends early.
 
-The device decides about anomalies before the update (train_step/anomaly_state.py). Here the user is told, and
-it is decided whether the run ends or goes back. No records are written here, and no other process
-is
-asked: all processes see the same metrics and come to the same result.
+The device detects anomalies before the update (train_step/anomaly_state.py). This module warns the
+user, and decides whether the run ends or rolls back. It writes no records and communicates with no
+other process: all processes see the same metrics and reach the same decision.
 """
 
 import math
@@ -23,19 +21,19 @@ from maxtrain.observe.progress import Progress
 
 
 class Health:
-    """What is known of how well the steps of a run went.
+    """Record of how well the steps of a run went, and the decisions that follow from it.
 
     Args:
-        config: what is done about batches that look wrong, and about which anomaly.
-        data: what the run reads.
+        config: of the run, with the policies for suspicious batches and for anomalies.
+        data: the training data of the run.
         leaves: names of the parameters, and after them of the arrays of the optimizer's state.
-        progress: where warnings are told.
+        progress: receives the warnings.
 
     Attributes:
         guard: checks batches by their targets.
-        left_out: steps that change nothing since the run went back, counted from 0 as batches are.
-        skipped_in_row: non-finite steps, up to the last one that was looked at.
-        skipped: steps of the whole run that changed nothing, likewise.
+        left_out: steps that rollbacks turned into no-ops, counted from 0 as batches are.
+        skipped_in_row: consecutive non-finite steps up to the last step that was checked.
+        skipped: steps of the whole run that changed nothing, up to the last step that was checked.
         ending: why the run ends before its plan does; empty if it does not.
     """
 
@@ -63,13 +61,13 @@ class Health:
     def restore(
         self, saved: HealthState, rollbacks: Sequence[Rollback], has_other_data: bool
     ) -> None:
-        """As it was at a checkpoint.
+        """Restore the state that a checkpoint remembers.
 
         Args:
-            saved: what the checkpoint has; that of a new run has nothing.
-            rollbacks: those of the run.
-            has_other_data: the run goes on from there with other data (data.accept_changes), and
-                no batch before has anything to do with what ends it.
+            saved: from the checkpoint; empty for a new run.
+            rollbacks: all rollbacks of the run.
+            has_other_data: whether the run resumes with other data (data.accept_changes), so that
+                earlier batches must not end it.
         """
         section = self._section
         self.guard = BatchGuard(
@@ -91,28 +89,28 @@ class Health:
             self.ending = saved.ending
 
     def _still_ends(self, ending: str) -> bool:
-        """Whether what ended the run does so with this config, too: the ending names its cause.
+        """Return whether the reason that ended the run still holds with this config.
 
-        Whether evaluations still end it, `go_on_unless` is told.
+        The reason names its config key. For evaluations, the caller of `go_on_unless` decides.
         """
         if "(data.repeated)" in ending:
             return self._section.repeated == "stop"
         return "(eval.stop_patience" in ending or self._section.zero_weight == "stop"
 
     def go_on_unless(self, still: str, cause: str) -> None:
-        """Forgets that the run was ended by this cause, unless it would end the run again.
+        """Forget that this cause ended the run, unless it would end the run again.
 
-        `still` is why it would; empty: it would not.
+        `still` is the reason why the cause still holds; empty: it does not.
         """
         if f"({cause}" in self.ending and not still:
             self.ending = ""
 
     def state(self) -> HealthState:
-        """What a checkpoint has to remember of it."""
+        """Return what a checkpoint has to remember."""
         return HealthState(self.skipped, self.guard.state(), self.ending)
 
     def repeats(self, origins: Sequence[HostBatch], contents: Sequence[int]) -> list[bool]:
-        """Of each batch, whether its tokens were read before from another place.
+        """Return for each batch whether its tokens were read before from another place.
 
         `contents` are checksums of the tokens of each batch.
         """
@@ -124,16 +122,15 @@ class Health:
     def check_step(
         self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
     ) -> Finding | None:
-        """Checks one step, and shows the warnings that there are.
+        """Check one step, and show its warnings.
 
         Args:
-            origin: where its batch comes from.
-            value: its metrics, on the host.
-            repeats: whether its tokens were read before from another place.
+            origin: the host batch of the step.
+            value: the metrics of the step, on the host.
+            repeats: whether the batch's tokens were read before from another place.
 
         Returns:
-            An anomaly because of which the step, and those after it, must not count; None: the step
-            counts.
+            The anomaly that invalidates this step and those after it; None: the step counts.
 
         Raises:
             DivergedError: too many non-finite steps in a row.
@@ -164,13 +161,14 @@ class Health:
     def _check_batch(
         self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
     ) -> Finding | None:
-        """Checks a batch by its targets; a finding: the run must go back to before it."""
+        """Check a batch by its targets. A finding means that the run must roll back to before the
+        batch."""
         step = origin.step + 1
         targets = float(value["targets"])
-        # Else the batch itself is damaged, and the step was not made.
+        # A non-finite count means a damaged batch, whose step was skipped.
         if not math.isfinite(targets):
             return None
-        # Rows that balancing adds, so that all devices have as many, are nobody's fault.
+        # Balanced packing pads batches with unused rows, which are not suspicious.
         if origin.made is None:
             shape = self._data.shape_at(origin.step)
             unused_rows = self._data.num_unused_rows(origin.step)
@@ -183,11 +181,11 @@ class Health:
             return None
         if response.back:
             message = f"{response.message} {self._data.describe_rows(step - 1)}"
-            mend = (
+            fix = (
                 "Look for the same text in several sources (prepare --dedupe), or set "
                 "data.repeated=warn"
             )
-            return Finding(step, "repeated", response.back, message, mend)
+            return Finding(step, "repeated", response.back, message, fix)
         if response.message:
             self._progress.message(response.message, style="yellow")
             if response.stop:
@@ -196,8 +194,8 @@ class Health:
 
 
 def advice_on_targets(config: RunConfig) -> str:
-    """Why batches may have few targets or none, and how to get more; without a full stop at its
-    end.
+    """Explain why batches may have few or no targets, and how to get more; without a final full
+    stop.
 
     Advantages that are all zero are no cause: their tokens are targets nevertheless.
     """

@@ -1,8 +1,9 @@
-"""What happens after a step: hooks with one concern each, called in the order of `after_each_step`.
+"""Hooks that run after each step, one concern each, called in the order of `after_each_step`.
 
-`due(after)` says whether there is anything to do and changes nothing; calling the hook does it. All
-processes ask and call in the same order, because some hooks communicate between processes. Apart
-from errors, a hook leaves the loop only by `StopRequested` (signals.py) or `RollBack` (run.py).
+`due(after)` returns whether the hook has work, and changes nothing; calling the hook does the work.
+All processes call the hooks in the same order, because some hooks communicate between processes.
+Apart from errors, a hook leaves the loop only by `StopRequested` (signals.py) or `RollBack`
+(run.py).
 """
 
 import abc
@@ -23,8 +24,8 @@ class AfterStep(NamedTuple):
     step: int  # finished steps, with this one
     is_last: bool  # of the plan
     is_logged: bool  # a training record is due
-    save_by_clock: bool  # checkpoint.minutes are over
-    stop: bool  # somebody asks to stop after this step
+    save_by_clock: bool  # checkpoint.minutes have passed
+    stop: bool  # a stop after this step is requested
 
 
 class Hook(abc.ABC):
@@ -35,15 +36,15 @@ class Hook(abc.ABC):
 
     @abc.abstractmethod
     def due(self, after: AfterStep) -> bool:
-        """Whether there is anything to do after this step."""
+        """Return whether there is anything to do after this step."""
 
     @abc.abstractmethod
     def __call__(self, after: AfterStep) -> None:
-        """Does it."""
+        """Do the work that is due."""
 
 
 def after_each_step(run: Run) -> list[Hook]:
-    """The hooks of a run, in their order."""
+    """Build the hooks of a run, in their order."""
     evaluate = Evaluate(run)
     sample = Sample(run)
     sample_prompts = SamplePrompts(run)
@@ -63,12 +64,11 @@ def after_each_step(run: Run) -> list[Hook]:
 
 
 class CheckSteps(Hook):
-    """Fetches the metrics of the steps since the last look, checks them, and writes a training
-    record.
+    """Hook that fetches the metrics of the steps since the last check, checks them, and writes a
+    training record.
 
-    Fetching waits for the devices, so this is due only when a record is, or before a hook that
-    needs
-    checked steps: an evaluation, a completion of the prompts, a save or a stop.
+    Fetching waits for the devices. So this hook is due only when a record is, or before a hook that
+    needs checked steps: an evaluation, a completion of the prompts, a save or a stop.
     """
 
     def __init__(self, run: Run, before: Sequence[Hook]):
@@ -83,8 +83,8 @@ class CheckSteps(Hook):
 
 
 class CheckCopies(Hook):
-    """Compares the copies of arrays on several devices, and a repeated step; see
-    train_step/integrity.py, which knows when."""
+    """Hook that compares the replicas of arrays, and a repeated step. train_step/integrity.py
+    decides when."""
 
     def due(self, after: AfterStep) -> bool:
         return True
@@ -94,8 +94,8 @@ class CheckCopies(Hook):
 
 
 class Evaluate(Hook):
-    """Evaluates the sets that are due. When somebody has asked to stop, it notes which sets are
-    due instead; the next launch evaluates them."""
+    """Hook that evaluates the sets that are due. When a stop is requested, it only notes the due
+    sets; the next launch evaluates them."""
 
     def due(self, after: AfterStep) -> bool:
         return bool(self._run.validation.due(after.step, after.is_last))
@@ -108,7 +108,7 @@ class Evaluate(Hook):
 
 
 class WriteEnding(Hook):
-    """Records why the run ends before its plan does, if it does."""
+    """Hook that records why the run ends before its plan does."""
 
     def due(self, after: AfterStep) -> bool:
         return bool(self._run.health.ending)
@@ -118,7 +118,7 @@ class WriteEnding(Hook):
 
 
 class Sample(Hook):
-    """Shows how the model completes observe.prompts by now."""
+    """Hook that shows how the model currently completes observe.prompts."""
 
     def due(self, after: AfterStep) -> bool:
         run = self._run
@@ -139,8 +139,8 @@ class Sample(Hook):
 
 
 class SamplePrompts(Hook):
-    """Keeps how a model that learns from rewards completes the same prompts by now. When somebody
-    has asked to stop, the next launch does it."""
+    """Hook that records how a model in on-policy training currently completes a fixed set of
+    prompts. When a stop is requested, the next launch does it."""
 
     def due(self, after: AfterStep) -> bool:
         run = self._run
@@ -152,12 +152,13 @@ class SamplePrompts(Hook):
 
 
 def _is_time_for_samples(run: Run, after: AfterStep) -> bool:
+    """Return whether observe.sample_interval falls on this step, or the step is the last."""
     interval = run.sample_interval
     return bool(interval) and (after.is_last or after.step % interval == 0)
 
 
 class Save(Hook):
-    """Saves a checkpoint. Every record of this step has been written by then."""
+    """Hook that saves a checkpoint, after every record of this step was written."""
 
     def due(self, after: AfterStep) -> bool:
         run = self._run
@@ -170,13 +171,13 @@ class Save(Hook):
         run = self._run
         run.save(uploaded=after.is_last or after.stop or bool(run.health.ending))
         if run.validation.due(after.step, after.is_last):
-            # An evaluation that came out finite judges this step as the next one would.
+            # A finite evaluation confirms this step, as a finite next step would.
             run.checkpoints.confirm(after.step)
 
 
 class Profile(Hook):
-    """Starts and stops the trace of observe.profile at the steps that observe/profile.py names. A
-    trace that is open when the loop ends is closed by the loop."""
+    """Hook that starts and stops the trace of observe.profile at the steps that observe/profile.py
+    names. The loop closes a trace that is open when it ends."""
 
     def due(self, after: AfterStep) -> bool:
         return self._run.trace.due(after.step)
@@ -186,7 +187,7 @@ class Profile(Hook):
 
 
 class Stop(Hook):
-    """Leaves the loop when somebody asks to stop."""
+    """Hook that leaves the loop when a stop is requested."""
 
     def due(self, after: AfterStep) -> bool:
         return after.stop

@@ -1,7 +1,7 @@
-"""What a run is made of: data and plan, devices, model, optimizer and step.
+"""The parts of a run: data and plan, devices, model, optimizer and step.
 
-Nothing of it changes meanwhile. Whatever goes through steps of a run, to train, to try something or
-to look again, begins with `open_job`.
+A job does not change during a run. Every program that makes, repeats or replays steps of a run
+begins with `open_job`.
 """
 
 import dataclasses
@@ -101,7 +101,8 @@ from maxtrain.weights.start import (
     starting_variables,
 )
 
-# Under which a run keeps what was chosen for optimizer.accumulation=auto; see auto_accumulation.py.
+# The key under which a run keeps the number chosen for optimizer.accumulation=auto; see
+# auto_accumulation.py.
 ACCUMULATION = "optimizer.accumulation"
 
 
@@ -110,52 +111,52 @@ class Parts:
     """The model, objective and optimizer of a run, and their mesh, without the data. Use it inside
     `jax.set_mesh(parts.mesh)`."""
 
-    # With the mesh filled in for the devices here, and the kernel of attention named.
+    # The config with the mesh filled in for these devices, and the attention kernel chosen.
     config: RunConfig
     attention: Choice
     mesh: jax.sharding.Mesh
     num_steps: int
-    # Of each model: "policy" is the one that trains.
+    # The structure of each model by its role; "policy" is the one that trains.
     graphdefs: dict[str, nnx.GraphDef | None]
     objective: Objective
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
-    # The optimizer in two parts, where its arrays lie on hosts.
+    # The optimizer in two parts, if optimizer.on_host keeps its arrays on the hosts.
     layer_updates: LayerUpdates | None
-    # What the policy's layers record.
+    # The metrics that the policy's layers record.
     of_layers: tuple[Quantity, ...]
-    # Whose parameters are among the frozen ones of the state; None: there is none.
+    # The model whose parameters are in `TrainState.frozen`; None: there is none.
     frozen_model: FrozenModel | None
-    # Batches have what it gives their documents, and it is no part of the state; None: there is
-    # none, or it is the policy without its adapters.
+    # The reference model whose stored log-probabilities come with the batches. It is not part of
+    # the state. None: there is none, or it is the policy without its adapters.
     stored_reference: FrozenModel | None
 
     @property
     def other_model(self) -> FrozenModel | None:
-        """The model that the objective needs beside the one that trains."""
+        """Return the model that the objective needs beside the one that trains."""
         return self.frozen_model or self.stored_reference
 
     @property
     def reads_reference(self) -> bool:
-        """Whether batches need what `StoredReference` attaches."""
+        """Return whether batches need the log-probabilities that `StoredReference` attaches."""
         return REFERENCE_SUM in self.objective.arrays
 
     @property
     def policy_graphdef(self) -> nnx.GraphDef:
-        """The structure of the model that trains."""
+        """Return the structure of the model that trains."""
         graphdef = self.graphdefs[POLICY]
         assert graphdef is not None
         return graphdef
 
     @property
     def recorded(self) -> tuple[Quantity, ...]:
-        """What is recorded of a step beside the loss: by the objective, and by the layers."""
+        """List the metrics of a step beside the loss, of the objective and of the layers."""
         return (*self.objective.recorded, *self.of_layers)
 
     @property
     def units(self) -> dict[str, str]:
-        """The unit of each number that is recorded beside the loss."""
+        """Return the unit of each metric beside the loss, by name."""
         quantities = (*self.recorded, *self.objective.evaluated)
         return {quantity.name: quantity.unit for quantity in quantities}
 
@@ -164,11 +165,11 @@ class Parts:
         tell: Callable[[str], object] = lambda table: None,
         frozen: nnx.State | None = None,
     ) -> TrainState:
-        """The state before the first step.
+        """Create the state before the first step.
 
         Args:
-            tell: gets a table of what was read from where, if checkpoint.init_from names weights;
-                otherwise they are random.
+            tell: called with a table of the tensors that were read, if checkpoint.init_from names
+                weights; otherwise the weights are random.
             frozen: as for `with_frozen_model`.
         """
         config = self.config
@@ -176,9 +177,9 @@ class Parts:
             state = self._random_state()
             bad = non_finite_names({"params": policy_variables(state)})
             if bad:
-                mend = "Lower init.scale or init.std"
+                fix = "Lower init.scale or init.std"
                 raise ConfigError(
-                    f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
+                    f"init: the initial weights are not finite, first those of {bad[0]}. {fix}."
                 )
             return self.with_frozen_model(state, frozen)
 
@@ -197,7 +198,7 @@ class Parts:
         fresh_adapters = None
         if config.model.lora.rank is not None:
             fresh_adapters = functools.partial(self._random_part, adapters_of)
-        # A value is always new: it is that of one task and its rewards.
+        # A value head always starts anew, since it belongs to one task and its rewards.
         variables = starting_variables(
             split_value(policy_variables(self.abstract))[1],
             config.checkpoint,
@@ -215,10 +216,9 @@ class Parts:
         return self.with_frozen_model(state, frozen)
 
     def with_frozen_model(self, state: TrainState, frozen: nnx.State | None = None) -> TrainState:
-        """Adds the frozen model, which checkpoints do not hold, to a state that was restored or is
-        new.
+        """Add the frozen model, which checkpoints do not hold, to a restored or new state.
 
-        `frozen`: its parameters; None: they are read from its directory.
+        `frozen`: the parameters of the frozen model; None: read them from its directory.
         """
         if self.frozen_model is None:
             return state
@@ -229,12 +229,13 @@ class Parts:
 
     @property
     def _init_seed(self) -> int:
-        """Of the initial weights."""
+        """Return the seed of the initial weights."""
         if self.config.init.seed is None:
             return self.config.seed
         return self.config.init.seed
 
     def _random_state(self) -> TrainState:
+        """Create a state with random weights."""
         config = self.config
         return create_state(
             saved_part(self.abstract),
@@ -247,9 +248,9 @@ class Parts:
         )
 
     def _random_part(self, part: Callable[[nnx.State], nnx.State]) -> nnx.State:
-        """New values of a part of the variables, without the others.
+        """Create new values of one part of the variables only.
 
-        `part`: takes it out of all variables.
+        `part`: selects that part from all variables.
         """
         config = self.config
         abstract = part(policy_variables(self.abstract))
@@ -262,12 +263,12 @@ class Parts:
         return program(jax.random.key(self._init_seed))
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
-        """Digests of parameters with buffers, and of the batch, for the metrics of the step that
-        made this state."""
+        """Compute digests of parameters with buffers, and of the batch, for the metrics of the step
+        that made this state."""
         return {"params_hash": digests(policy_variables(state)), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
-        """The jitted step (state, batch) -> (state, metrics)."""
+        """Build the jitted step (state, batch) -> (state, metrics)."""
         config = self.config
         rate = make_schedule(config.schedule, config.optimizer.learning_rate, self.num_steps)
         return make_train_step(
@@ -290,40 +291,43 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Job(Parts):
-    """The parts of a run."""
+    """The parts of a run with its data."""
 
-    # With the vocabulary of the data and a warm-up that fits the plan; fits other machines, too.
+    # The config as requested, with the data's vocabulary and a warmup that fits the plan, but not
+    # fitted to these devices. It works on other machines.
     asked: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
-    # See config/older.py; and what was chosen for ACCUMULATION.
+    # Settings kept from the run's beginning (config/older.py), and the number chosen for
+    # ACCUMULATION.
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # What to tell of the config, a line each.
+    # Notes on the config for the log, a line each.
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
-        """How batches lie on the mesh, for each shape that they may have."""
+        """Return how batches lie on the mesh, for each batch shape."""
         return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
 
     def abstract_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch of this shape as descriptions, also of what the data alone brings along."""
+        """Return a batch of this shape as abstract arrays, including the arrays that only the data
+        provides."""
         arrays = dict.fromkeys(self.data.numbers, "BT") | dict(self.objective.arrays)
         return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
 
     def largest_shapes(self, start: int) -> list[Shape]:
-        """As those of the data; empty where the rows of a step are made of completions: how many
-        there are is known with the step."""
+        """Return the largest batch shapes from step `start` on. Empty for on-policy training, where
+        the number of rows is only known at each step."""
         if rollout_settings(self.config) is not None:
             return []
         return self.data.largest_shapes(start)
 
     def layout(self, step: int) -> BatchLayout:
-        """How the batch of a step lies on the mesh."""
+        """Return how the batch of a step lies on the mesh."""
         return self.layouts[self.data.shape_at(step)]
 
     def device_bytes(self) -> dict[str, int]:
-        """What each device holds of the run between steps, by name."""
+        """Return the bytes that the run keeps on each device between steps, by name."""
         held = {
             "parameters": bytes_on_device(policy_params(self.abstract)),
             "optimizer state": bytes_on_device(self.abstract.opt_state),
@@ -338,19 +342,19 @@ class Job(Parts):
             if self.config.train.on_host != "none":
                 held[f"{role} on its host"] = bytes_on_host(self.abstract.frozen[role])
         if rollout_settings(self.config) is None:
-            # Others are made of rollouts, whose rows are not known yet.
+            # The rows of batches made from rollouts are not known yet.
             held["batch"] = bytes_on_device(self.abstract_batch(self.data.shape_at(0)))
         return held
 
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
     ) -> Iterator[tuple[Batch, HostBatch]]:
-        """The batches from `start` up to `stop` (None: the plan's end), already on the devices,
-        each with the host batch it was made of, without its arrays.
+        """Iterate over the batches from `start` up to `stop` (None: the plan's end), on the
+        devices, each with its host batch without arrays.
 
-        Batches of the steps `left_out` have no targets, so that those steps change nothing. An
-        error in reading is raised after the batches before it. With several processes it is not
-        raised: the batches from there on are empty and carry it as `error`.
+        Batches of the steps in `left_out` have no targets, so that those steps change nothing. A
+        read error is raised after the batches before it. With several processes, the batches from
+        there on are empty and carry the error as `error` instead.
         """
 
         def place(batch: HostBatch) -> tuple[Batch, HostBatch]:
@@ -376,12 +380,12 @@ class Job(Parts):
 
 
 def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:
-    """Opens the data, then starts the devices.
+    """Open the data, then start the devices.
 
     Args:
-        saved: the run at the checkpoint to go on from, if there is one.
-        as_launched: the config is that of a launch on record, which is as it is, for any number of
-            processes.
+        saved: the run at the checkpoint to resume from, if there is one.
+        as_launched: whether the config is that of a recorded launch, which is used unchanged with
+            any number of processes.
 
     Raises:
         UserError: data, config and devices do not fit together.
@@ -402,37 +406,38 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
                 length = eval_set.config.seq_length
                 key = f"eval.sets.{name}"
                 require_room(key, eval_set.shards, length, config.objective, longest)
-    asked = with_vocabulary(config, data.vocab_size)
+    requested = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
     if not as_launched:
-        require_same_meaning(asked.model, saved)
-        asked, of_kept = with_kept(asked, kept)
-        asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
-        asked, of_accumulation = _with_kept_accumulation(asked, kept)
+        require_same_meaning(requested.model, saved)
+        requested, of_kept = with_kept(requested, kept)
+        requested, of_warmup = _with_warmup_of_plan(requested, num_steps, kept)
+        requested, of_accumulation = _with_kept_accumulation(requested, kept)
         notes = [note for note in (of_kept, of_warmup, of_accumulation) if note]
-    asked_for = asked
+    before_fewer = requested
     run_dir = run_path(config)
 
     def suffices(had: int, count: int) -> bool:
         slices = num_slices(config.mesh)
-        # Nobody knows here which processes make a slice; if each is one, all are whole.
+        # Which processes form a slice is not known yet. If each process is a slice, all slices are
+        # complete.
         if slices not in (1, had):
             return False
         usual = usual_devices(run_dir, config.mesh.simulated_devices)
-        return fit_to_fewer(asked_for, had, count, usual) is not None
+        return fit_to_fewer(before_fewer, had, count, usual) is not None
 
     mesh = config.mesh
     if as_launched:
-        # Accumulation is what it was with the processes of that launch.
+        # Accumulation stays as it was with the processes of that launch.
         mesh = dataclasses.replace(mesh, min_processes=None, planned_processes=None)
     cache = config.observe.compilation_cache
     had = distributed.start(mesh, cache, config.determinism == "full", suffices)
     count = jax.process_count()
-    asked, of_fewer = _with_fewer(asked, had, count)
+    requested, of_fewer = _with_fewer(requested, had, count)
     if of_fewer:
         notes.append(of_fewer)
-    fitted = fit_to_devices(asked, jax.device_count())
+    fitted = fit_to_devices(requested, jax.device_count())
     had = None
     if saved is not None:
         had = saved.attention()
@@ -447,11 +452,11 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if other is not None:
         other.require_same_tokenizer(data.shards[0].manifest.tokenizer["sha256"])
         other.require_length(max(row_lengths(fitted).values()))
-    return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+    return Job(**vars(parts), asked=requested, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
 def _require_weights_to_start(config: RunConfig, saved: RunState | None) -> None:
-    """Raise if a new run starts from weights that are not there, before its data is opened."""
+    """Raise an error if a new run starts from missing weights, before its data is opened."""
     if saved is None and config.checkpoint.init_from is not None:
         require_weights(config.checkpoint)
 
@@ -459,18 +464,19 @@ def _require_weights_to_start(config: RunConfig, saved: RunState | None) -> None
 def _stored_teachers(
     data: TrainingData, sets: Mapping[str, EvaluationData]
 ) -> Iterator[TeacherFiles]:
+    """Iterate over the stored teacher logits of the data and the sets."""
     for read in (data, *sets.values()):
         if read.teacher is not None:
             yield read.teacher
 
 
 def _with_fewer(config: RunConfig, had: int, count: int) -> tuple[RunConfig, str]:
-    """The config for the processes that are here, where it is meant for more of them, and a line
-    about what that changes. No device gets more rows at a time than it had.
+    """Fit the config to the present processes, if it is meant for more, and describe the changes in
+    a line. No device gets more rows at a time than before.
 
     Args:
-        had: that it is meant for.
-        count: that are here.
+        had: number of processes that the config is meant for.
+        count: number of processes that are present.
     """
     if count >= had:
         return config, ""
@@ -478,7 +484,7 @@ def _with_fewer(config: RunConfig, had: int, count: int) -> tuple[RunConfig, str
     if config.mesh.planned_processes == had:
         fewer = fit_to_planned(config, count, devices)
     else:
-        # When it was decided to go on, devices were not here to be counted.
+        # The decision to continue was made before devices could be counted.
         fewer = fit_to_fewer(config, had, count, devices) or config
     settings = fewer_settings(config, fewer)
     settings.pop("mesh.planned_processes", None)
@@ -491,8 +497,8 @@ def _with_fewer(config: RunConfig, had: int, count: int) -> tuple[RunConfig, str
 
 
 def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[RunConfig, str]:
-    """The config with what was chosen for optimizer.accumulation=auto before the checkpoint, and a
-    line about it."""
+    """Return the config with the number chosen for optimizer.accumulation=auto before the
+    checkpoint, and a log line about it."""
     count = kept.get(ACCUMULATION)
     if config.optimizer.accumulation != "auto" or count is None:
         return config, ""
@@ -500,17 +506,18 @@ def _with_kept_accumulation(config: RunConfig, kept: dict[str, Any]) -> tuple[Ru
 
 
 def as_decided(count: int) -> str:
-    """A line about a number of micro-batches that an earlier launch has chosen."""
+    """Describe a number of micro-batches that an earlier launch chose."""
     return f"optimizer.accumulation={count}, as it was decided when the run began."
 
 
 def _with_warmup_of_plan(
     config: RunConfig, num_steps: int, kept: dict[str, Any]
 ) -> tuple[RunConfig, str]:
-    """The config with a warm-up that fits into the plan, and a line if that is another.
+    """Return the config with a warmup that fits into the plan, and a line if the warmup was
+    changed.
 
-    With steps=N the config has been made to fit when it was read. With steps=auto only the plan
-    knows how many there are.
+    With steps=N, reading the config fitted the warmup already. With steps=auto only the plan knows
+    the number of steps.
     """
     was = config.schedule.warmup_steps
     if config.steps != "auto" or kept.get("schedule.warmup_steps") == was:
@@ -524,7 +531,7 @@ def _with_warmup_of_plan(
 
 
 def _require_kernels(config: RunConfig, hardware: Hardware) -> None:
-    """Raises if the kernels of a run need a package that is not here, or other devices."""
+    """Raise an error if the kernels of a run need a missing package or other devices."""
     if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
         require_products(hardware, config.precision.compute)
     if config.model.attention == "mosaic":
@@ -539,12 +546,18 @@ def make_parts(
     had: str | None = None,
     has_end_marks: bool = True,
 ) -> Parts:
-    """What trains on these devices, as shapes: nothing is computed.
+    """Build the parts of a run on these devices from shapes; nothing is computed.
 
-    The devices may be descriptions of some that are elsewhere. The config fits the devices and
-    knows its vocabulary. `had`: as of `choose`. `has_end_marks`: as of `objectives.reward`.
+    Args:
+        config: of the run, fitted to the devices and with a known vocabulary.
+        devices: present ones, or descriptions of devices elsewhere.
+        num_steps: of the plan.
+        num_sources: of the training data.
+        had: as for `choose`.
+        has_end_marks: as for `objectives.reward`.
 
-    ConfigError: a dim that the mesh does not divide, or a kernel that the devices do not have.
+    Raises:
+        ConfigError: the mesh does not divide a dim, or the devices lack a kernel.
     """
     hardware = hardware_of(devices[0])
     attention = choose(hardware, config, had)
@@ -623,10 +636,10 @@ def make_parts(
 
 
 def objective_of(config: RunConfig, num_sources: int = 0, has_end_marks: bool = True) -> Objective:
-    """What a config minimises.
+    """Build the objective of a config.
 
-    `num_sources`: of the data; 0: losses are not told apart by source, whatever the config says.
-    `has_end_marks`: as of `objectives.reward`.
+    `num_sources`: of the data; 0: no losses by source, whatever the config says. `has_end_marks`:
+    as for `objectives.reward`.
     """
     if not config.loss.by_source:
         num_sources = 0
@@ -647,12 +660,12 @@ def objective_of(config: RunConfig, num_sources: int = 0, has_end_marks: bool = 
 
 
 def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
-    """What all processes must have in common before the first step.
+    """Return the settings that all processes must share before the first step, by name.
 
-    Where a host keeps the data is its own affair.
+    Each host may keep the data in a different place.
     """
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
-    # Norms of layers are a part of the program, which is the same everywhere.
+    # observe.layer_norms_interval changes the compiled program, which must be the same everywhere.
     observe = r"observe\.(?!layer_norms_interval).*"
     places = r".*\.path|data\.cache(_bytes)?|local_dir|checkpoint\.local"
     own = re.compile(rf"{observe}|{mesh}|{places}")

@@ -113,22 +113,21 @@ _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
 def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
-    """A whole run, from its config to its last checkpoint and summary.
+    """Run a whole training, from its config to its last checkpoint and summary.
 
-    When the newest checkpoint turns out to be damaged, it is put aside, and the run starts again
+    A newest checkpoint that turns out to be damaged is moved to quarantine, and the run restarts
     from the one before it.
 
-    `ends_process`: the process exits after this. If a signal asked it to and it takes too long, it
-        is ended by force.
+    `ends_process`: whether the process exits afterwards. If a signal requested that and it takes
+        too long, the process is killed.
 
     Raises:
-        UserError: what went wrong, with the exit code that says whether the same command may be
-            tried again.
+        UserError: with an exit code that says whether the same command may be tried again.
     """
     failpoints.arm()
     local = local_folder(config)
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
-        # Each has a checkpoint less, or knows what other hosts have.
+        # Each attempt has one checkpoint less, or knows the checkpoints of other hosts.
         for attempt in itertools.count():
             with open_store(
                 run_path(config), run_url(config), local, config.checkpoint.local_keep
@@ -145,19 +144,19 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
 def launch(
     config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers, store: Store
 ) -> None:
-    """One attempt at a run: from its newest checkpoint if it has one, else from the beginning.
+    """Make one attempt at a run, from its newest checkpoint if it has one, else from the beginning.
 
     Args:
-        attempt: how many attempts this process has made before this one; each found a damaged
-            checkpoint, or that hosts have other parts of checkpoints than it went by.
-        trackers: started here, once the run is open. The caller finishes them.
+        attempt: number of earlier attempts of this process. Each found a damaged checkpoint, or
+            that other hosts hold other checkpoints than it assumed.
+        trackers: started once the run is open. The caller finishes them.
         store: where the run is kept.
 
     Raises:
-        DamagedError: what the newest checkpoint holds is not what was saved. All processes raise
-            it, also those whose own part of the checkpoint is whole.
-        OtherStep: in all processes: the newest checkpoint that is whole is not the one that some
-            process has begun with, which could not ask the others then.
+        DamagedError: the newest checkpoint does not hold what was saved. All processes raise it,
+            also those whose own part of the checkpoint is intact.
+        OtherStep: in all processes: the newest complete checkpoint is not the one that some process
+            began with, before it could communicate.
     """
     clock = Stopwatch()
     folder = store.folder
@@ -199,14 +198,13 @@ def launch(
         fields["checkpoint.fork_from"] = str(fork and fork.origin)
         require_agreement(f"launch {attempt}", fields)
         connect_peers(job.mesh)
-        # In a later attempt a process keeps on a CPU the memory that it has had before, and would
-        # count it as taken.
+        # On a CPU, a process keeps the memory of its earlier attempts, which would count as taken.
         if attempt == 0:
             require_room(job)
         decided = decide(job, run_folder.accumulation, progress, clock)
         job = decided.job
         describe_micro_batches(progress, job, decided.line)
-        # Not before it is known that all go on: this makes the folder.
+        # This creates the folder, so it waits until all processes are known to continue.
         begin_folder(held, store, second, run_folder, progress, job)
         for line in put_aside_incomplete(checkpoints.directory):
             progress.message(line, style="bold red")
@@ -226,7 +224,7 @@ def launch(
             run.restore(saved, fork=fork)
             require_unfinished(run, fork)
             tell_changed_settings(run, saved, launches, fork)
-            checkpoints.copy_newest()  # a launch that was killed may have left that to do
+            checkpoints.copy_newest()  # a killed launch may have left this undone
             begin_books(run, watchdog, saved is None, fork)
             begin_trackers(run, trackers)
             train_until_done(run, is_new_fork=fork is not None)
@@ -247,7 +245,7 @@ def launch(
 def newest_state(
     store: Store, rollbacks: list[Rollback] | None, second: Path | None
 ) -> RunState | None:
-    """The run at its newest checkpoint that went with its rollbacks; None: there is none."""
+    """Read the run at its newest checkpoint that its rollbacks allow; None: there is none."""
     also = None
     if store.local is not None:
         also = store.local.whole
@@ -257,13 +255,13 @@ def newest_state(
 
 
 class Beginning(NamedTuple):
-    """Where a launch begins.
+    """The point that a launch begins from.
 
     Attributes:
-        saved: the run at the checkpoint to go on from; None: it begins at the start.
-        fork: the checkpoint of another run that `saved` is; None: it is one of this run.
-        rollbacks: those of the run until now.
-        launches: those that have made the steps until now.
+        saved: the run at the checkpoint to resume from; None: the run starts anew.
+        fork: the checkpoint of another run that `saved` comes from; None: it is one of this run.
+        rollbacks: all rollbacks of the run up to now.
+        launches: the launches that made the steps up to now.
     """
 
     saved: RunState | None
@@ -278,16 +276,16 @@ def find_beginning(
     own: RunState | None,
     rollbacks: list[Rollback] | None,
 ) -> Beginning:
-    """Where a launch begins: at the run's own newest checkpoint if it has one, at the checkpoint of
-    another run that checkpoint.fork_from names, or at the start.
+    """Find where a launch begins: at the run's own newest checkpoint, at the checkpoint of another
+    run that checkpoint.fork_from names, or at the start.
 
     Args:
         own: the run at its own newest checkpoint; None: it has none.
-        rollbacks: those on record; None: nothing says.
+        rollbacks: the recorded ones; None: there is no record.
 
     Raises:
-        ConfigError: no run can go on from the checkpoint, or the run was begun in another way.
-        StorageError: checkpoints are gone, damaged, or cannot be read.
+        ConfigError: no run can resume from the checkpoint, or the run was begun in another way.
+        StorageError: checkpoints are missing, damaged, or cannot be read.
     """
     require_trained(run_folder.path, own)
     run_folder.require_checkpoints(config.checkpoint.start_over)
@@ -321,7 +319,7 @@ def require_unfinished(run: Run, fork: Fork | None) -> None:
 
 
 def step_of(saved: RunState | None) -> int:
-    """The step that a launch begins at."""
+    """Return the step that a launch begins at."""
     if saved is None:
         return 0
     return saved.step
@@ -333,9 +331,10 @@ def look_on_disks(
     rollbacks: list[Rollback] | None,
     attempt: int,
 ) -> None:
-    """Finds the steps of a run that are on the disks of its hosts alone; `attempt`: as of `launch`.
+    """Find the run's steps that are only on the disks of its hosts; `attempt`: as for `launch`.
 
-    In a first attempt processes can't ask each other yet, and each goes by what it has a part of.
+    In the first attempt, processes cannot communicate yet, and each goes by the parts on its own
+    disk.
     """
     if local is None:
         return
@@ -350,8 +349,9 @@ def look_on_disks(
 def require_whole(
     local: LocalSteps | None, saved: RunState | None, newest: Callable[[], RunState | None]
 ) -> None:
-    """Returns, with devices started, if the step that is newest on the disks of all hosts together,
-    or at the URL, is the one that each has begun with. OtherStep, in all processes: it is not."""
+    """Check that the newest step, on the disks of all hosts together or at the URL, is the one that
+    each process began with. Devices must have been started. Raises OtherStep in all processes if it
+    is not."""
     if local is None:
         return
     local.agree("steps of hosts")
@@ -359,7 +359,7 @@ def require_whole(
 
 
 def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunState | None) -> None:
-    """A line about each step on the disks of hosts that the run can't go on from."""
+    """Log each step on the disks of hosts that the run cannot resume from."""
     if local is None:
         return
     for line in local.told(step_of(saved)):
@@ -367,13 +367,13 @@ def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunSta
 
 
 def require_room(job: Job) -> None:
-    """ConfigError, in all processes: a device or the host of one of them has no room for the
-    training state."""
+    """Raise a ConfigError, in all processes, if a device or a host has no room for the training
+    state."""
     state = "the training state (weights, moments of the optimizer)"
     of_device = bytes_on_device(job.abstract)
     of_host = bytes_on_host(job.abstract)
     if jax.devices()[0].platform == "cpu":
-        # One memory for both.
+        # On a CPU, device and host share one memory.
         of_device += of_host
     with raising_together(ConfigError):
         require_memory(of_device, state, STATE_MEND)
@@ -381,15 +381,16 @@ def require_room(job: Job) -> None:
 
 
 def train_until_done(run: Run, is_new_fork: bool) -> None:
-    """Trains until the run is done; after a rollback, the loop starts again from there. A new fork
-    first saves its own checkpoint of the step that it begins with: from then on the other run is
-    not needed, whatever becomes of it.
+    """Train until the run is done. After a rollback the loop restarts from there.
+
+    A new fork first saves its own checkpoint of the step that it begins with: from then on the
+    other run is not needed.
 
     Raises:
-        TryAgainError: somebody asked to stop, and everything is saved; or a memory fault has
-            damaged the weights.
-        StopRequested: somebody asked to stop before there was anything to save.
-        DivergedError, DataError: see `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
+        TryAgainError: a stop was requested and everything is saved; or a memory fault damaged the
+            weights.
+        StopRequested: a stop was requested before there was anything to save.
+        DivergedError, DataError: as for `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
     """
     if run.done():
         style = "yellow" if run.health.ending else "green"
@@ -410,8 +411,8 @@ def train_until_done(run: Run, is_new_fork: bool) -> None:
         going_back = None
         try:
             train(run)
-        except RollBack as asked:
-            going_back = asked.found
+        except RollBack as rollback:
+            going_back = rollback.found
         except StopRequested:
             if run.step == begun_at:
                 raise
@@ -421,17 +422,17 @@ def train_until_done(run: Run, is_new_fork: bool) -> None:
 
 
 def train(run: Run) -> None:
-    """Steps until the plan's end, or until something ends the run before it.
+    """Make steps until the plan's end, or until something ends the run before it.
 
     Raises:
-        StopRequested: somebody asks to stop.
-        RollBack: an anomaly takes the run back.
+        StopRequested: a stop was requested.
+        RollBack: an anomaly requires a rollback.
     """
     run.evaluate()
     run.write_ending()
     if run.done():
         return
-    # Before the first step; or a launch that was stopped has left it to this one.
+    # Due before the first step, or left undone by a launch that was stopped.
     if run.sample_interval and run.step % run.sample_interval == 0:
         run.sample_prompts()
     hooks = after_each_step(run)
@@ -461,8 +462,8 @@ def train(run: Run) -> None:
 
 @contextlib.contextmanager
 def tracing(run: Run) -> Iterator[None]:
-    """Starts the trace of observe.profile if the loop's first step is to be traced. However the
-    loop ends, a trace that is still open is written then."""
+    """Start the trace of observe.profile if the loop's first step is traced. A trace that is still
+    open when the loop ends is written then."""
     if run.trace.due(run.step):
         run.trace.turn(run.step, run.state)
     try:
@@ -472,9 +473,9 @@ def tracing(run: Run) -> Iterator[None]:
 
 
 def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
-    """The batches of the remaining steps, on the devices, each with the host batch it was made of.
+    """Iterate over the batches of the remaining steps, on the devices, each with its host batch.
 
-    StopRequested: somebody asked to stop while the next batch was being read. The steps before it
+    Raises StopRequested if a stop was requested while the next batch was read. The steps before it
     have been checked by then.
     """
     begun_at = run.step
@@ -493,14 +494,14 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
 
 
 def conclude(run: Run) -> None:
-    """Writes the summary of a finished run. DivergedError: almost none of its steps changed
-    anything."""
+    """Write the summary of a finished run. Raise a DivergedError if almost none of its steps
+    changed anything."""
     job = run.job
     health = run.health
     problem = lack_of_progress(run.step, health.skipped)
     if jax.process_index() == 0:
         model = None
-        if jax.process_count() == 1:  # else this process does not hold all of the model
+        if jax.process_count() == 1:  # otherwise this process does not hold all of the model
             model = nnx.merge(job.policy_graphdef, eval_params(run.state))
         finish(
             job.config,
@@ -529,36 +530,37 @@ def begin_folder(
     progress: Progress,
     job: Job,
 ) -> None:
-    """Has process 0 lock the run until `held` is closed, make the folder its own, and put the
+    """Let process 0 lock the run until `held` is closed, take over the folder, and put the
     tokenizer of the data into it.
 
     Raises:
-        ConfigError, DataError, StorageError, TryAgainError: in all processes: that failed.
+        ConfigError, DataError, StorageError, TryAgainError: process 0 failed; raised in all
+            processes.
     """
     with raising_together(ConfigError, DataError, StorageError, TryAgainError, OSError):
         if jax.process_index() == 0:
-            told = functools.partial(progress.message, style="bold red")
-            take_locks(held, store, second, told)
+            log = functools.partial(progress.message, style="bold red")
+            take_locks(held, store, second, log)
             held.callback(run_folder.withdraw)
-            run_folder.begin(told, job.kept.get(ACCUMULATION))
+            run_folder.begin(log, job.kept.get(ACCUMULATION))
             carried = carry_data(
                 run_folder.path / TOKENIZER_FOLDER,
                 {name: source.path for name, source in job.config.data.sources.items()},
                 BESIDE,
             )
             if carried:
-                told(carried)
+                log(carried)
 
 
 def take_locks(
     held: contextlib.ExitStack, store: Store, second: Path | None, tell: Callable[[str], object]
 ) -> None:
-    """Locks the run, and the folder of its copies, until `held` is closed, or the store is.
+    """Lock the run and the folder of its copies, until `held` or the store is closed.
 
-    `tell` gets a line about what takes long, or is not as it should be.
+    `tell` is called with a line about what takes long or looks wrong.
     """
     store.hold(held, tell)
-    if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
+    if second and second.parents[1].is_dir():  # otherwise there is a warning, and nothing is copied
         held.enter_context(RunLock(second.parent, needed=False))
 
 
@@ -568,9 +570,10 @@ def open_with_records(
     launches: Sequence[Mapping[str, Any]],
     fork: Fork | None,
 ) -> Job:
-    """As `open_job`, with data and models from where earlier launches of the run had them.
+    """Open the job of a run, with data and models from where its earlier launches had them.
 
-    ConfigError: among others, the plan of a fork ends at the checkpoint that it begins from.
+    Raises the errors of `open_job`, and a ConfigError if the plan of a fork ends at the checkpoint
+    that it begins from.
     """
     config, notes = with_recorded_inputs(config, launches)
     job = open_job(config, saved)
@@ -582,8 +585,8 @@ def open_with_records(
 def tell_changed_settings(
     run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]], fork: Fork | None
 ) -> None:
-    """A line about each setting that is not that of the last of the launches before, where the run
-    goes on from a checkpoint. Those of a fork are the launches of the other run."""
+    """Log each setting that differs from the last launch, if the run resumes from a checkpoint. For
+    a fork, the launches are those of the other run."""
     if saved is None or not launches:
         return
     changes = changed_settings(str(launches[-1]["config"]), run.job.asked)
@@ -613,10 +616,10 @@ def tell_changed_settings(
 def note_checkpoint(
     run_folder: RunFolder, progress: Progress, step: int, is_uploaded: bool
 ) -> None:
-    """Records and prints that a checkpoint of this step is complete, on process 0.
+    """Record and print that a checkpoint of this step is complete, on process 0.
 
     Args:
-        is_uploaded: it is where the run is kept, and not on the disks of the hosts alone.
+        is_uploaded: whether it is where the run is kept, and not only on the disks of the hosts.
     """
     where = ", on the disks of the hosts"
     if is_uploaded:
@@ -626,14 +629,15 @@ def note_checkpoint(
 
 
 def begin_books(run: Run, watchdog: Watchdog, is_new: bool, fork: Fork | None) -> None:
-    """Opens the logs that this launch writes in the run's folder.
+    """Open the logs that this launch writes in the run's folder.
 
     Args:
-        is_new: there was no checkpoint.
-        fork: whose records the run takes over first; None: it is not about to become a fork.
+        is_new: whether there was no checkpoint.
+        fork: the checkpoint of another run whose records this run takes over first; None: this is
+            no new fork.
 
     Raises:
-        StorageError: in all processes: these records can't be read or written.
+        StorageError: these records cannot be read or written; raised in all processes.
     """
     recorder = run.recorder
     if fork is not None:
@@ -641,7 +645,7 @@ def begin_books(run: Run, watchdog: Watchdog, is_new: bool, fork: Fork | None) -
             if jax.process_index() == 0:
                 for problem in take_records(fork, run.folder.path, run.folder.id):
                     run.progress.message(f"{problem} It is left out.", style="yellow")
-    if not run.done():  # else no time is spent on the run
+    if not run.done():  # otherwise no time is spent on the run
         watchdog.begin(lambda: run.step, run.folder.id)
     recorder.open_logs(run.step, run.evaluated_again, run.folder.id)
     if is_new and recorder.made_before:
@@ -655,7 +659,7 @@ def begin_books(run: Run, watchdog: Watchdog, is_new: bool, fork: Fork | None) -
 
 
 def begin_trackers(run: Run, trackers: Trackers) -> None:
-    """Starts the trackers on process 0, unless the run has nothing left to do."""
+    """Start the trackers on process 0, unless the run has nothing left to do."""
     if jax.process_index() != 0 or run.done():
         return
     revision, is_dirty = revision_around(Path.cwd())
@@ -676,10 +680,11 @@ def begin_trackers(run: Run, trackers: Trackers) -> None:
 
 
 def note_launch(job: Job, run_folder: RunFolder, step: int, fork: Fork | None) -> None:
-    """Records a launch that begins after `step` finished steps, of `fork` if it is one.
+    """Record a launch that begins after `step` finished steps, and the checkpoint it was forked
+    from, if any.
 
-    The config is recorded as the user asked for it, not as it was fitted to this machine, so that
-    it works on others, too.
+    The config is recorded as the user requested it, not as fitted to this machine, so that it also
+    works on other machines.
     """
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
@@ -696,7 +701,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int, fork: Fork | None) -
 
 
 def describe_stages(config: RunConfig) -> str:
-    """How rows of a step go through the stages of the mesh, and how long these wait."""
+    """Describe the pipeline: stages, micro-batches, rounds, and the share of waiting (the
+    bubble)."""
     rows = rows_of_step(config) // config.optimizer.micro_batches
     form = form_for(rows, config.model.pipeline)
     words = f"{form.stages} stages, {form.micro_batches} micro-batches"
@@ -708,7 +714,7 @@ def describe_stages(config: RunConfig) -> str:
 
 
 def describe_micro_batches(progress: Progress, job: Job, chosen: str) -> None:
-    """How many micro-batches a step has, if that was `chosen`, and what they cost."""
+    """Log the number of micro-batches, if it was `chosen` automatically, and their cost."""
     config = job.config
     lines = [chosen, counting_note(config.model, config.optimizer.micro_batches)]
     if num_stages(config.mesh) > 1:
@@ -719,7 +725,7 @@ def describe_micro_batches(progress: Progress, job: Job, chosen: str) -> None:
 
 
 def describe(progress: Progress, job: Job) -> None:
-    """What is about to train, on which data and devices."""
+    """Log the model, the data and the devices of a run."""
     progress.message(job.data.describe())
     for note in job.notes:
         progress.message(note, style="yellow")
@@ -781,7 +787,7 @@ def describe(progress: Progress, job: Job) -> None:
 
 
 def describe_experts(progress: Progress, config: RunConfig, platform: str) -> None:
-    """What experts there are, if any, and what they cost more than they need."""
+    """Log the experts, if any, and what they cost more than necessary."""
     line = expert_summary(config.model)
     if line:
         progress.message(line)
@@ -791,7 +797,7 @@ def describe_experts(progress: Progress, config: RunConfig, platform: str) -> No
 
 
 def lack_of_progress(steps: int, skipped: int) -> str:
-    """A sentence about a run most of whose steps changed nothing; empty for any other run."""
+    """Return a warning if most steps of a run changed nothing; empty for any other run."""
     if steps == 0 or skipped <= _MOST_SKIPPED * steps:
         return ""
     return (
@@ -802,7 +808,7 @@ def lack_of_progress(steps: int, skipped: int) -> str:
 
 
 def main(config: RunConfig, ends_process: bool = False) -> int:
-    """Runs `run_from_config`. Errors that the user can mend become a message and an exit code."""
+    """Run `run_from_config`. Errors that the user can fix become a message and an exit code."""
     lost = False
 
     def job() -> None:

@@ -1,7 +1,7 @@
 """Records of a run's steps, written to metrics.jsonl, the trackers and the progress display.
 
 Steps arrive with their metrics on the host, already checked (health.py). The recorder sums and
-writes; it decides nothing about the run.
+writes, and decides nothing about the run.
 """
 
 import contextlib
@@ -31,30 +31,30 @@ from maxtrain.ops.digest import hash_text
 from maxtrain.parallel.memory import memory_in_use
 from maxtrain.train_step.norms import MEASURED
 
-# Of passes over a source, which are sums of floats.
+# Tolerance for passes over a source, which are sums of floats.
 _ROUNDING = 1e-9
 
 
 class Recorder:
-    """Sums up the steps since the last record, composes records, and writes them to every log.
+    """Accumulator of the steps since the last record, and writer of records to every log.
 
     Args:
-        folder: of the run.
-        plan: what is read at which step.
-        terms: names, among a step's metrics, of what the objective records; in the order of the
-            record.
-        trackers: get every record, too, once they have begun.
+        folder: the folder of the run.
+        plan: the rows of each step.
+        terms: names of the objective's metrics among a step's metrics, in the order of the record.
+        trackers: receive every record, once they have started.
         speed: measures the steps between two records.
-        progress: shows each record of training.
-        log_interval: steps between records of training.
-        norms_interval: steps between records of the norms of each layer; 0: there are none.
+        progress: shows each training record.
+        log_interval: steps between training records.
+        norms_interval: steps between records of the norms of each layer; 0: no such records.
         slow_host_factor: see `Stragglers`.
-        norm_names: what these are of, in the order that a step's metrics have them.
-        keeps_samples: completions of prompts are written to samples.jsonl.
+        norm_names: names of the norms, in the order of a step's metrics.
+        keeps_samples: whether completions of prompts are written to samples.jsonl.
 
     Attributes:
-        made_before: the last step of the records that were dropped, known to process 0.
-        end_at: the step of the last record of why the run ended early, known to process 0.
+        made_before: the last step of the dropped records, known to process 0.
+        end_at: the step of the last `end` record, which says why the run ended early; known to
+            process 0.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Recorder:
         self._samples: MetricsLog | None = None
         # The step of the last samples of each set.
         self._sampled_at: dict[str, int] = {}
-        # The last epoch of each source whose beginning was told.
-        self._epoch_told: dict[str, int] = {}
-        # Which checkpoints remember, on process 0; open between `open_logs` and `close_logs`.
+        # The last epoch of each source whose beginning was logged.
+        self._epoch_logged: dict[str, int] = {}
+        # The log whose position checkpoints remember, on process 0; open between `open_logs` and
+        # `close_logs`.
         self._metrics: MetricsLog | None = None
         self._is_open = False
         self.restore(RecorderState(), [])
@@ -97,23 +98,23 @@ class Recorder:
     # What a checkpoint remembers
 
     def restore(self, saved: RecorderState, rollbacks: Sequence[Rollback]) -> None:
-        """As it was at a checkpoint that has `saved`; that of a new run has nothing."""
+        """Restore the state `saved` of a checkpoint; it is empty for a new run."""
         self._rollbacks = rollbacks
         self._tokens_seen = saved.tokens_seen
         # Total and weight of the loss since the last record, of all sources together.
         self._sums = np.array(saved.since_record, np.float64)
-        # Nats and targets of each source.
+        # Loss in nats and number of targets of each source.
         nothing = np.zeros((2, len(self._plan.names)))
         self._by_source = np.array(saved.by_source, np.float64)
-        # Nothing is known, or the sources were others, by data.accept_changes.
+        # The shape differs for a new run, or if data.accept_changes changed the sources.
         if self._by_source.shape != nothing.shape:
             self._by_source = nothing
-        # How far the log went when the checkpoint was saved.
+        # The position in the log when the checkpoint was saved.
         self._mark = saved.log
         self._speed.restart()
 
     def state(self) -> RecorderState:
-        """What a checkpoint has to remember of it."""
+        """Return what a checkpoint has to remember."""
         log = None
         if self._metrics:
             log = self._metrics.mark()
@@ -128,10 +129,10 @@ class Recorder:
     # The logs
 
     def evaluated(self, step: int) -> dict[str, set[str | None]]:
-        """Evaluation sets on record at a step, each with the texts that it was; None: a record that
-        does not say."""
+        """Return the evaluation sets on record at a step, each with the identities of its text;
+        None: a record without one."""
         found = defaultdict[str, set[str | None]](set)
-        # What can't be read is told of where the log is opened.
+        # `open_logs` reports records that cannot be read.
         with contextlib.suppress(DataError):
             for record in read_metrics(self._folder):
                 if record["kind"] == "eval" and record["step"] == step:
@@ -139,15 +140,14 @@ class Recorder:
         return found
 
     def open_logs(self, step: int, again: Sequence[str] = (), run: str = "") -> None:
-        """metrics.jsonl and the trackers go on from this step; what they said of later ones is
-        dropped, and of sets evaluated `again` there.
+        """Continue metrics.jsonl and the trackers from this step. Later records are dropped, and
+        records of the sets in `again` at this step.
 
-        `run` is the id of the run. Records that are not there any more, or can't be read, are told
-        of.
+        `run` is the id of the run. Records that are missing or cannot be read are reported.
         """
         self.close_logs()
         if jax.process_index() == 0:
-            # This makes the folder.
+            # This creates the folder.
             self._metrics = MetricsLog(self._folder, step, again, run, self._mark)
             problems = self._metrics.problems
             if self._keeps_samples:
@@ -165,7 +165,7 @@ class Recorder:
         self._progress.update(step)
 
     def close_logs(self) -> None:
-        """Closes metrics.jsonl and samples.jsonl, whose records are on the disk already."""
+        """Close metrics.jsonl and samples.jsonl, whose records are on the disk already."""
         if self._metrics and self._is_open:
             self._is_open = False
             self._metrics.close()
@@ -175,14 +175,14 @@ class Recorder:
     def write(
         self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end", "norms"]
     ) -> None:
-        """One record in every log; kinds are those of `MetricsLog`."""
+        """Write one record to every log; kinds are those of `MetricsLog`."""
         if self._metrics and self._is_open:
             self._metrics.append(step, values, kind=kind)
             self._trackers.log(step, values, kind)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Completions of prompts after this step, all of one set: in samples.jsonl, in the
-        trackers, and shown."""
+        """Write completions of prompts after this step, all of one set, to samples.jsonl and the
+        trackers, and show them."""
         if not samples or not self._samples or not self._is_open:
             return
         for sample in samples:
@@ -192,21 +192,21 @@ class Recorder:
         self._sampled_at[samples[0].set] = step
 
     def has_samples(self, step: int, name: str) -> bool:
-        """Whether there are samples of this set after this step, which is the last one."""
+        """Return whether the log has samples of this set after this step."""
         return self._sampled_at.get(name) == step
 
     # Steps
 
     def add(self, origin: HostBatch, value: Mapping[str, Any], shape: tuple[int, int]) -> None:
-        """Counts a step.
+        """Count a step.
 
         Args:
-            origin: where its batch comes from.
-            value: its metrics, on the host.
+            origin: the host batch of the step.
+            value: the metrics of the step, on the host.
             shape: rows and length of the batch.
         """
         targets = float(value["targets"])
-        # Else the batch itself is damaged, and the step was not made.
+        # A non-finite count means a damaged batch, whose step was skipped.
         is_known = math.isfinite(targets)
         num_targets = 0
         if is_known:
@@ -223,7 +223,7 @@ class Recorder:
             self._write_norms(origin.step + 1, value["norms"])
 
     def _write_norms(self, step: int, norms: np.ndarray) -> None:
-        """A record of the norms of each layer at this step."""
+        """Write a record of the norms of each layer at this step."""
         record = {}
         for measured, row in zip(MEASURED, norms, strict=True):
             for name, norm in zip(self._norm_names, row, strict=True):
@@ -233,10 +233,10 @@ class Recorder:
     def record(
         self, origin: HostBatch, value: Mapping[str, Any], hosts: Sequence[HostTime]
     ) -> None:
-        """Writes one record: the numbers of this step, and means and speed since the last record.
+        """Write one record: the numbers of this step, and means and speed since the last record.
 
-        The step is the last one that was added. `hosts` are what processes took for themselves
-        since the last record.
+        The step is the last one that was added. `hosts` has the processes' own times since the last
+        record.
         """
         step = origin.step + 1
         num_steps = self._speed.num_steps
@@ -267,15 +267,15 @@ class Recorder:
             record[f"epochs/{name}"] = passes
         for name, number in self._epochs_begun(step).items():
             record[f"epoch_begun/{name}"] = number
-            # Steps that are made again after a rollback tell nothing new.
-            if number > self._epoch_told.get(name, 1):
-                self._epoch_told[name] = number
+            # Steps that are repeated after a rollback are not logged again.
+            if number > self._epoch_logged.get(name, 1):
+                self._epoch_logged[name] = number
                 self._progress.message(f"step {step:,}: epoch {number:,} of {name} has begun")
         self.write(step, record, "train")
         self._progress.update(step, record)
 
     def _losses(self, value: Mapping[str, Any]) -> dict[str, float | None]:
-        """The mean loss since the last record, and what is of this step alone."""
+        """Return the mean loss since the last record, and the numbers of this step alone."""
         total, weight = self._sums
         self._sums = np.zeros_like(self._sums)
         of_step: dict[str, float | None] = {
@@ -283,18 +283,18 @@ class Recorder:
             "objective": value["objective"].item(),
             "grad_norm": value["grad_norm"].item(),
         }
-        # Of nothing: not 0.
+        # A mean over no targets is null, not 0.
         if not value["targets"]:
             of_step = dict.fromkeys(of_step)
         loss = of_step["step_loss"]
         if weight:
-            # In float32, as every loss: of one step the mean is then the very number that the
-            # device computed.
+            # Rounded to float32 like every loss, so that the mean of one step equals the number
+            # that the device computed.
             loss = np.float32(total / weight).item()
         return {"loss": loss, **of_step}
 
     def _counts(self, step: int, value: Mapping[str, Any]) -> dict[str, int]:
-        """How often there was which anomaly in this run, and how often it went back."""
+        """Count the anomalies of each kind in this run, and the rollbacks."""
         counts = {}
         for kind, count in zip(ANOMALIES, value["anomalies"], strict=True):
             if count:
@@ -305,25 +305,25 @@ class Recorder:
         return counts
 
     def _epochs_begun(self, step: int) -> dict[str, int]:
-        """Of each source that is read again from its beginning since the record before this step,
-        the number of that epoch, from 2 on.
+        """Return the number (from 2 on) of each epoch that began since the record before this step,
+        by source.
 
-        It depends on the step alone, so that a run that was stopped has the same records.
+        The result depends on the step alone, so that a run that was stopped has the same records.
         """
         last_record = (step - 1) // self._log_interval * self._log_interval
-        # A plan that goes on from a cursor knows nothing of the steps before.
+        # A plan that continues from a cursor does not cover the steps before it.
         first = self._plan.spans[0].step
         before = self._plan.epochs_at(max(first, last_record))
         begun = {}
         for name, passes in self._plan.epochs_at(step).items():
-            # Passes that are whole are not followed by another one yet.
+            # A whole number of passes means that the next epoch has not begun yet.
             number = math.ceil(passes - _ROUNDING)
             if number > max(1, math.ceil(before[name] - _ROUNDING)):
                 begun[name] = number
         return begun
 
     def _losses_by_source(self) -> dict[str, float]:
-        """The mean loss of each source since the last record."""
+        """Return the mean loss of each source since the last record."""
         totals, counts = self._by_source
         self._by_source = np.zeros_like(self._by_source)
         losses = {}

@@ -1,10 +1,10 @@
-"""Files beside prepared data with what a reference model gives each document: the sum of the
-log-probabilities of its targets.
+"""Files beside prepared data with the reference log-probability of each document: the sum over its
+targets.
 
-`reference-IDENTITY.logprobs` is a line of JSON, then little-endian float32 of all documents of the
-directory, in their order, in nats; NaN: not computed yet. The line says what decides the numbers,
-the `about`, of which IDENTITY is a digest, and has a digest over all of the file. So another
-reference, or other data, has another file. No jax.
+`reference-IDENTITY.logprobs` is a line of JSON, followed by little-endian float32 numbers for all
+documents of the directory, in their order, in nats; NaN: not computed yet. The JSON line, `about`,
+names the data and the reference, and has a digest over the whole file. IDENTITY is a digest of
+`about`, so another reference or other data use another file. No jax.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ _DIGEST = "digest"
 
 
 class ReferenceFile:
-    """What a reference gives the documents of a directory, as a file.
+    """File with the reference log-probabilities of the documents in a directory.
 
     Args:
-        about: what decides the numbers, in JSON: the uid of the data, the digest of the reference,
-            and where documents are cut.
-        num_documents: of the directory.
-        folders: where it may be, the first one in which it can be written before the others.
+        about: JSON values that determine the numbers: the uid of the data, the digest of the
+            reference, and the length at which documents are cut.
+        num_documents: number of documents in the directory.
+        folders: possible places of the file. A new file goes to the first writable one.
     """
 
     def __init__(self, about: Mapping[str, Any], num_documents: int, folders: list[Path]):
@@ -43,17 +43,20 @@ class ReferenceFile:
         self._paths = [folder / f"reference-{identity}.logprobs" for folder in folders]
 
     def found(self) -> Path | None:
-        """The file that is there; None: there is none yet."""
+        """Return the path of the existing file; None: there is none yet."""
         for path in self._paths:
             if path.exists():
                 return path
         return None
 
     def parsed(self, path: Path, content: bytes) -> Float[np.ndarray, " documents"]:
-        """The numbers of a file that can be written to.
+        """Parse the content of a file.
+
+        Returns:
+            the log-probabilities as an array that can be written to.
 
         Raises:
-            DataError: it is damaged, of other data or of another reference.
+            DataError: the file is damaged, or of other data or another reference.
         """
         line, _, body = content.partition(b"\n")
         try:
@@ -77,7 +80,8 @@ class ReferenceFile:
         return numbers
 
     def save(self, numbers: Float[np.ndarray, " documents"]) -> Path:
-        """Writes the file, whole or not at all, and says where. StorageError: there is no room."""
+        """Write the file atomically, and return its path. Raise a StorageError if there is no
+        room."""
         path = self.found() or self._place()
         path.parent.mkdir(parents=True, exist_ok=True)
         body = numbers.astype("<f4").tobytes()
@@ -86,7 +90,7 @@ class ReferenceFile:
         return path
 
     def _place(self) -> Path:
-        """Where a new file is written."""
+        """Return where a new file is written."""
         for path in self._paths[:-1]:
             if os.access(path.parent, os.W_OK):
                 return path
@@ -94,9 +98,11 @@ class ReferenceFile:
 
 
 def _digest(about: Mapping[str, Any], body: bytes) -> str:
+    """Return the digest of a whole file from its JSON line and its numbers."""
     text = json.dumps(about, sort_keys=True).encode()
     return hashlib.sha256(text + b"\n" + body).hexdigest()
 
 
 def _unusable(path: Path, what: str) -> DataError:
+    """Return the error for a file that cannot be used."""
     return DataError(f"{path}: {what}. Delete it: it is made again when it is next needed.")

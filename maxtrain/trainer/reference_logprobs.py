@@ -1,15 +1,17 @@
-"""dpo.reference_logprobs=stored: what the reference gives each document is computed once, before
-the first step, and kept beside the data; batches have it from then on.
+"""dpo.reference_logprobs=stored: reference log-probabilities, computed once before the first step.
 
-The reference is read at the beginning of each launch, before the model that trains, since a digest
-of its weights says which numbers are its own; then its memory is free again. All processes compute
-together, on the mesh of the run, and process 0 alone reads and writes files. A pass that was
-stopped goes on where it was last saved.
+The log-probability of each document under the reference is kept beside the data, and batches carry
+it from then on.
+
+Each launch reads the reference before the model that trains, because a digest of its weights
+identifies the stored numbers; then its memory is freed. All processes compute together, on the mesh
+of the run, and only process 0 reads and writes files. A pass that was stopped resumes where it was
+last saved.
 
 The rows of the pass are those of an evaluation, as large as micro-batches of the run. With
-data.packing of bins or pad these are the rows that the run reads, so that numbers differ from those
-of a step by the rounding of another program at most; with balanced, documents have other
-neighbours in a row, which changes roundings, too.
+data.packing of bins or pad they equal the rows of the run, so numbers differ from those of a step
+at most by the rounding of another program. With balanced packing, documents have other neighbours
+in a row, which also changes roundings.
 """
 
 import collections
@@ -46,25 +48,25 @@ from maxtrain.trainer.job import Job
 from maxtrain.trainer.reference_file import ReferenceFile
 from maxtrain.trainer.reference_model import digest_of, function_of
 
-# In the folder of a run: for data that can't be written to.
+# Subfolder of the run, for data in a read-only place.
 FOLDER = "reference"
-# Seconds between saves of a pass, and between what is said of it.
+# Seconds between saves of a pass, and between its log lines.
 _SAVE_SECONDS = 30.0
 _TELL_SECONDS = 10.0
-# Batches after which processes look whether one of them has an error, and that are under way.
+# Number of batches between checks for errors of other processes, and number of batches in flight.
 _BATCHES_AT_A_TIME = 32
 _AHEAD = 4
-# Of words about a file, and bytes in which they are told to others.
+# Longest text about a file in letters, and the bytes of the message that carries it.
 _MOST_WORDS = 600
 _MOST_BYTES = 4096
 
-# From a batch to the sums of log-probabilities of its documents, [B, S], the same on all devices.
+# Maps a batch to the log-probability of each of its documents, [B, S], replicated on all devices.
 type Measure = Callable[[Batch], Float[Array, "B S"]]
 
 
 class _Part(NamedTuple):
-    """Data that the reference is to read: a source, or an evaluation set; its rows of the most
-    tokens, and which documents these are."""
+    """Data that the reference reads: a source or an evaluation set, its longest rows, and the
+    documents in them."""
 
     key: str
     shards: TokenShards
@@ -73,14 +75,14 @@ class _Part(NamedTuple):
 
 
 class StoredReference:
-    """What the reference of a run gives the documents that the run reads.
+    """The reference log-probabilities of the documents that a run reads.
 
     Args:
         job: a run whose batches have REFERENCE_SUM.
-        folder: of the run.
-        progress: what is told of the pass.
-        clock: gets signs of life.
-        writes: False: nothing is written; what is missing is computed all the same.
+        folder: the folder of the run.
+        progress: receives the log lines of the pass.
+        clock: receives the heartbeat for the watchdog.
+        writes: whether files are written. Missing numbers are computed in any case.
     """
 
     def __init__(
@@ -93,14 +95,15 @@ class StoredReference:
         self._writes = writes
 
     def attach(self) -> dict[str, str]:
-        """Gives the batches of the run their numbers, of a reference that is no part of the policy.
+        """Attach the numbers of a reference that is not part of the policy to the batches of the
+        run.
 
         Returns:
-            A digest of the reference by its role, as of `frozen_digests`.
+            The digest of the reference by its role, as `frozen_digests` returns it.
 
         Raises:
             ConfigError: see `require_one_number`.
-            UserError: the reference or a file can't be read or written, or does not fit.
+            UserError: the reference or a file cannot be read or written, or does not fit.
         """
         reference = self._job.stored_reference
         assert reference is not None
@@ -117,11 +120,12 @@ class StoredReference:
         return {reference.role: digest}
 
     def attach_of(self, state: TrainState) -> None:
-        """Likewise, where the reference is the policy of this state without its adapters.
+        """Attach the numbers of a reference that is the policy in this state without its adapters.
 
         Raises:
-            ConfigError: its buffers change while it trains, or see `require_one_number`.
-            UserError: a file can't be read or written, or does not fit.
+            ConfigError: the model has buffers that change during training, or see
+                `require_one_number`.
+            UserError: a file cannot be read or written, or does not fit.
         """
         require_one_number(self._job.config.model)
         if state.buffers:
@@ -133,7 +137,7 @@ class StoredReference:
             )
         config = self._job.config
         model = config.model
-        # Without a base of its own, the form of adapters says nothing about the weights.
+        # With a full-precision base, the form of the adapters does not affect the weights.
         if model.lora.base == "full":
             model = dataclasses.replace(model, lora=type(model.lora)())
         graphdefs = {POLICY: self._job.policy_graphdef, REFERENCE: None}
@@ -144,6 +148,7 @@ class StoredReference:
         self._attach(digest, lambda batch: program(params, batch))
 
     def _attach(self, reference: str, measure: Measure) -> None:
+        """Attach the numbers of all sources and sets."""
         job = self._job
         of_sources = [self._numbers(part, reference, measure) for part in self._sources()]
         job.data.attach(REFERENCE_SUM, of_sources)
@@ -155,9 +160,9 @@ class StoredReference:
         self._progress.phase("")
 
     def _sources(self) -> Iterator[_Part]:
-        """The sources of the run, in the order of its plan.
+        """Iterate over the sources of the run, in the order of its plan.
 
-        ConfigError: documents are cut in several places.
+        Raises a ConfigError if documents are cut at several lengths.
         """
         data = self._job.data
         longest = max(data.bins)
@@ -175,8 +180,8 @@ class StoredReference:
     def _numbers(
         self, part: _Part, reference: str, measure: Measure
     ) -> Float[np.ndarray, " documents"]:
-        """What the reference gives the documents of a part, read or computed; NaN: of one that is
-        in no row."""
+        """Return the log-probabilities of the documents of a part, read or computed; NaN for
+        documents in no row."""
         about = {"data": part.shards.uid, "reference": reference, "cut_at": None}
         if part.bins.truncated:
             about["cut_at"] = part.length
@@ -193,7 +198,8 @@ class StoredReference:
         return numbers
 
     def _read(self, file: ReferenceFile, count: int) -> Float[np.ndarray, " documents"]:
-        """What process 0 reads; all NaN: there is no file. DataError: it does not fit."""
+        """Return the numbers that process 0 reads, on all processes; all NaN: there is no file.
+        Raises a DataError if it does not fit."""
         numbers = np.full(count, np.nan, np.float32)
         where = ""
         error = None
@@ -222,9 +228,9 @@ class StoredReference:
         missing: np.ndarray,
         file: ReferenceFile,
     ) -> None:
-        """Fills in the numbers of documents that are missing, and writes them.
+        """Compute the missing numbers, fill them in, and write the file.
 
-        DataError: the reference gives some that are not finite.
+        Raises a DataError if a number is not finite.
         """
         config = dataclasses.replace(self._job.data.config, seq_length=part.length)
         rows = _rows(self._job)
@@ -236,7 +242,7 @@ class StoredReference:
         total = int(np.count_nonzero(missing))
         begun = time.perf_counter()
         saved = begun
-        told = -np.inf
+        logged = -np.inf
         waiting: collections.deque[tuple[int, Array]] = collections.deque()
 
         def take() -> None:
@@ -249,12 +255,12 @@ class StoredReference:
                 if len(waiting) > _AHEAD:
                     take()
             now = time.perf_counter()
-            if now - told > _TELL_SECONDS:
+            if now - logged > _TELL_SECONDS:
                 done = total - int(np.count_nonzero(np.isnan(numbers) & missing))
                 self._progress.phase(
                     f"reference: log-probabilities of {part.key}, {done:,} of {total:,} documents"
                 )
-                told = now
+                logged = now
             if now - saved > _SAVE_SECONDS and not (step + 1) % _BATCHES_AT_A_TIME:
                 self._save(file, numbers)
                 saved = now
@@ -273,8 +279,8 @@ class StoredReference:
     def _batches(
         self, data: EvaluationData, layout: BatchLayout, start: int
     ) -> Iterator[tuple[int, Batch]]:
-        """The batches from this number on, on the devices. Raises in all processes what one of
-        them could not read, before anything of it is saved."""
+        """Iterate over the batches from this number on, on the devices. A read error of one process
+        is raised in all, before results of that batch are saved."""
         host = data.iterate(layout.part, start=start)
         if jax.process_count() > 1:
             steps = range(start, data.num_batches)
@@ -294,7 +300,7 @@ class StoredReference:
         sums: Float[np.ndarray, "B S"],
         numbers: Float[np.ndarray, " documents"],
     ) -> None:
-        """Puts the sums of a batch to the numbers of its documents that are not there yet."""
+        """Store the sums of a batch as the numbers of its documents that have none yet."""
         offsets, found = documents
         counts = np.diff(offsets)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -313,8 +319,8 @@ class StoredReference:
     def _save(
         self, file: ReferenceFile, numbers: Float[np.ndarray, " documents"], last: bool = False
     ) -> str:
-        """Writes the file on process 0, and says where; `last`: all processes come here, and raise
-        together."""
+        """Write the file on process 0, and return a text with its place. `last`: all processes call
+        this, and raise errors together."""
         where = ""
         error = None
         if self._writes and jax.process_index() == 0:
@@ -339,13 +345,13 @@ def with_reference(
     clock: Stopwatch,
     writes: bool = True,
 ) -> tuple[TrainState, dict[str, str]]:
-    """The state to begin with, by `start`, and what `attach` gives; batches have their numbers, if
-    they need some. Other arguments are those of `StoredReference`."""
+    """Return the state from `start` and the digests from `attach`, after attaching the reference
+    log-probabilities that the batches need. Other arguments are those of `StoredReference`."""
     if not job.reads_reference:
         return start(), {}
     stored = StoredReference(job, folder, progress, clock, writes)
     if job.stored_reference is not None:
-        # Before the state is in memory.
+        # The pass runs before the state takes memory.
         found = stored.attach()
         return start(), found
     state = start()
@@ -354,8 +360,8 @@ def with_reference(
 
 
 def require_one_number(model: ModelConfig) -> None:
-    """ConfigError: what a reference gives an answer depends on the others in its row, so that it is
-    no number of the answer alone."""
+    """Raise a ConfigError if the reference log-probability of an answer depends on other answers in
+    its row."""
     factor = model.routing.capacity_factor
     if factor is None:
         return
@@ -368,7 +374,7 @@ def require_one_number(model: ModelConfig) -> None:
 
 
 def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batch], Array]:
-    """The jitted function from the parameters of a model and a batch to what `Measure` gives."""
+    """Return the jitted `Measure` of a model, as a function of its parameters and a batch."""
 
     def measure(params: nnx.State, batch: Batch) -> Float[Array, "B S"]:
         return constrain(document_log_probs(model(params), batch), None, None)
@@ -377,5 +383,5 @@ def _program(model: Callable[[nnx.State], Decoder]) -> Callable[[nnx.State, Batc
 
 
 def _rows(job: Job) -> int:
-    """Rows of a batch of the pass: those of a micro-batch, which the mesh divides."""
+    """Return the rows of a batch of the pass: those of a micro-batch, which the mesh divides."""
     return rows_of_step(job.config) // job.config.optimizer.micro_batches

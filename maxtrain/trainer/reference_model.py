@@ -1,8 +1,9 @@
 """A frozen model beside the one that trains: the teacher of objective=distill, or the reference of
-objective=dpo, grpo or ppo. It is found, held against the run, and read onto its mesh.
+objective=dpo, grpo or ppo.
 
-It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
-them instead, so that a run goes on with the one that it began with.
+This module finds it, checks it against the run, and reads it onto the run's mesh. It is never saved
+with the run. Checkpoints hold a digest of its arrays and of its config instead, so that a resumed
+run must use the same model.
 """
 
 import contextlib
@@ -45,15 +46,15 @@ from maxtrain.weights.hf import load_weights
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-    """What such a model is, before any of its weights are read.
+    """Description of a frozen model, before any of its weights are read.
 
     Attributes:
-        role: what objectives call it: TEACHER or REFERENCE. The record of a checkpoint holds its
+        role: TEACHER or REFERENCE, as objectives name it. The record of a checkpoint holds its
             digest by this name.
-        name: what asks for it, such as `distill.teacher=DIR`.
-        directory: of the run, or with the weights of Hugging Face.
-        model, precision: its own.
-        run, step: the config of the run, and the checkpoint; None: it is no run of maxtrain.
+        name: the setting that names it, such as `distill.teacher=DIR`.
+        directory: of a run, or of Hugging Face weights.
+        model, precision: the config sections of this model.
+        run, step: the config of the run, and the checkpoint's step; None: it is no run of maxtrain.
     """
 
     role: str
@@ -65,22 +66,22 @@ class FrozenModel:
     step: int | None = None
 
     def describe(self) -> str:
-        """The directory, and of a run the step."""
+        """Return the directory, and for a run the step."""
         if self.run is None:
             return f"{self.directory}"
         return f"{self.directory}, step {self.step:,}"
 
     def function(self) -> str:
-        """What is computed with its arrays, as a hash: a change of its config may be another
-        model with the same weights."""
+        """Hash the config that determines what is computed with the arrays. A change of config may
+        mean another model with the same weights."""
         return function_of(self.model, self.precision)
 
     def abstract(self, mesh: Mesh, rules: Rules = RULES) -> tuple[nnx.GraphDef, nnx.State]:
-        """The structure, and the parameters as shapes with shardings on this mesh, by the rules of
-        where they are stored.
+        """Return the structure, and the parameters as abstract arrays with shardings on this mesh,
+        by the storage rules.
 
         Raises:
-            ConfigError: a dim that the mesh does not divide, or a kernel that its devices lack.
+            ConfigError: the mesh does not divide a dim, or its devices lack a kernel.
         """
         hardware = hardware_of(next(iter(mesh.devices.flat)))
         kernel = kernel_of_model(self.model.attention)
@@ -91,11 +92,11 @@ class FrozenModel:
             return abstract_model(self.model, self.precision, mesh, rules)
 
     def with_kernel(self, run: RunConfig, hardware: Hardware) -> "FrozenModel":
-        """The same with the kernel that attends in it beside the policy of a run, whose rows it
-        reads, and in whose stages.
+        """Choose the attention kernel that suits the rows of a run, and use the run's pipeline
+        stages.
 
         Raises:
-            ConfigError: as of `choose`; the stages do not divide its layers.
+            ConfigError: as for `choose`, or the stages do not divide the layers.
         """
         model = dataclasses.replace(self.model, pipeline=run.model.pipeline)
         beside = dataclasses.replace(run, model=model, precision=self.precision)
@@ -108,6 +109,7 @@ class FrozenModel:
 
     @contextlib.contextmanager
     def _telling_whose_keys(self) -> Iterator[None]:
+        """Add to a ConfigError that the keys it names belong to the frozen model."""
         try:
             yield
         except ConfigError as error:
@@ -117,7 +119,7 @@ class FrozenModel:
             ) from error
 
     def require_same_tokens(self, vocab_size: int) -> None:
-        """ConfigError: its vocabulary is not that of a model with so many entries."""
+        """Raise a ConfigError if the vocabulary is not of this size."""
         if self.model.vocab_size != vocab_size:
             raise ConfigError(
                 f"{self.name} has a vocabulary of {self.model.vocab_size:,} "
@@ -127,22 +129,23 @@ class FrozenModel:
             )
 
     def require_same_tokenizer(self, sha256: str) -> None:
-        """ConfigError: it was trained with another tokenizer than the one with this hash."""
+        """Raise a ConfigError if the model was trained with another tokenizer than the one with
+        this hash."""
         place = str(self.directory)
         if self.run is None:
-            theirs = load_tokenizer(place)
+            tokenizer = load_tokenizer(place)
         else:
             place = tokenizer_place(self.directory)
-            theirs = load_run_tokenizer(self.directory, self.step)
-        if theirs.sha256 != sha256:
+            tokenizer = load_run_tokenizer(self.directory, self.step)
+        if tokenizer.sha256 != sha256:
             raise ConfigError(
-                f"{self.name} has another tokenizer, {theirs.describe()}, than the data (sha256 "
+                f"{self.name} has another tokenizer, {tokenizer.describe()}, than the data (sha256 "
                 f"{sha256[:12]}), so that ids would mean different text. Prepare the data with "
                 f"`--tokenizer {place}`, or choose another {self.role}."
             )
 
     def require_length(self, length: int) -> None:
-        """ConfigError: it is not meant for rows of so many tokens."""
+        """Raise a ConfigError if rows have more tokens than the model's context length."""
         if length > self.model.max_length:
             raise ConfigError(
                 f"{self.name} is meant for at most {self.model.max_length:,} "
@@ -152,10 +155,10 @@ class FrozenModel:
             )
 
     def load(self, params: nnx.State) -> nnx.State:
-        """The parameters as arrays, laid out as these shapes say.
+        """Read the parameters into arrays with these shapes and shardings.
 
         Raises:
-            StorageError, DataError: they can't be read, are damaged, or are not finite.
+            StorageError, DataError: the parameters cannot be read, are damaged, or are not finite.
         """
         if self.run is None:
             return load_weights(params, self.directory, self.model)
@@ -163,15 +166,15 @@ class FrozenModel:
         try:
             return restore_variables(folder, self.run, params, self.step)
         except DamagedError as damage:
-            # Of another run, whose checkpoints are not ours to put aside.
+            # The checkpoint belongs to another run, so it is not moved to quarantine.
             raise StorageError(
                 f"{self.name}: {damage.path} is damaged: {damage.what}. Name another step of it."
             ) from damage
 
 
 def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
-    """The frozen model that an objective of a run needs; None: it needs none, or its reference is
-    the policy without adapters.
+    """Find the frozen model that an objective needs; None: it needs none, or its reference is the
+    policy without adapters.
 
     Raises:
         ConfigError: there is none where the config says, or it says nothing.
@@ -185,28 +188,28 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
 
 
 def find_reference(config: RunConfig) -> FrozenModel | None:
-    """The reference of a run; None: it is the policy without adapters.
+    """Find the reference model of a run; None: it is the policy without adapters.
 
     Raises:
         ConfigError: there is none where the config says, or it says nothing.
         UserError: something is wrong with its config.
     """
-    asked_for = config.dpo.reference
+    place = config.dpo.reference
     needed_by = f"dpo.loss_type={config.dpo.loss_type}"
     without = ", or dpo.loss_type=simpo"
     if config.dpo.loss_type in UNPAIRED:
         without = ""
     if config.objective == "grpo":
-        asked_for = config.grpo.reference
+        place = config.grpo.reference
         needed_by = f"grpo.beta={config.grpo.beta}"
         without = ", or grpo.beta=0"
     if config.objective == "ppo":
-        asked_for = config.ppo.reference
+        place = config.ppo.reference
         needed_by = f"ppo.kl_coef={config.ppo.kl_coef}"
         without = ", or ppo.kl_coef=0"
     key = f"{config.objective}.reference"
-    if asked_for is not None:
-        return find_model(REFERENCE, asked_for, f"{key}=")
+    if place is not None:
+        return find_model(REFERENCE, place, f"{key}=")
     if config.model.lora.rank is not None:
         if config.train.only:
             raise ConfigError(
@@ -231,7 +234,7 @@ def find_reference(config: RunConfig) -> FrozenModel | None:
 
 
 def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
-    """The model in a directory; of a run without a step the newest checkpoint.
+    """Find the model in a directory; for a run without a step, its newest checkpoint.
 
     Args:
         role: TEACHER or REFERENCE.
@@ -239,7 +242,7 @@ def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
         asked_by: the key or option that names it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no model.
         UserError: something is wrong with its config.
     """
     name = f"{asked_by}{place}"
@@ -253,23 +256,23 @@ def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
 
 
 def _find_model(role: str, place: str, name: str) -> FrozenModel:
-    """As `find_model`, whatever the model gives."""
+    """Find the model in a directory, which may be a reward model."""
     directory = readable_model(place).absolute()
     if (directory / "config.json").exists():
         precision = _stored_precision(directory)
         return FrozenModel(role, name, directory, read_config(directory), precision)
     run = directory
-    asked = None
+    requested = None
     if directory.name.isdecimal() and directory.parent.name == "checkpoints":
         run = directory.parents[1]
-        asked = int(directory.name)
+        requested = int(directory.name)
     if not (run / "config.yaml").exists():
         raise ConfigError(
             f"{name} is neither a run of maxtrain, nor one of its checkpoints, "
             "nor a Hugging Face directory. Name a directory with config.yaml or config.json."
             f"{download_hint(place)}"
         )
-    step = step_of(run, asked)
+    step = step_of(run, requested)
     steps = complete(run / "checkpoints")
     if step not in steps:
         known = ", ".join(map(str, steps)) or "none"
@@ -283,21 +286,22 @@ def _find_model(role: str, place: str, name: str) -> FrozenModel:
 
 
 def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, str]:
-    """By its role, one digest of all of the model's arrays in the state, and of what is computed
-    with them, the same on every mesh; empty: there is none."""
+    """Return one digest of the frozen model's arrays and config by its role, the same on every
+    mesh; empty: there is no such model."""
     if frozen is None:
         return {}
     return {frozen.role: digest_of(state.frozen[frozen.role], frozen.function())}
 
 
 def digest_of(variables: nnx.State, function: str) -> str:
-    """One digest of all arrays of a model, and of what is computed with them (`function_of`), the
-    same on every mesh."""
+    """Return one digest of all arrays of a model and of its `function_of`, the same on every
+    mesh."""
     return f"{hash_text(digests(variables))}-{function}"
 
 
 def function_of(model: ModelConfig, precision: PrecisionConfig) -> str:
-    """What is computed with the arrays of a model without a score, as a hash."""
+    """Hash the settings that determine what is computed with the arrays of a model without a
+    score."""
     values = dataclasses.asdict(model)
     decides = {key: value for key, value in values.items() if key not in {*FREE, "score"}}
     text = json.dumps([decides, dataclasses.asdict(precision)], sort_keys=True)
@@ -307,14 +311,15 @@ def function_of(model: ModelConfig, precision: PrecisionConfig) -> str:
 def require_same_stored_teacher(
     teacher: TeacherFiles | None, before: Mapping[str, str]
 ) -> dict[str, str]:
-    """The digest of what is stored of a teacher, by its role; empty: there is none.
+    """Check the stored teacher logits against those that the run used before, and return their
+    digest by role.
 
     Args:
-        teacher: that the run learns from.
-        before: as of `require_same_frozen_model`.
+        teacher: the stored logits that the run learns from; None: there are none.
+        before: as for `require_same_frozen_model`.
 
     Raises:
-        ConfigError: the run has learnt from another one until now.
+        ConfigError: the run learned from another teacher up to now.
     """
     if teacher is None:
         return {}
@@ -331,12 +336,13 @@ def require_same_stored_teacher(
 def require_same_frozen_model(
     frozen: FrozenModel | None, digests: Mapping[str, str], before: Mapping[str, str]
 ) -> None:
-    """ConfigError: a run would go on with another model than the one that it has had in its role.
+    """Raise a ConfigError if a run would continue with another frozen model than before in the same
+    role.
 
     Args:
-        frozen: that of the run.
-        digests: of `frozen_digests`.
-        before: likewise, at the checkpoint that the run goes on from.
+        frozen: the frozen model of the run.
+        digests: from `frozen_digests`.
+        before: digests by role at the checkpoint that the run resumes from.
     """
     for role, digest in digests.items():
         assert frozen is not None
@@ -352,14 +358,14 @@ def require_same_frozen_model(
 
 
 def _what_differs(before: str, now: str) -> str:
-    """Weights, or what is computed with them, from two digests."""
+    """Say whether two digests differ in the weights or in the config."""
     if before.partition("-")[0] != now.partition("-")[0]:
         return "weights"
     return "settings of `model` or `precision` in its config"
 
 
 def _stored_precision(directory: Path) -> PrecisionConfig:
-    """The precision that the weights of a Hugging Face directory are stored in."""
+    """Return the precision in which a Hugging Face directory stores its weights."""
     values = read_json(directory / "config.json")
     stored = values.get("dtype", values.get("torch_dtype"))
     dtype = "float32"

@@ -79,13 +79,13 @@ from maxtrain.trainer.run_dir import RunFolder
 from maxtrain.trainer.signals import StopRequest, StopRequested
 from maxtrain.trainer.validation import STOP_PATIENCE, Validation
 
-_MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
-_LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
+_MOST_NAMES = 1 << 16  # bytes of the message with names of evaluation sets
+_LONGEST_COPY = 120.0  # longest wait for the copy of the last checkpoint, in seconds
 
 
 class RollBack(Exception):
-    """Leaves the loop because an anomaly asks for the checkpoint before its step. The devices have
-    made no further step since."""
+    """Exception that leaves the loop because an anomaly requires the checkpoint before its step.
+    The devices have made no further step since."""
 
     def __init__(self, found: Finding):
         super().__init__(found.message)
@@ -100,12 +100,12 @@ class Run:
         state: parameters, optimizer and counters after that step, on the devices.
         rollbacks: all rollbacks of the run, oldest first.
         unevaluated: evaluation sets that are due after this step and have not been read yet.
-        evaluated_again: those of them that an earlier launch may have read before it died without
-            saving.
+        evaluated_again: the sets in `unevaluated` that an earlier launch may have read before it
+            died without saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
-        rollouts: where batches come from where a run learns from its own completions; else None.
-        sample_interval: steps between completions of the prompts; 0: none, also where no process
-            holds all of the model.
+        rollouts: the source of batches in on-policy training; else None.
+        sample_interval: steps between completions of the prompts; 0: no completions, also if no
+            process holds the whole model.
     """
 
     state: TrainState
@@ -131,8 +131,8 @@ class Run:
         self.clock = clock
         self.stop = stop
         self.rollbacks = rollbacks
-        self._publish = publish  # brings what is written to where the run is kept
-        self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
+        self._publish = publish  # uploads new files to where the run is kept
+        self.folder = folder  # only process 0 reads and writes it fully
         config = job.config
         frozen = product_weights(job.abstract.frozen[POLICY], config.model)
         flops = {length: token_flops(config.model, length, frozen) for _, length in job.layouts}
@@ -158,10 +158,10 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
-        # Digests of frozen models beside the policy, by their roles; those of earlier launches,
-        # too.
+        # Digests of frozen models beside the policy, by their roles, including earlier launches.
         self._frozen_models: dict[str, str] = {}
-        # Of a reference that is not in memory; None: batches do not have its numbers yet.
+        # Digests of a stored reference by role; None: its numbers are not attached to the batches
+        # yet.
         self._stored_reference: dict[str, str] | None = None
         self._forked_from: Sequence[Origin] = ()
         self.sample_interval = 0
@@ -181,7 +181,7 @@ class Run:
                 progress,
                 checkpoints.steps,
             )
-            # As many slots as rollouts have, for which programs are compiled anyway.
+            # The same number of slots as rollouts have, so that their compiled programs are reused.
             slots = config.data.batch_size * settings.num_iterations
             slots = min(slots * settings.num_generations, settings.slots)
             if config.objective in FROM_REWARDS:
@@ -197,12 +197,12 @@ class Run:
         if config.observe.profile:
             traced = traced_steps(config.observe.profile)
         self.trace = StepTrace(folder.path, traced, clock, progress.message)
-        # Steps that have not been checked yet, their metrics on the devices.
+        # Steps that have not been checked yet, with their metrics on the devices.
         self._unseen: list[tuple[HostBatch, Metrics]] = []
 
     @property
     def num_steps(self) -> int:
-        """Steps of the plan."""
+        """Return the number of steps of the plan."""
         return self.data.plan.num_steps
 
     # The beginning
@@ -213,13 +213,14 @@ class Run:
         frozen: nnx.State | None = None,
         fork: Fork | None = None,
     ) -> None:
-        """Restores the run from a checkpoint.
+        """Restore the run from a checkpoint.
 
         Args:
-            saved: what the checkpoint remembers; None: there is none, and the run begins with
-                imported or random weights.
+            saved: the state in the checkpoint; None: there is no checkpoint, and the run begins
+                with imported or random weights.
             frozen: parameters of the frozen model, if they are in memory already.
-            fork: the checkpoint of another run that `saved` is; None: it is one of this run.
+            fork: the checkpoint of another run that `saved` comes from; None: it is one of this
+                run.
         """
         self._unseen = []
         before = saved or RunState()
@@ -255,10 +256,11 @@ class Run:
         found = frozen_digests(self.job.frozen_model, self.state) | self._stored_reference
         require_same_frozen_model(self.job.other_model, found, before.frozen_models)
         found |= require_same_stored_teacher(self.data.teacher, before.frozen_models)
-        # A run may learn from one of before again later.
+        # Digests of earlier models are kept, because a run may return to one of them.
         self._frozen_models = {**before.frozen_models, **found}
 
     def _initial_state(self, frozen: nnx.State | None) -> TrainState:
+        """Create the state before the first step, while showing progress."""
         weights = self.config.checkpoint.init_from
         doing = f"reading weights from {weights}" if weights else "making the initial weights"
         self.progress.phase(doing)
@@ -272,6 +274,7 @@ class Run:
         has_other_data: bool,
         fork: Fork | None,
     ) -> TrainState:
+        """Read the arrays of a checkpoint, and log what has changed since it."""
         step = self.step
         with self.clock.during("restore"), self._reading(fork) as checkpoints:
             self.progress.phase(f"restoring step {step:,}")
@@ -307,9 +310,10 @@ class Run:
 
     @contextlib.contextmanager
     def _reading(self, fork: Fork | None) -> Iterator[Checkpoints]:
-        """The checkpoints to restore from: those of another run for a fork, else those of this run.
+        """Open the checkpoints to restore from: those of another run for a fork, else those of this
+        run.
 
-        StorageError: in all processes: the checkpoint of the other run is damaged.
+        Raises a StorageError in all processes if the checkpoint of the other run is damaged.
         """
         if fork is None:
             yield self.checkpoints
@@ -325,8 +329,8 @@ class Run:
 
     @contextlib.contextmanager
     def _naming_settings_of_state(self, saved: RunState, fork: Fork | None) -> Iterator[None]:
-        """Adds to a ConfigError, that a checkpoint holds other arrays than this config makes, the
-        settings that make the difference."""
+        """Add the settings that cause it to a ConfigError about a checkpoint with other arrays than
+        this config needs."""
         try:
             yield
         except ConfigError as error:
@@ -346,7 +350,7 @@ class Run:
             raise ConfigError([*problems, *error.problems]) from error
 
     def _require_same_frozen(self, checkpoints: Checkpoints, saved: RunState) -> None:
-        """ConfigError: the checkpoint is of a run that trained other parameters."""
+        """Raise a ConfigError if the checkpoint is of a run that trained other parameters."""
         ours = set(leaf_names(constant_part(self.job.abstract)))
         theirs = checkpoints.frozen_names(saved.step)
         if ours == theirs:
@@ -364,7 +368,7 @@ class Run:
         )
 
     def _sets_to_read(self, saved: RunState | None) -> list[str]:
-        """Evaluation sets to read before anything else, at this checkpoint; None: at the first
+        """Return the evaluation sets to read before anything else; `saved` is None at the first
         step."""
         if saved is None:
             if not self.config.eval_at_start:
@@ -373,7 +377,7 @@ class Run:
         left_before = list(saved.unevaluated)
         if self.step < self.num_steps and not self.health.ending:
             return left_before
-        # No later step will read a set that is new, or whose text is another than it was.
+        # No later step will read a set that is new or has new text.
         left = []
         if jax.process_index() == 0:
             left = self._sets_never_read(saved)
@@ -387,7 +391,7 @@ class Run:
         return left
 
     def _sets_never_read(self, saved: RunState) -> list[str]:
-        """Sets whose text, as it is now, this step was not evaluated on, by its checkpoint and by
+        """Return the sets whose present text was not evaluated at this step, by its checkpoint and
         metrics.jsonl."""
         read_before = dict(saved.validation.read)
         for name in saved.unevaluated:
@@ -405,32 +409,32 @@ class Run:
     # The end
 
     def done(self) -> bool:
-        """Whether nothing of the run is left to do."""
+        """Return whether nothing of the run is left to do."""
         if self.unevaluated:
             return False
         return self.step >= self.num_steps or bool(self.health.ending)
 
     def why_done(self) -> str:
-        """What to say of a run that has nothing left to do."""
+        """Return why the run has nothing left to do."""
         if self.health.ending:
             return f"ended early, and would again: {self.health.ending}"
         if self.step > self.num_steps:
             return (
-                f"has {self.step:,} steps, more than the {self.num_steps:,} that are asked for. "
-                f"Nothing of it is dropped."
+                f"has {self.step:,} steps, more than the {self.num_steps:,} of the plan. "
+                f"All its steps are kept."
             )
         return f"has all {self.num_steps:,} steps."
 
     def upload_newest(self) -> None:
-        """Saves the step that the run has come to, if it is on the disks of hosts alone: this one
-        has nothing left to do, and its steps are to be where the run is kept."""
+        """Save the run's step where the run is kept, if only the disks of hosts have it. Call this
+        when nothing is left to do."""
         is_uploaded = self.step in self.checkpoints.steps()
         if self.step in self.checkpoints.on_hosts() and not is_uploaded:
             self.save(uploaded=True)
 
     def require_saved(self) -> None:
-        """DivergedError: the run has come to its end, and its last steps were not finite, so that
-        nothing is saved of it."""
+        """Raise a DivergedError if the run ended with non-finite steps, so that its last step is
+        not saved."""
         if self.save_is_postponed:
             count = self.health.skipped_in_row
             raise DivergedError(
@@ -440,7 +444,7 @@ class Run:
             )
 
     def settle(self) -> None:
-        """Waits for the last save, and a while for the copy of it. All processes call this."""
+        """Wait for the last save, and for a limited time for its copy. All processes call this."""
         longest = self.config.watchdog.save_seconds / 2 or _LONGEST_COPY
         with self.clock.during("save"):
             self.checkpoints.wait()
@@ -451,8 +455,8 @@ class Run:
                 self.progress.message(warning, style="yellow")
 
     def close(self) -> None:
-        """Waits for the last save, closes the logs. Asks no other process, since one may have
-        failed."""
+        """Wait for the last save, and close the logs. No other process is involved, since one may
+        have failed."""
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
@@ -464,19 +468,20 @@ class Run:
     # A step
 
     def batches(self) -> Iterator[tuple[Batch, HostBatch]]:
-        """The batches of the steps that are left, on the devices; and where each comes from."""
+        """Iterate over the batches of the remaining steps, on the devices, each with its host
+        batch."""
         if self.rollouts is None:
             return self.job.batches(self.step, left_out=self.health.left_out)
         return self.rollouts.batches(self.step, lambda: self.state, self.health.left_out)
 
     def make_step(self, batch: Batch, origin: HostBatch, is_logged: bool) -> None:
-        """Starts the next step on the devices and returns without waiting for it.
+        """Start the next step on the devices, and return without waiting for it.
 
         Args:
             batch: on the devices.
             origin: the host batch it was made of.
-            is_logged: whether a training record is due after it. With determinism the record has
-                digests of the weights and of the batch.
+            is_logged: whether a training record is due after this step. With determinism the record
+                has digests of the weights and of the batch.
         """
         step = self.step + 1
         program = self._program(batch)
@@ -492,16 +497,18 @@ class Run:
         self._unseen.append((origin, metrics))
 
     def prepare(self) -> None:
-        """Compiles the steps of the largest batches that are left, so that one that does not fit is
+        """Compile the steps of the largest remaining batches, so that a step that does not fit is
         refused before the first step.
 
-        ConfigError: in all processes: a step does not fit.
+        Raises a ConfigError in all processes if a step does not fit.
         """
         for shape in self.job.largest_shapes(self.step):
             batch = self.job.abstract_batch(shape)
             self._programs.prepare(self.state, batch, self.config.data.prefetch)
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
+        """Return the compiled step for a batch, and measure the device's peak FLOP/s the first
+        time."""
         program = self._programs.of(self.state, batch)
         if self.speed.peak is None:
             with self.clock.during("compile"):
@@ -511,14 +518,13 @@ class Run:
         return program
 
     def check_steps(self, write: bool) -> None:
-        """Checks the steps that have not been checked yet, and writes a training record of the last
+        """Check the steps that have not been checked yet, and write a training record of the last
         one if `write`.
 
         Raises:
-            RollBack: an anomaly asks for the checkpoint before it.
-            TryAgainError: steps are not finite because the weights are damaged: every update was
-                finite.
-            DivergedError, DataError, UserError: see `look`; or an anomaly ends the run.
+            RollBack: an anomaly requires the checkpoint before its step.
+            TryAgainError: the weights are damaged: steps are not finite although every update was.
+            DivergedError, DataError, UserError: as for `look`; or an anomaly ends the run.
         """
         try:
             found = self.look(write)
@@ -538,17 +544,17 @@ class Run:
         raise RollBack(found)
 
     def look(self, write: bool) -> Finding | None:
-        """Fetches the metrics of the steps since the last look, checks and counts each, and writes
-        a training record of the last one if `write`.
+        """Fetch the metrics of the steps since the last call, check and count each, and write a
+        training record of the last one if `write`.
 
-        They are fetched together, so that the devices do not wait for the host after every step.
+        Metrics are fetched together, so that the devices do not wait for the host after every step.
 
         Returns:
-            An anomaly because of which a step, and those after it, must not count.
+            The anomaly that invalidates a step and those after it; None: all steps count.
 
         Raises:
-            DivergedError, DataError: see `Health.check_step`.
-            DataError, UserError: see `compare_batches`.
+            DivergedError, DataError: as for `Health.check_step`.
+            DataError, UserError: as for `compare_batches`.
         """
         if not self._unseen:
             return None
@@ -576,20 +582,21 @@ class Run:
         return None
 
     def check_integrity(self) -> None:
-        """Compares copies of arrays with each other, and the repeated step with the first, when
-        that is due. TryAgainError: they differ."""
+        """Compare the replicas of arrays, and the repeated step with the first, when that is due.
+        Raise a TryAgainError if they differ."""
         with self.clock.waiting():
             self._integrity.check(self.step, self.state, self._repeated)
 
     def evaluate(self) -> None:
-        """Evaluates the sets in `unevaluated`, one by one, and takes them out of the list.
+        """Evaluate the sets in `unevaluated`, one by one, and remove them from the list.
 
         Raises:
-            StopRequested: somebody asked to stop; the set that was being read is still in the list.
-            DivergedError: the loss on a set is not finite. Nothing is saved of this step.
-            TryAgainError: likewise, because a memory fault has damaged the weights.
+            StopRequested: a stop was requested; the set that was being read is still in the list.
+            DivergedError: the loss on a set is not finite. This step is not saved.
+            TryAgainError: the loss on a set is not finite because a memory fault damaged the
+                weights.
         """
-        was_asked = bool(self.unevaluated)
+        had_sets = bool(self.unevaluated)
         while self.unevaluated:
             name = self.unevaluated[0]
             result = self.validation.evaluate(name, self.step, params_of_models(self.state))
@@ -606,12 +613,12 @@ class Run:
                     f"from an earlier step with other settings."
                 )
             self.unevaluated = self.unevaluated[1:]
-        if was_asked and not self.health.ending and self.step < self.num_steps:
+        if had_sets and not self.health.ending and self.step < self.num_steps:
             self.health.ending = self.validation.why_stop()
 
     def sample_prompts(self) -> None:
-        """Completes the first prompts of an evaluation set, or of those that are trained on, by the
-        likeliest tokens, unless that was done after this step."""
+        """Complete the first prompts of an evaluation set, or of the training data, greedily,
+        unless this step has samples already."""
         count = self.config.observe.num_samples
         if self._asking is None or not count:
             return
@@ -626,22 +633,22 @@ class Run:
         self.progress.phase("")
 
     def _prompts_to_sample(self) -> tuple[str, TokenShards]:
-        """The prompts that are completed over and over, by what they are called."""
+        """Return the fixed prompts for samples, and their name."""
         for name, eval_set in self.job.sets.items():
             if eval_set.shards.has_columns:
                 return name, eval_set.shards
         return f"data.sources.{self.data.plan.names[0]}", self.data.shards[0]
 
     def write_ending(self) -> None:
-        """Records why the run ends before its plan does, if it does; once only."""
+        """Record, once only, why the run ends before its plan does."""
         ending = self.health.ending
         if ending and self.recorder.end_at != self.step:
             values = {"ending": ending, "planned_steps": self.num_steps}
             self.recorder.write(self.step, values, "end")
 
     def _require_finite(self) -> None:
-        """TryAgainError: weights or moments are not finite. Updates that would make them so are
-        never applied (train_step/step.py)."""
+        """Raise a TryAgainError if weights or moments are not finite. The step never applies such
+        updates (train_step/step.py)."""
         arrays = {
             "params": policy_params(self.state),
             "opt_state": self.state.opt_state,
@@ -662,9 +669,10 @@ class Run:
     # Anomalies
 
     def _end_before(self, found: Finding, used: str = "") -> NoReturn:
-        """Ends the run at the step before an anomaly, where the devices have halted.
+        """End the run at the step before an anomaly, where the devices have halted. Always raises a
+        DivergedError.
 
-        DivergedError: always. The state before the step is saved, unless it was the first step.
+        The state before the anomaly is saved, unless the anomaly was at the first step.
         """
         self.step = found.step - 1
         is_saved = False
@@ -680,9 +688,10 @@ class Run:
         raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
 
     def _end_after_rollbacks(self, found: Finding) -> NoReturn:
-        """DivergedError: anomaly.max_rollbacks allows no further one."""
+        """End the run with a DivergedError because anomaly.max_rollbacks allows no further
+        rollback."""
         count = len(self.rollbacks)
-        if found.kind == "repeated":  # the device knows nothing of it and has gone on
+        if found.kind == "repeated":  # the device cannot see this anomaly and has continued
             raise DivergedError(
                 f"{found.message}\n  The run stops after {count} rollbacks, and "
                 f"anomaly.max_rollbacks allows no more; nothing was saved. {found.mend}."
@@ -693,12 +702,12 @@ class Run:
         self._end_before(found, used)
 
     def roll_back(self, found: Finding) -> None:
-        """Goes back to the newest checkpoint from before the anomaly, and makes the steps again
-        without the ones that are left out because of it.
+        """Go back to the newest checkpoint before the anomaly, and repeat the steps without those
+        that the rollback leaves out.
 
         Raises:
-            DivergedError: that checkpoint is older than a change of data that was accepted, or the
-                run was forked and has no checkpoint to go back to.
+            DivergedError: that checkpoint is older than an accepted change of data, or the run was
+                forked and has no checkpoint to go back to.
             StorageError: the processes see different checkpoints.
         """
         num_left_out = 1
@@ -709,8 +718,8 @@ class Run:
         rollbacks = [*self.rollbacks, rollback]
         saved = self._newest_state(rollbacks)
         back = saved.step if saved else 0
-        # Before anything is refused, so that all processes refuse the same.
-        seen = [said["back"] for said in gather({"back": back})]
+        # All processes compare before any of them raises, so that all raise the same error.
+        seen = [report["back"] for report in gather({"back": back})]
         if len(set(seen)) > 1:
             raise StorageError(
                 f"{found.message}\n  The run can't go back: the newest checkpoint before it is, "
@@ -723,7 +732,7 @@ class Run:
                 f"another (data.accept_changes). Set anomaly.{found.kind}=skip, or lower "
                 f"anomaly.leave_out."
             )
-        # Without a checkpoint the run would begin again with random weights, at the first step.
+        # Without a checkpoint the run would restart with random weights at the first step.
         if saved is None and self._forked_from:
             forked_at = self._forked_from[-1].step
             raise DivergedError(
@@ -740,19 +749,19 @@ class Run:
             f"{self.config.anomaly.max_rollbacks}).",
             style="yellow",
         )
-        # The frozen model stays: its run may have deleted that checkpoint by now.
+        # The frozen model stays in memory, because its run may have deleted that checkpoint by now.
         frozen = None
         if self.job.frozen_model is not None:
             frozen = self.state.frozen[self.job.frozen_model.role]
-        # There may be no room for two.
+        # Device memory may have no room for two states.
         jax.tree.map(lambda x: x.delete(), saved_part(self.state))
         self.restore(saved, frozen)
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
     def _write_rollbacks(self, rollbacks: list[Rollback]) -> None:
-        """On process 0, before anything is done about them. StorageError, in all processes: they
-        can't be written."""
+        """Write rollbacks.json on process 0, before anything else changes. Raise a StorageError, in
+        all processes, if that fails."""
         error = None
         if jax.process_index() == 0:
             try:
@@ -763,7 +772,7 @@ class Run:
         raise_together(error)
 
     def _newest_state(self, rollbacks: list[Rollback]) -> RunState | None:
-        """The run at its newest checkpoint that went with these rollbacks."""
+        """Read the run at its newest checkpoint that these rollbacks allow."""
         self.checkpoints.wait()
         self.checkpoints.refresh()
         return latest_state(
@@ -776,16 +785,16 @@ class Run:
     # Saving and stopping
 
     def save(self, uploaded: bool = False) -> bool:
-        """Saves a checkpoint of this step, in the background if the config says so.
+        """Save a checkpoint of this step, in the background if the config says so.
 
         Args:
-            uploaded: whether it must be where the run is kept; otherwise the config says whether it
-                may stay on the disks of the hosts.
+            uploaded: whether the checkpoint must go to where the run is kept; otherwise the config
+                decides whether it may stay on the disks of the hosts.
 
         Returns:
-            False if the last steps were not finite: the weights may be the cause even if they are
-            finite themselves, and saving them would displace good ones. The next good step is saved
-            instead.
+            False if the last steps were not finite, so that nothing was saved. The weights may be
+            the cause even if they are finite, and saving them would displace good ones. The next
+            good step is saved instead.
         """
         count = self.health.skipped_in_row
         if count:
@@ -814,7 +823,7 @@ class Run:
         return True
 
     def remembered(self) -> RunState:
-        """What a checkpoint holds beside the arrays: all that a run must remember."""
+        """Return what a checkpoint holds beside the arrays."""
         return RunState(
             run=self.folder.id,
             step=self.step,
@@ -834,7 +843,7 @@ class Run:
         )
 
     def newest(self) -> str:
-        """A sentence that names the newest checkpoint, for messages."""
+        """Return a sentence that names the newest checkpoint, for messages."""
         self.checkpoints.wait()
         step = self.checkpoints.latest()
         if step is None:
@@ -842,10 +851,10 @@ class Run:
         return f"The newest checkpoint is that of step {step:,}."
 
     def stop_and_save(self) -> NoReturn:
-        """Saves and ends the launch because somebody asked to stop. TryAgainError: always."""
+        """Save, and end the launch because a stop was requested. Always raises a TryAgainError."""
         is_saved = self.save(uploaded=True)
         self.settle()
-        asked = self.stop.name or "a signal to another process"
+        reason = self.stop.name or "a signal to another process"
         done = f"stopped and saved at step {self.step:,} of {self.num_steps:,}"
         if not is_saved:
             done = (
@@ -854,4 +863,4 @@ class Run:
             )
         if self.unevaluated:
             done += f", before the evaluation of {', '.join(self.unevaluated)}"
-        raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
+        raise TryAgainError(f"{reason}: {done}. Run the same command again to go on.")

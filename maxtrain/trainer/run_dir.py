@@ -1,9 +1,10 @@
-"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them.
+"""The folder of a run: each file carries the run's id, and a launch checks that all ids agree.
 
-The id is made up when a run is launched first, and kept in RUN/run.json together with the newest
-step that ever counted. What decides over steps and records (checkpoints, rollbacks.json,
-metrics.jsonl) must be of this run, else the launch is refused. What only tells of them (config.yaml
-and the books of observe/jsonl_logs.py) is put aside, and the run goes on.
+The id is created at the first launch of a run, and kept in RUN/run.json together with the newest
+step that ever counted. Files that determine steps and records (checkpoints, rollbacks.json,
+metrics.jsonl) must belong to this run, otherwise the launch is refused. Files that only report on
+the run (config.yaml and the logs of observe/jsonl_logs.py) are moved aside if they belong to
+another run.
 """
 
 import contextlib
@@ -37,26 +38,26 @@ from maxtrain.observe.lock import FILE_NAME as LOCK
 FILE_NAME = "run.json"
 CONFIG = "config.yaml"
 _MOST_SUPERVISORS = 4096
-# Steps that a message lists.
+# Most steps that a message lists.
 _MOST_STEPS = 20
-# A folder with one of these is the folder of a run, perhaps of one that has just begun.
+# A folder with one of these entries is the folder of a run, possibly of one that has just begun.
 _SIGNS_OF_A_RUN = (
     *(CONFIG, FILE_NAME, metrics.FILE_NAME, CLOCK.name, "attempts.jsonl"),
     *("checkpoints", "rollouts"),
 )
-# Runs that a message names.
+# Most runs that a message names.
 _MOST_NAMED = 5
 
 
 class RunFolder:
-    """The folder of one run, as it is found when a launch begins.
+    """The folder of one run, as found when a launch begins.
 
     Args:
         path: RUN.
-        second: where its checkpoints are copied to; None: nowhere.
+        second: the folder that checkpoints are copied to; None: there is none.
 
     Raises:
-        StorageError: files that decide are of several runs, or can't be read.
+        StorageError: files that determine steps belong to several runs, or cannot be read.
     """
 
     def __init__(self, path: Path, second: Path | None = None):
@@ -64,38 +65,39 @@ class RunFolder:
         self._steps = list(complete(path / "checkpoints").values())
         if second:
             self._steps += complete(second).values()
-        # What was found, and does not stop the run.
-        self.told: list[str] = []
+        # Problems that were found and do not stop the run.
+        self._notes: list[str] = []
         content = self._read()
         self._made_here = False
-        # The newest step that is known to have counted; 0: none.
+        # The newest step that is known to have been saved; 0: none.
         self.saved = int(content.get("saved", 0))
-        # Steps by a version without ids.
+        # Steps that were saved before the folder had an id.
         self._adopted = [int(step) for step in content.get("adopted", ())]
         self.id = _one_run(path, self._owners(str(content.get("run", ""))))
-        # An older version has kept no such file: a launch that did not begin at 0 had a checkpoint.
+        # Without run.json, a launch that did not begin at step 0 shows that a checkpoint existed.
         if not content:
             self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
-        # Steps were saved and none is left: if that is meant, nothing of before counts any more.
+        # Whether steps were saved and none is left. If that is intended, earlier records no longer
+        # count.
         self.starts_over = self.saved > 0 and not self._steps
-        # What was chosen for optimizer.accumulation=auto; None: nothing was.
+        # The number chosen for optimizer.accumulation=auto; None: none was chosen.
         self.accumulation: int | None = None
         if not self.starts_over:
             self.accumulation = _accumulation(content)
 
     def _read(self) -> dict[str, Any]:
-        """What run.json says; nothing if it is not there, or is not what this program writes."""
+        """Read run.json; empty if it is missing or invalid."""
         try:
             return _read_identity(self.path)
         except (OSError, ValueError, TypeError) as error:
             what = f"{self.path / FILE_NAME} can't be read ({error})"
-            self.told.append(f"{what}. It is made anew from the other files of the run.")
+            self._notes.append(f"{what}. It is made anew from the other files of the run.")
             return {}
 
     def _owners(self, own: str) -> Iterator[tuple[str, str]]:
-        """The files that decide, and the id that each carries.
+        """Iterate over the files that determine steps, each with the id that it carries.
 
-        The id is empty for one that carries none and should.
+        The id is empty for a file that should carry one and does not.
         """
         if own:
             yield FILE_NAME, own
@@ -113,7 +115,8 @@ class RunFolder:
             yield rollback.FILE_NAME, of_rollbacks
 
     def require_checkpoints(self, start_over: bool) -> None:
-        """StorageError: steps were saved and are gone, and the run is not meant to start over."""
+        """Raise a StorageError if steps were saved and are gone, unless the run is to start
+        over."""
         if self.starts_over and not start_over:
             rule = f"has no checkpoint, although step {self.saved:,} was saved; nothing is changed"
             raise StorageError(
@@ -124,17 +127,18 @@ class RunFolder:
             )
 
     def begin(self, tell: Callable[[str], object], accumulation: int | None = None) -> None:
-        """Makes the folder this run's own; to be called by the process that holds its lock.
+        """Make the folder this run's own. Only the process that holds its lock calls this.
 
         Args:
-            tell: gets a line about everything that was found and put aside.
-            accumulation: what was chosen for optimizer.accumulation=auto; None: nothing, now.
+            tell: called with a line about each problem found and each file moved aside.
+            accumulation: the number that this launch chose for optimizer.accumulation=auto; None:
+                it chose none.
         """
         if accumulation is not None:
             self.accumulation = accumulation
         if self.starts_over:
             tell(f"The run starts over. What is left of it is kept in {self._set_aside()}.")
-        for text in self.told:
+        for text in self._notes:
             tell(text)
         if not self.id:
             self.id = secrets.token_hex(8)
@@ -146,8 +150,8 @@ class RunFolder:
         self._mend_books(tell)
 
     def withdraw(self) -> None:
-        """Takes back what `begin` has made, if nothing has followed it: a launch that failed before
-        its run began leaves no run. To be called by the process that holds the lock."""
+        """Undo `begin` if nothing has followed it: a launch that failed before its run began leaves
+        no run. Only the process that holds the lock calls this."""
         with contextlib.suppress(OSError):
             names = {name for name in os.listdir(self.path) if not name.startswith(".")}
             if self._made_here and names <= {LOCK, FILE_NAME, TOKENIZER_FOLDER}:
@@ -155,7 +159,7 @@ class RunFolder:
                 (self.path / FILE_NAME).unlink()
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
-        """Puts aside what only tells of the run and is of another one."""
+        """Move logs and config.yaml aside if they belong to another run."""
         books = [CLOCK, launches.LAUNCHES]
         for number in range(_MOST_SUPERVISORS):
             book = attempts(number)
@@ -166,39 +170,40 @@ class RunFolder:
                 for text in book.mend(self.path, self.id):
                     tell(text)
             except OSError as error:
-                what = f"{self.path / book.name} can't be mended ({error.strerror})"
+                what = f"{self.path / book.name} cannot be repaired ({error.strerror})"
                 tell(f"{what}; the run goes on.")
         file = self.path / CONFIG
-        theirs = config_owner(self.path)
-        if theirs not in ("", self.id):
+        owner = config_owner(self.path)
+        if owner not in ("", self.id):
             kept = put_aside(file).name
-            tell(f"{file} is of another run, {theirs}. It is kept as {kept}, and written anew.")
+            tell(f"{file} is of another run, {owner}. It is kept as {kept}, and written anew.")
 
     def note_saved(self, step: int) -> None:
-        """A checkpoint of this step counts from now on."""
+        """Record that a checkpoint of this step is complete."""
         self.saved = max(self.saved, step)
-        # If that can't be written, the checkpoint counts all the same.
+        # If the record cannot be written, the checkpoint counts nevertheless.
         with contextlib.suppress(OSError):
             self._write()
 
     def note_discarded_after(self, step: int) -> None:
-        """Checkpoints of later steps are about to be removed."""
+        """Record that checkpoints of later steps are about to be removed."""
         if self.saved > step:
             self.saved = step
             self._write()
 
     def write_config(self, text: str) -> None:
-        """RUN/config.yaml, with the run's id and the folder here in its first lines."""
+        """Write RUN/config.yaml, with the run's id and the current folder in its first lines."""
         content = header(self.id, os.getcwd()) + text
         write_atomic(self.path / CONFIG, content.encode(), private=True)
 
     def _write(self) -> None:
+        """Write run.json."""
         write_identity(self.path, self.id, self.saved, self.accumulation, self._adopted)
 
     def _set_aside(self) -> Path:
-        """Moves all files but the lock to a folder of their own.
+        """Move all files but the lock to a new subfolder, and return it.
 
-        run.json comes last: it is what says that this is to be done.
+        run.json moves last, because it records that the move is to be done.
         """
         target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         target.mkdir()
@@ -220,10 +225,10 @@ def write_identity(
 
     Args:
         run: the folder of the run.
-        run_id: its id.
+        run_id: the id of the run.
         saved: the newest step that ever counted.
-        accumulation: what was chosen for optimizer.accumulation=auto; None: nothing was.
-        adopted: steps by a version without ids.
+        accumulation: the number chosen for optimizer.accumulation=auto; None: none was chosen.
+        adopted: steps that were saved before the folder had an id.
     """
     content: dict[str, Any] = {"run": run_id, "saved": saved, "adopted": list(adopted)}
     if accumulation is not None:
@@ -232,9 +237,9 @@ def write_identity(
 
 
 def _read_identity(run: Path) -> dict[str, Any]:
-    """The content of RUN/run.json, empty if there is none.
+    """Read RUN/run.json; empty if there is none.
 
-    OSError, ValueError or TypeError: it is not as it should be.
+    Raises an OSError, ValueError or TypeError if the file is invalid.
     """
     file = run / FILE_NAME
     if not file.exists():
@@ -242,7 +247,7 @@ def _read_identity(run: Path) -> dict[str, Any]:
     content = strict_json.read(file)
     if not isinstance(content, dict) or not isinstance(content.get("run"), str):
         raise ValueError("it has no id of a run")
-    # These raise if they are no numbers.
+    # These calls raise if the values are no numbers.
     int(content.get("saved", 0))
     for step in content.get("adopted", ()):
         int(step)
@@ -251,8 +256,8 @@ def _read_identity(run: Path) -> dict[str, Any]:
 
 
 def _accumulation(content: Mapping[str, Any]) -> int | None:
-    """What run.json says was chosen for optimizer.accumulation=auto. ValueError: it is no number of
-    micro-batches."""
+    """Return the number in run.json that was chosen for optimizer.accumulation=auto. Raise a
+    ValueError if it is invalid."""
     count = content.get("accumulation")
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(f"accumulation is {count!r}")
@@ -260,8 +265,8 @@ def _accumulation(content: Mapping[str, Any]) -> int | None:
 
 
 def decided_accumulation(run: Path) -> int | None:
-    """What was chosen for optimizer.accumulation=auto of the run in this folder; None: nothing was,
-    or it can't be read."""
+    """Return the number chosen for optimizer.accumulation=auto of the run in this folder; None:
+    none was chosen, or it cannot be read."""
     try:
         return _accumulation(_read_identity(run))
     except (OSError, ValueError, TypeError):
@@ -273,7 +278,7 @@ def require_no_stray_steps(run: Path, second: Path | None = None) -> None:
     the run would silently begin at the start.
 
     Args:
-        run: its folder.
+        run: the folder of the run.
         second: the folder that its checkpoints are copied to; None: there is none.
     """
     folders = [run]
@@ -293,7 +298,8 @@ def require_no_stray_steps(run: Path, second: Path | None = None) -> None:
 
 
 def require_trained(run: Path, saved: RunState | None) -> None:
-    """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
+    """Raise a ConfigError if the newest checkpoint of a run was made by `import`, with weights
+    alone."""
     if saved is not None and saved.imported is not None:
         raise ConfigError(
             f"{run} holds imported weights, without the state of an optimizer or of data, so no "
@@ -302,9 +308,9 @@ def require_trained(run: Path, saved: RunState | None) -> None:
 
 
 def run_id(run: Path) -> str:
-    """The id of the run in this folder, for books about it.
+    """Return the id of the run in this folder, for its logs.
 
-    Empty if it has none or can't be read.
+    Empty if the run has no id or it cannot be read.
     """
     try:
         return str(_read_identity(run).get("run", ""))
@@ -318,10 +324,10 @@ def require_run(folder: Path, name: str = "", argument: str = "RUN") -> None:
     Args:
         folder: on this machine.
         name: what to call it, such as its URL; empty: by its path.
-        argument: of the command line, which names the folder.
+        argument: the command-line argument that names the folder.
 
     Raises:
-        UsageError: it is not; with the runs that are there.
+        UsageError: the folder is not one of a run. The message names runs nearby.
     """
     if any((folder / sign).exists() for sign in _SIGNS_OF_A_RUN):
         return
@@ -350,7 +356,7 @@ def why_no_run(folder: Path, *missing: str) -> str:
 
 
 def runs_beside(folder: Path) -> str:
-    """Name some runs that a person may have meant: those in a folder, beside it, or in runs/."""
+    """Name some runs that the user may have meant: those in a folder, beside it, or in runs/."""
     for place in (folder, folder.parent, Path("runs")):
         found = _runs_in(place)
         if found:
@@ -359,24 +365,25 @@ def runs_beside(folder: Path) -> str:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The runs directly below a folder, by name."""
+    """Return the runs directly below a folder, by name."""
     return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def require_own_config(run: Path) -> None:
-    """StorageError: RUN/config.yaml is not of the run that the other files of the folder are of."""
+    """Raise a StorageError if RUN/config.yaml belongs to another run than the other files of the
+    folder."""
     folder = RunFolder(run)
-    theirs = config_owner(run)
-    if folder.id and theirs not in ("", folder.id):
-        rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
+    owner = config_owner(run)
+    if folder.id and owner not in ("", folder.id):
+        rule = f"is of run {owner}, and the checkpoints beside it are of run {folder.id}"
         raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
 
 
 def launched_config(
     run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The config of a launch on record, with the kernel of attention that it had, and overrides;
-    None: that of the run's last one, from RUN/config.yaml. UserError: it is not a valid config."""
+    """Load the config of a recorded launch, with the attention kernel that it used, and
+    overrides."""
     if launch is None:
         return load_config([f"config={run / CONFIG}", *overrides])
     kernel = launches.attention_of(launch)
@@ -390,15 +397,16 @@ def launched_config(
 
 
 def config_owner(run: Path) -> str:
-    """The id of the run that RUN/config.yaml is of; empty if it does not say, or is not there."""
+    """Return the id of the run that RUN/config.yaml belongs to; empty if it has none or does not
+    exist."""
     owner, _ = read_header(run / CONFIG)
     return owner
 
 
 def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
-    """The one id that all these files carry, empty if there are none.
+    """Return the one id that all these files carry, empty if there are none.
 
-    StorageError: they are of several runs.
+    Raises a StorageError if they belong to several runs.
     """
     files = defaultdict[str, list[str]](list)
     for name, run in owners:
@@ -409,7 +417,7 @@ def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
     for run, names in files.items():
         whose = f"of run {run}" if run else "of no run"
         lines.append(f"\n  {whose}: {', '.join(names[:8])}")
-    mend = "Move away what is not of this run, or set run_name to another name"
+    fix = "Move away what is not of this run, or set run_name to another name"
     raise StorageError(
-        f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}."
+        f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{fix}."
     )

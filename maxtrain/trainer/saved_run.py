@@ -1,6 +1,6 @@
-"""The model that a command works on: that of a run, or of a Hugging Face directory.
+"""The model that a command works on: of a run, or of a Hugging Face directory.
 
-`generate`, `score`, `serve` and `evaluate` share the arguments that name it, and how it is loaded.
+`generate`, `score`, `serve` and `evaluate` share these arguments and loaders.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.start import changed_meaning, own_tokenizer
 
 STEP_HELP = "checkpoint of RUN (default: the newest)"
-# What a Hugging Face directory has, and a run has not.
+# A Hugging Face directory has this file, a run has not.
 HF_CONFIG = "config.json"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments RUN or DIR, --hf, --dtype and --step."""
+    """Add the arguments RUN or DIR, --hf, --dtype and --step."""
     add = parser.add_argument
     add(
         "run",
@@ -64,7 +64,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parameter_dtype(text: str) -> str:
-    """The argument --dtype of a model that is read; what it may be is for `choices` to say."""
+    """Parse the argument --dtype. argparse's `choices` checks its value."""
     if text == "float16":
         raise argparse.ArgumentTypeError(
             "float16 is no number format of parameters here. Leave --dtype out: float32 holds "
@@ -74,40 +74,41 @@ def parameter_dtype(text: str) -> str:
 
 
 def check_model_arguments(
-    parser: argparse.ArgumentParser, asked: argparse.Namespace, role: str
+    parser: argparse.ArgumentParser, args: argparse.Namespace, role: str
 ) -> None:
-    """Ends the program, or raises UsageError, if they don't name one model. Then one of `run` and
-    `hf` is set, whichever kind of directory the model is in.
+    """End the program, or raise a UsageError, if the arguments do not name one model. Afterwards
+    exactly one of `run` and `hf` is set.
 
     Args:
-        parser: that read the arguments.
-        asked: what it read.
-        role: what the model does in this command, as in "generates".
+        parser: the parser that read the arguments.
+        args: the parsed arguments.
+        role: a verb for what the model does in this command, such as "generates".
     """
-    if (asked.run is None) == (asked.hf is None):
+    if (args.run is None) == (args.hf is None):
         parser.error(f"name what {role}: either RUN or DIR, a directory")
-    if asked.hf is not None:
-        _require_weights(asked.hf)
+    if args.hf is not None:
+        _require_weights(args.hf)
     else:
-        asked.run = str(readable(asked.run))
-    if asked.hf is None and _is_of_hugging_face(asked.run):
-        asked.hf = asked.run
-        asked.run = None
-    if asked.hf is not None and asked.step is not None:
+        args.run = str(readable(args.run))
+    if args.hf is None and _is_of_hugging_face(args.run):
+        args.hf = args.run
+        args.run = None
+    if args.hf is not None and args.step is not None:
         raise UsageError(
-            f"--step {asked.step}: is a checkpoint of a run, but {asked.hf}, which {role}, is a "
+            f"--step {args.step}: is a checkpoint of a run, but {args.hf}, which {role}, is a "
             "Hugging Face directory. Leave it out, or name a run."
         )
-    if asked.run is not None and asked.dtype is not None:
+    if args.run is not None and args.dtype is not None:
         raise UsageError(
-            f"--dtype {asked.dtype}: is of Hugging Face directories, and the run {asked.run} has "
+            f"--dtype {args.dtype}: is of Hugging Face directories, and the run {args.run} has "
             "its own. Leave it out."
         )
-    check_step(asked.step)
+    check_step(args.step)
 
 
 def _is_of_hugging_face(place: str) -> bool:
-    """Whether a directory is one of Hugging Face, else it is a run; UsageError: it is neither."""
+    """Return whether a directory is a Hugging Face directory; otherwise it is a run. Raise a
+    UsageError if it is neither."""
     directory = Path(place).expanduser()
     if (directory / HF_CONFIG).exists():
         return True
@@ -121,7 +122,7 @@ def _is_of_hugging_face(place: str) -> bool:
 
 
 def _require_weights(place: str) -> None:
-    """UsageError: a directory is not one of Hugging Face."""
+    """Raise a UsageError if a directory is not a Hugging Face directory."""
     directory = Path(place).expanduser()
     if not (directory / HF_CONFIG).exists():
         what = why_no_run(directory, HF_CONFIG)
@@ -133,7 +134,7 @@ def _require_weights(place: str) -> None:
 
 
 def check_step(step: int | None) -> None:
-    """UsageError: --step is no number of a step."""
+    """Raise a UsageError if --step is not the number of a step."""
     if step is not None and step < 0:
         raise UsageError(
             f"--step {step}: must be at least 0. Leave it out for the newest checkpoint."
@@ -141,25 +142,26 @@ def check_step(step: int | None) -> None:
 
 
 def tell_on_stderr(line: str) -> None:
-    """A line beside what a command prints."""
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
-def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
-    """The model that the arguments name, and its tokenizer; `mesh` and errors as of `load_run`.
+def load_model(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
+    """Load the model that the arguments name, and its tokenizer; `mesh` and errors as for
+    `load_run`.
 
-    UsageError: it is a reward model, which has no logits.
+    Raises a UsageError if it is a reward model, which has no logits.
     """
-    if asked.hf is None:
-        model, tokenizer = load_run(asked.run, asked.step, mesh)
+    if args.hf is None:
+        model, tokenizer = load_run(args.run, args.step, mesh)
     else:
-        tokenizer = load_tokenizer(asked.hf)
-        # Before the weights are read.
-        require_fitting_tokenizer(asked.hf, tokenizer, read_config(asked.hf))
-        model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
+        tokenizer = load_tokenizer(args.hf)
+        # Check before the weights are read, which takes long.
+        require_fitting_tokenizer(args.hf, tokenizer, read_config(args.hf))
+        model, _ = load_pretrained(args.hf, args.dtype or "float32", mesh, tell_on_stderr)
     if model.config.score:
         raise UsageError(
-            f"{asked.run or asked.hf}: is a reward model, which scores texts and has no logits. "
+            f"{args.run or args.hf}: is a reward model, which scores texts and has no logits. "
             "Name a model of text; what a reward model is worth is in the evaluations of its run."
         )
     return model, tokenizer
@@ -168,7 +170,7 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
 def require_fitting_tokenizer(
     directory: str | Path, tokenizer: Tokenizer, model: ModelConfig
 ) -> None:
-    """DataError: texts have ids that the model does not know."""
+    """Raise a DataError if the tokenizer has ids that the model does not know."""
     entries = model.vocab_size or 0
     if not tokenizer.fits(entries):
         raise DataError(
@@ -177,16 +179,16 @@ def require_fitting_tokenizer(
         )
 
 
-def comes_from_elsewhere(asked: argparse.Namespace) -> bool:
-    """Whether the arguments name a model that another program trained, so that texts begin as its
-    tokenizer says: a Hugging Face directory, or a run that was made of one."""
-    return asked.hf is not None or carried_tokenizer(asked.run).is_imported
+def comes_from_elsewhere(args: argparse.Namespace) -> bool:
+    """Return whether the model was trained by another program, so that texts begin as its tokenizer
+    requires: a Hugging Face directory, or a run that was imported from one."""
+    return args.hf is not None or carried_tokenizer(args.run).is_imported
 
 
-def text_beginning(asked: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
-    """The ids that every text is read after: those that a tokenizer of another program puts there,
-    or the end of the document before; empty: the tokenizer has none."""
-    if comes_from_elsewhere(asked):
+def text_beginning(args: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that precede every text: those of another program's tokenizer, or the
+    end-of-document id; empty: there are none."""
+    if comes_from_elsewhere(args):
         ids = special_beginning(tokenizer)
         if ids:
             return ids
@@ -196,24 +198,24 @@ def text_beginning(asked: argparse.Namespace, tokenizer: Tokenizer) -> list[int]
 
 
 def special_beginning(tokenizer: Tokenizer) -> list[int]:
-    """The ids that a Hugging Face tokenizer puts before every text."""
+    """Return the ids that a Hugging Face tokenizer puts before every text."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.inner.encode("", add_special_tokens=True).ids
     return []
 
 
 def read_run_config(directory: str | Path) -> RunConfig:
-    """The config that a run was last launched with; UserError: `directory` is not a run, or
-    something is wrong with it."""
+    """Read the config that a run was last launched with. Raise a UsageError if `directory` is not a
+    run, or another UserError if the config is invalid."""
     return load_config([_own_config(directory)])
 
 
 def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
-    """The config that a run was last launched with, whose `model` is what the weights of a step
-    (None: the newest) were trained as, even if the launch said otherwise.
+    """Return the config of a run's last launch, with `model` as the weights of a step (None: the
+    newest) were trained.
 
     Raises:
-        UserError: as of `read_run_config`, or the step can't be read.
+        UserError: as for `read_run_config`, or the step cannot be read.
     """
     words = [_own_config(directory)]
     config = load_config(words)
@@ -233,7 +235,8 @@ def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
 
 
 def _own_config(directory: str | Path) -> str:
-    """The argument config= for the config of a run; UserError: `directory` is not a run."""
+    """Return the argument config= for the config of a run. Raise a UsageError if `directory` is not
+    a run."""
     run = Path(directory).expanduser()
     if not (run / RUN_CONFIG).exists():
         what = why_no_run(run, RUN_CONFIG)
@@ -248,14 +251,15 @@ def _own_config(directory: str | Path) -> str:
 
 
 def step_of(directory: str | Path, step: int | None) -> int | None:
-    """The number of the checkpoint meant: the one asked for, or the newest; None: there is none."""
+    """Return the step of the given or newest checkpoint; None: there is none."""
     if step is not None:
         return step
     return max(complete(Path(directory).expanduser() / "checkpoints"), default=None)
 
 
 def tokenizer_place(directory: str | Path) -> str:
-    """The folder with the tokenizer that a run carries. DataError: it is missing or incomplete."""
+    """Return the folder with the tokenizer that a run carries. Raise a DataError if it is missing
+    or incomplete."""
     own = own_tokenizer(directory)
     if own is None:
         folder = Path(directory).expanduser() / TOKENIZER_FOLDER
@@ -268,20 +272,21 @@ def tokenizer_place(directory: str | Path) -> str:
 
 
 def carried_tokenizer(directory: str | Path) -> Carried:
-    """What a run says of its tokenizer and of conversations. DataError: that is missing or
-    damaged."""
+    """Return the record of a run's tokenizer and chat template. Raise a DataError if it is missing
+    or damaged."""
     return Carried.load(Path(tokenizer_place(directory)))
 
 
 def load_run_tokenizer(directory: str | Path, step: int | None = None) -> Tokenizer:
-    """The tokenizer that a run carries.
+    """Load the tokenizer that a run carries.
 
     Args:
-        directory: of the run.
-        step: checkpoint whose model is used with it; None: the newest.
+        directory: the folder of the run.
+        step: the checkpoint whose model is used with the tokenizer; None: the newest.
 
     Raises:
-        DataError: it is missing, damaged, or not the one that the checkpoint was trained with.
+        DataError: the tokenizer is missing, damaged, or not the one that the checkpoint was trained
+            with.
     """
     place = tokenizer_place(directory)
     tokenizer = load_tokenizer(place)
@@ -301,16 +306,15 @@ def load_run_tokenizer(directory: str | Path, step: int | None = None) -> Tokeni
 def load_run(
     directory: str | Path, step: int | None = None, mesh: Mesh | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
+    """Load the model of a training run at a step (None: the newest checkpoint), and its tokenizer.
 
     Args:
-        directory: of the run, or its URL. The data of the run need not be there.
+        directory: the folder or URL of the run. The data of the run is not needed.
         step: the checkpoint.
-        mesh: that the parameters are split over; None: all on this process's first device.
+        mesh: the mesh that the parameters are sharded over; None: this process's first device.
 
     Raises:
-        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
-            or its tokenizer.
+        UserError: `directory` is not a run, or its config, checkpoints or tokenizer are invalid.
     """
     directory = readable(directory)
     config = config_of_step(directory, step)
@@ -318,7 +322,7 @@ def load_run(
     require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    # Whoever reads a run wants its model of text.
+    # Commands use the language model, without its value head.
     plain = dataclasses.replace(config.model, value=False)
     graphdef, variables = abstract_model(plain, config.precision, mesh)
     folder = Path(directory).expanduser() / "checkpoints"
@@ -328,16 +332,17 @@ def load_run(
 def restore_variables(
     folder: Path, config: RunConfig, variables: nnx.State, step: int | None
 ) -> nnx.State:
-    """The weights that a run is judged by, the averaged ones if it has them; and its buffers.
+    """Restore the weights that a run is evaluated with (the averaged ones if it has them), and its
+    buffers.
 
     Args:
-        folder: of the run's checkpoints.
-        config: of the run.
-        variables: the model's parameters and buffers, as shapes with shardings.
+        folder: the folder of the run's checkpoints.
+        config: the config of the run.
+        variables: the model's parameters and buffers, as abstract arrays with shardings.
         step: None for the newest checkpoint.
 
     Raises:
-        UserError: something is wrong with the checkpoint.
+        UserError: the checkpoint is missing, damaged or does not fit.
     """
     checkpoints = Checkpoints(folder, config.checkpoint)
     try:
@@ -354,7 +359,7 @@ def restore_variables(
 def _averaged(
     checkpoints: Checkpoints, wanted: dict[str, nnx.State], step: int | None
 ) -> dict[str, nnx.State]:
-    """The averaged weights of a step, which are float32, in the types of the parameters.
+    """Restore the averaged weights of a step, which are float32, in the types of the parameters.
 
     Frozen parameters and buffers have no average.
     """

@@ -1,18 +1,17 @@
-"""Stopping in good order: the first SIGINT or SIGTERM asks, the second one ends the process at
+"""Graceful stops: the first SIGINT or SIGTERM requests a stop, the second one ends the process at
 once.
 
-SIGHUP, which comes when the terminal is closed, asks too. It may come several times, and together
-with SIGTERM, so that it never counts as a second signal. Where SIGHUP is ignored, as with `nohup`,
-it stays ignored.
+SIGHUP, which comes when the terminal is closed, also requests a stop. It may come several times,
+and together with SIGTERM, so it never counts as a second signal. Where SIGHUP is ignored, as with
+`nohup`, it stays ignored.
 
-What is asked depends on what there is to save. Before the first step of a launch nothing is: the
-process ends at once, with exit 75. After it, the run ends at the next step that all processes agree
-on, when that is saved. If this takes longer than checkpoint.grace_seconds, the process says so and
-ends: the checkpoint before counts.
+Before the first step of a launch there is nothing to save: the process ends at once, with exit code
+75. After it, the run ends at the next step that all processes agree on, once that is saved. If this
+takes longer than checkpoint.grace_seconds, the process prints a message and ends; the checkpoint
+before counts.
 
 Python handles a signal only between two of its own instructions, and a compiler may work for an
-hour between these. So a thread that the system wakes with each signal sees to it that what was
-asked for happens.
+hour between these. So a thread that the system wakes with each signal enforces the stop.
 """
 
 import contextlib
@@ -37,27 +36,28 @@ from data_pipeline.base.errors import STOP_SIGNALS, TryAgainError, end_by_signal
 from data_pipeline.base.terminal import unescaped
 from maxtrain.parallel.agreement import gather
 
-# Seconds after which processes ask each other.
+# Seconds between exchanges of stop requests between processes.
 _PACE = 3.0
-# Seconds that Python has to end at once, before the thread does it.
+# Seconds that Python has to end the process, before the thread does it.
 _AT_ONCE = 2.0
 
 
 class StopRequested(KeyboardInterrupt):
-    """Somebody asks to stop, and there may be steps to save first.
+    """Exception raised when a stop is requested and there may be steps to save first.
 
-    It is raised in a signal's handler too, inside other packages' code, so that it must not be an
-    Exception, which these may catch.
+    A signal handler also raises it, inside other packages' code. So it is no subclass of Exception,
+    which these may catch.
     """
 
 
 class StopRequest:
-    """Use as `with StopRequest() as stop:`; inside, `stop.name` is the signal that came, or empty.
+    """Context manager for signals: `with StopRequest() as stop:`; inside, `stop.name` is the
+    received signal, or empty.
 
     Args:
-        grace_seconds: from the first signal to the end of the `with`; 0: as long as it takes.
-        ends_process: whether the process is to end after the `with`. Then it has no longer than
-            grace_seconds for that, either.
+        grace_seconds: longest time from the first signal to the end of the `with`; 0: no limit.
+        ends_process: whether the process ends after the `with`. Then grace_seconds also covers that
+            end.
     """
 
     SIGNALS = STOP_SIGNALS
@@ -86,7 +86,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
-            # A handler of Python's would wait while jax says goodbye.
+            # A Python handler would wait while jax shuts down.
             if old is end_by_signal:
                 old = signal.SIG_DFL
             signal.signal(number, old)
@@ -95,18 +95,19 @@ class StopRequest:
             self._theirs.close()
 
     def save_first(self, doing: Callable[[], str] | None) -> None:
-        """From now on there are steps to save before the process ends; None: there are none.
+        """Declare that there are steps to save before the process ends; None: there are none.
 
-        `doing` tells what the process does.
+        `doing` returns what the process is doing, for messages.
         """
         self._doing = doing
 
     def agreed(self, what: str = "step", save: bool = False) -> tuple[bool, bool]:
-        """Whether to stop here, as any process asks; and whether to save, as process 0 asks.
+        """Return whether to stop here, if any process requests it, and whether to save, if process
+        0 does.
 
-        The clock of process 0 alone counts. The same answer in all processes, which call this
-        equally often for each `what`. They ask each other every few seconds, since they have to
-        wait for their devices each time; between, the answer is no.
+        All processes call this equally often for each `what`, and get the same answer. They
+        communicate only every few seconds by the clock of process 0, because each exchange waits
+        for the devices; in between, the answer is no.
         """
         if jax.process_count() == 1:
             return bool(self.name), save
@@ -116,18 +117,18 @@ class StopRequest:
             return False, False
         calls = int(pace.calls * _PACE / (time.monotonic() - pace.since + 1e-9))
         calls = max(1, min(calls, 4 * pace.calls))
-        said = gather({"stop": bool(self.name), "save": save, "calls": calls}, 64)
-        of_first = said[0]
+        reports = gather({"stop": bool(self.name), "save": save, "calls": calls}, 64)
+        of_first = reports[0]
         pace.calls = of_first["calls"]
         pace.left = pace.calls
         pace.since = time.monotonic()
-        return any(theirs["stop"] for theirs in said), of_first["save"]
+        return any(report["stop"] for report in reports), of_first["save"]
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal raises StopRequested in here, also one that came before.
+        """Let a signal raise StopRequested inside this block, also a signal that came before.
 
-        Not where other processes would be left alone.
+        With several processes nothing is raised, since the others would wait forever.
         """
         self._interrupts = jax.process_count() == 1
         try:
@@ -138,9 +139,10 @@ class StopRequest:
             self._interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread."""
         if number == signal.SIGHUP:
             _outlive_terminal()
-        # What the second one asks for, the thread does.
+        # The thread handles the second signal.
         if self.name:
             return
         self.name = signal.Signals(number).name
@@ -150,7 +152,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Ends the process at the second signal, or when its time after the first one is over."""
+        """End the process at the second signal, or when its time after the first one is over."""
         name = ""
         # The last signal but SIGHUP, which never counts as a second one.
         insistent = ""
@@ -186,7 +188,7 @@ class StopRequest:
                 deadline = time.monotonic() + self._seconds_left()
 
     def _why_over(self) -> str:
-        """Why the process is ended when its time after the first signal is over."""
+        """Return why the process is ended when its time after the first signal is over."""
         doing = self._doing and self._doing()
         if not doing:
             return "nothing is left to save"
@@ -194,25 +196,25 @@ class StopRequest:
         return f"{rule}. The last whole checkpoint counts"
 
     def _seconds_left(self) -> float:
-        """How long the process may go on after the first signal."""
+        """Return how long the process may continue after the first signal."""
         if self._doing:
             return self._patience
-        # jax would wait for the others.
+        # jax would wait for the other processes.
         if jax.distributed.is_initialized():
             return 0
         return _AT_ONCE
 
     @staticmethod
     def _end(code: int, text: str) -> None:
-        """Ends the process, even if whoever reads stderr does not."""
+        """End the process, even if nothing reads stderr any more."""
         text += " Run the same command again: it goes on from the last checkpoint."
         # A progress line may have hidden the cursor.
         if sys.stderr.isatty():
             text = "\033[?25h" + text
         where = {"file": unescaped(sys.stderr), "flush": True}
-        teller = threading.Thread(target=print, args=(text,), kwargs=where, daemon=True)
-        teller.start()
-        teller.join(_AT_ONCE)
+        printer = threading.Thread(target=print, args=(text,), kwargs=where, daemon=True)
+        printer.start()
+        printer.join(_AT_ONCE)
         os._exit(code)
 
 
@@ -244,6 +246,7 @@ class _LastingStream:
 
 
 def _write_to_nowhere(descriptor: int) -> None:
+    """Redirect a file descriptor to the null device."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, descriptor)
     os.close(nothing)
@@ -270,7 +273,7 @@ def _outlive_terminal() -> None:
 
 
 class _Pace:
-    """After how many calls processes ask each other again, and since when they have not."""
+    """Number of calls until the processes communicate again, and the time of the last exchange."""
 
     def __init__(self) -> None:
         self.left = 0

@@ -1,5 +1,5 @@
-"""The end of a run, on process 0: curves, comparison with gzip, completions, summary, and what to
-try next."""
+"""The end of a run, on process 0: curves, comparison with gzip, completions, summary, and suggested
+next commands."""
 
 import gzip
 import shlex
@@ -28,13 +28,13 @@ from maxtrain.observe.samples import FILE_NAME as SAMPLES
 from maxtrain.observe.samples import first_and_last, read_samples
 from maxtrain.ops.quantity import NLL, Quantity
 
-# Larger texts are not compared with gzip; these take it a second or two.
+# Larger texts are not compared with gzip. This size takes a second or two.
 MAX_GZIP_BYTES = 64 << 20
 _COMPLETION_TOKENS = 64
 
 
 def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
-    """Bits per byte of `gzip -9` on the text of a set, all documents one after the other."""
+    """Return the bits per byte of `gzip -9` on the concatenated documents of a set."""
     shards = eval_set.shards
     documents = []
     for number in range(shards.num_documents):
@@ -45,11 +45,11 @@ def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
 
 
 def _compare_with_gzip(sets: Mapping[str, EvaluationData], tokenizer: Tokenizer) -> str:
-    """How well gzip compresses each evaluation set, a line each; sets of large texts are left
+    """Report how well gzip compresses each evaluation set, a line each; large texts are left
     out."""
     lines = []
     for name, eval_set in sets.items():
-        # Prompts are completed, not predicted.
+        # Sets of prompts have no loss to compare with.
         is_text = not eval_set.shards.has_columns
         if is_text and 0 < eval_set.text_bytes <= MAX_GZIP_BYTES:
             bits = gzip_bits_per_byte(eval_set, tokenizer)
@@ -72,24 +72,25 @@ def finish(
     units: Mapping[str, str] | None = None,
     loss: Quantity = NLL,
 ) -> None:
-    """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
+    """Draw curves.png, and print completions of observe.prompts, the summary, and suggested next
+    commands.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         data: the run's plan and tokenizer.
         sets: evaluation sets by name.
         step: the number of finished steps.
         clock: the time of this launch, for a run that has no record of all launches' time.
-        ending: why not all steps of the plan are finished; empty: they are.
-        found: the number of steps with a batch that something was wrong with.
-        model: None where this process does not hold all of it.
-        rollbacks: those that checkpoint/rollback.py has recorded.
-        problem: why the weights can't be used, which means no completions and nothing to try;
+        ending: why the run ended early; empty: all steps of the plan are finished.
+        found: the number of steps with a suspicious batch.
+        model: the trained model; None: this process does not hold all of it.
+        rollbacks: the recorded rollbacks of the run.
+        problem: why the weights cannot be used, so that completions and suggestions are left out;
             empty: they can.
         read: the identity of each evaluation set's text as it is now (see validation.py);
             evaluations of an earlier text are not in the summary.
-        units: of the numbers that the objective records beside the loss, by their names.
-        loss: of the objective.
+        units: units of the objective's metrics, by name.
+        loss: the loss metric of the objective.
     """
     early = ""
     if ending:
@@ -162,7 +163,7 @@ def _notes(
     records: Sequence[Mapping[str, Any]],
     rollbacks: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """The first lines of the summary: what went wrong, or did not go as planned."""
+    """Return the first lines of the summary: problems and deviations from the plan."""
     notes = []
     if found:
         notes.append(f"Something was wrong with the batches of {found:,} steps (data.zero_weight).")
@@ -178,13 +179,13 @@ def _notes(
 
 
 def _is_current(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
-    """Whether an evaluation is of a set that still exists, and of the text that it has now."""
+    """Return whether an evaluation is of an existing set, and of its present text."""
     now = read.get(record["set"])
     return now is not None and record.get("data", now) == now
 
 
 def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list[str]:
-    """The model's completions of observe.prompts, of which there is at least one."""
+    """Return the model's completions of observe.prompts, of which there is at least one."""
     return complete(
         model,
         tokenizer,
@@ -197,15 +198,15 @@ def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list
 
 
 def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[str, str]:
-    """Commands to try next, by what they do; each can be pasted into this shell.
+    """Return suggested commands by their purpose; each can be pasted into this shell.
 
-    `is_of_chats`: a chat template wrote text that was trained on.
+    `is_of_chats`: whether a chat template rendered some training text.
     """
     maxtrain = _program("maxtrain") or "maxtrain"
     run = run_url(config) or str(folder)
     generate = [maxtrain, "generate", run]
     if config.model.score:
-        # It writes nothing.
+        # A reward model writes no text.
         commands = {}
     elif is_of_chats:
         commands = {"talk to it": [*generate, "--chat"]}
@@ -232,10 +233,11 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
 
 
 def _program(name: str) -> str | None:
-    """What to type to start a program that is installed beside this Python; None if it is not.
+    """Return the command that starts a program installed beside this Python; None if it is not
+    installed.
 
-    That is its name if the shell finds it by that, as in an activated environment; otherwise its
-    path, relative to the working directory where possible.
+    The command is the bare name if the shell finds this program by it, as in an activated
+    environment; otherwise its path, relative to the working directory where possible.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Evaluation sets within a run: when each is due, and its best step."""
+"""Evaluation sets within a run: schedule, evaluation, and best step of each."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,24 +24,24 @@ from maxtrain.train_step.evaluate import evaluate, make_eval_step
 from maxtrain.trainer.job import Job
 from maxtrain.trainer.signals import StopRequest, StopRequested
 
-# Bytes of the numbers of an evaluation of prompts, as JSON.
+# Most bytes of the JSON with the numbers of an evaluation of prompts.
 _MOST_NUMBERS = 1 << 16
-STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
+STOP_PATIENCE = "eval.stop_patience"  # marks the cause in the ending of a run
 
 
 class Evaluated(NamedTuple):
-    """The record of an evaluation, and of a set of prompts the first completions."""
+    """The record of an evaluation, and for a set of prompts the first completions."""
 
     record: dict[str, Any]
     samples: list[Sample]
 
 
 class Validation:
-    """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with
-    the run.
+    """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with the
+    run.
 
-    `asking`: completes the prompts of sets that hold some, and may reward them; None: the run
-    learns from data, and all sets are evaluated as text.
+    `asking`: completes the prompts of prompt sets, and may reward the completions; None: the run
+    trains on data, and all sets are evaluated as text.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Validation:
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {
             name: self._describe(name) for name in job.sets
-        }  # what losses of each set are losses of
+        }  # the identity of each set's text
 
     def restore(self, saved: ValidationState, has_other_data: bool) -> None:
-        """As it was at a checkpoint.
+        """Restore the state of a checkpoint.
 
         Args:
-            saved: what the checkpoint has; that of a new run has nothing.
-            has_other_data: the run goes on from there with other data (data.accept_changes).
+            saved: from the checkpoint; empty for a new run.
+            has_other_data: whether the run resumes with other data (data.accept_changes).
         """
         self.best = dict(saved.best)
         self.stale = {}
@@ -90,19 +90,20 @@ class Validation:
             now = self.read.get(name, before)
             if now != before:
                 rule = f"eval.sets.{name} was {before}, and is {now}"
-                mend = "its losses begin another series, and its best so far is forgotten"
+                effect = "its losses begin another series, and its best so far is forgotten"
                 self._progress.message(
-                    f"{rule}: they can't be compared, so {mend}.", style="yellow"
+                    f"{rule}: they can't be compared, so {effect}.", style="yellow"
                 )
                 self.best.pop(name, None)
                 self.stale.pop(name, None)
 
     def state(self) -> ValidationState:
-        """What a checkpoint has to remember of it."""
+        """Return what a checkpoint has to remember."""
         return ValidationState(dict(self.best), dict(self.stale), dict(self.read))
 
     def _describe(self, name: str) -> str:
-        """Losses of a set can be compared where this is the same."""
+        """Return an identity of a set's text and settings. Losses are comparable only if it is the
+        same."""
         held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
         if self._asks(name):
             count = num_prompts(held_out, steps)
@@ -119,8 +120,8 @@ class Validation:
         return f"{held_out.manifest.uid}, {part}, in rows of {held_out.config.seq_length}"
 
     def why_stop(self) -> str:
-        """Why the run ends here, if the set that eval.stop_patience looks at has got no better for
-        so long; else nothing."""
+        """Return why the run ends here, if the set of eval.stop_patience has not improved for that
+        many evaluations; else empty."""
         patience = self._config.eval.stop_patience
         if patience is None:
             return ""
@@ -134,11 +135,11 @@ class Validation:
             judged = "higher reward"
         since = f"the last {count} of eval.sets.{name} brought no {judged}"
         than = f"than {best.loss:.4f} after step {best.step:,}"
-        mend = "Set eval.stop_patience higher, or to null, to go on"
-        return f"{since} {than} ({STOP_PATIENCE}={patience}). {mend}."
+        fix = "Set eval.stop_patience higher, or to null, to go on"
+        return f"{since} {than} ({STOP_PATIENCE}={patience}). {fix}."
 
     def due(self, step: int, last: bool) -> list[str]:
-        """Names of the sets that are to be read after this step: all after the last one."""
+        """Return the names of the sets to read after this step: all of them after the last step."""
         return [
             name
             for name in self._sets
@@ -146,31 +147,32 @@ class Validation:
         ]
 
     def _falls_on(self, name: str, step: int) -> bool:
+        """Return whether a set's interval falls on this step."""
         interval = self._config.eval.sets[name].interval
         interval = self._config.eval_interval if interval is None else interval
         return self._plan.falls_on(interval, step)
 
     def _steps(self, name: str) -> int:
-        """How many batches of a set are read; all of them if it is negative."""
+        """Return how many batches of a set are read; negative: all."""
         steps = self._config.eval.sets[name].steps
         return self._config.eval_steps if steps is None else steps
 
     def _asks(self, name: str) -> bool:
-        """Whether a set holds prompts that are completed."""
+        """Return whether a set holds prompts that are completed."""
         return self._asking is not None and self._sets[name].shards.has_columns
 
     def _rewards(self, name: str) -> bool:
-        """Whether a set holds prompts whose completions are rewarded."""
+        """Return whether a set holds prompts whose completions are rewarded."""
         return self._asks(name) and isinstance(self._asking, Asking)
 
     def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
-        """The record of one evaluation set after this step: read whole, unless its steps say
-        otherwise; `params` are those of each model by its name.
+        """Evaluate one set after this step, whole unless its `steps` say otherwise; `params` has
+        the variables of each model by its name.
 
-        None, in all processes: somebody asks to stop, and it was abandoned.
+        Returns None, in all processes, if a stop was requested and the evaluation was abandoned.
 
         Raises:
-            DataError: what was read is not what the set's manifest says.
+            DataError: the data is not what the set's manifest says.
             UserError: a process could not read its part.
         """
         self._progress.phase(f"evaluating {name}")
@@ -196,9 +198,9 @@ class Validation:
         return Evaluated(record, samples)
 
     def _read(self, name: str, params: Mapping[str, nnx.State]) -> dict[str, Any]:
-        """The numbers of a set of text. KeyboardInterrupt: somebody asks to stop."""
-        eval_set, layout, asked = self._sets[name], self._layouts[name], self._steps(name)
-        num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
+        """Evaluate a set of text. Raise a KeyboardInterrupt if a stop is requested."""
+        eval_set, layout, count = self._sets[name], self._layouts[name], self._steps(name)
+        num_batches, num_tokens = (None, eval_set.num_tokens) if count < 0 else (count, None)
         host = eval_set.iterate(layout.part, num_batches)
         if jax.process_count() > 1:
             count = min(num_batches or eval_set.num_batches, eval_set.num_batches)
@@ -228,15 +230,15 @@ class Validation:
     def _answered(
         self, name: str, params: Mapping[str, nnx.State]
     ) -> tuple[dict[str, Any], list[Sample]]:
-        """The numbers of a set of prompts, and its first completions. KeyboardInterrupt: somebody
-        asks to stop."""
+        """Evaluate a set of prompts, and return its numbers and first completions. Raise a
+        KeyboardInterrupt if a stop is requested."""
         assert self._asking is not None
         model = nnx.merge(self._policy, params[POLICY])
 
         def look_up() -> None:
             if self._stop.agreed("eval")[0]:
                 raise StopRequested
-            # A sign of life for the watchdog.
+            # A heartbeat for the watchdog.
             with self._clock.during("eval"):
                 pass
 
@@ -246,15 +248,15 @@ class Validation:
         if isinstance(answers, Completions):
             record = answers.record() | self._divergence(name, answers, params)
             return record, answers.samples(name, self._config.observe.num_samples)
-        # A reward that takes too long may do so on one host alone: what the first one found counts.
+        # A reward may time out on one host alone, so the numbers of process 0 count everywhere.
         record = gather({"record": answers.record()}, _MOST_NUMBERS)[0]["record"]
         return record, answers.samples(name, self._config.observe.num_samples)
 
     def _divergence(
         self, name: str, completions: Completions, params: Mapping[str, nnx.State]
     ) -> dict[str, Any]:
-        """What the objective says of completions; the loss is NaN if one has failed, since the
-        weights can't be used then."""
+        """Return the objective's metrics of completions. The loss is NaN if a completion failed,
+        since the weights cannot be used then."""
         layout = self._layouts[name]
         batches = completions.batches(layout)
         found = evaluate(self._step, params, batches, None, 0, self._summed, self._counted)
@@ -263,14 +265,14 @@ class Validation:
         return found
 
     def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> Best | None:
-        """The best evaluation of a set, with this one."""
+        """Update and return the best evaluation of a set."""
         of = self._loss
         if self._rewards(name):
             of = REWARD
         value = result.get(of, math.nan)
         best = self.best.get(name)
         is_better = math.isfinite(value)
-        # A run that has had another objective has losses that can't be compared.
+        # Losses of another objective cannot be compared.
         if is_better and best is not None and best.name == of:
             is_better = value < best.loss
             if of == REWARD:

@@ -210,7 +210,7 @@ def test_fewer_steps_than_there_are_is_an_end_not_a_wait_for_ever(folder, capsys
     before = read_metrics(folder / "runs" / "lowered")
     assert train(folder, "lowered", "steps=5") == 0
     said = capsys.readouterr().out
-    assert "has 9 steps, more than the 5 that are asked for. Nothing of it is dropped." in said
+    assert "has 9 steps, more than the 5 of the plan. All its steps are kept." in said
     assert read_metrics(folder / "runs" / "lowered") == before and steps(folder, "lowered") == [
         6,
         9,
