@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from maxtrain.commands import checkpoint
 from maxtrain import failpoints
-from maxtrain.trainer import validation
 from maxtrain.checkpoint import copying, manager
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
+from maxtrain.commands import checkpoint
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.trainer import validation
 from maxtrain.trainer.loop import main
 
 ROOT = Path(__file__).parents[2]
