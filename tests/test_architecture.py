@@ -485,7 +485,7 @@ BROKEN = [
     (
         own_imports_in_functions,
         {
-            "maxtrain/trainer/loop.py": "def f():\n    from data_pipeline import plan",
+            "maxtrain/trainer/loop.py": "def f():\n    from data_pipeline.plan import plan",
             "data_pipeline/plan/plan.py": "",
         },
         "Move it to the top",

@@ -211,8 +211,8 @@ def test_count():
 def test_make_test_takes_fewer_examples(tmp_path, profile, count):
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for name in ("conftest.py", "shared.py", "pretrained.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    shutil.copytree(ROOT / "tests" / "support", tmp_path / "tests" / "support")
     (tmp_path / "tests" / "config").mkdir()
     (tmp_path / "tests" / "config" / "test_counted.py").write_text(COUNTED)
     options = ["-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", profile]

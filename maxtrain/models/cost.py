@@ -95,7 +95,7 @@ def relative_quadratic(config: ModelConfig) -> float:
 
 def sequence_cost(config: ModelConfig) -> tuple[float, float]:
     """(a, b) of the FLOPs a n + b n^2 of training on a sequence of n tokens, of which attention
-    sees nothing else: the cost for data_pipeline.loader.balance.pack. Causal attention counts the half
-    that it needs."""
+    sees nothing else: the cost for data_pipeline.loader.balance.pack. Causal attention counts the
+    half that it needs."""
     one, two = (token_flops(config, length).causal for length in (1, 2))
     return 2 * one - two, two - one  # a + b n is what a token costs

@@ -97,8 +97,8 @@ class Moe(nnx.Module):
     more that all tokens go to.
 
     Where experts are split over the mesh (`exp`), tokens go to the devices that have theirs, and
-    come back; see ops/expert_all_to_all.py. Otherwise they stay on their device, which has the weights of
-    all experts gathered for them as those of any other block are.
+    come back; see ops/expert_all_to_all.py. Otherwise they stay on their device, which has the
+    weights of all experts gathered for them as those of any other block are.
 
     Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
     """

@@ -26,7 +26,8 @@ else in maxtrain multiplies matrices (tests/test_architecture.py holds it to thi
 * `maxtrain/models/expert_products.py`: sums what experts made, weighted by how much each was
   chosen.
 * `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
-* `maxtrain/commands/doctor/devices.py`: measures that for each device, and whether the products are right.
+* `maxtrain/commands/doctor/devices.py`: measures that for each device, and whether the products are
+  right.
 """
 
 import dataclasses

@@ -93,7 +93,8 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as shapes with shardings, for programs that are only compiled.
 
-    See data_pipeline.loader.loader.HostBatch. `arrays`: more of them, as `Objective.arrays` has them.
+    See data_pipeline.loader.loader.HostBatch. `arrays`: more of them, as `Objective.arrays` has
+    them.
     """
     shape = (batch_size, length)
     whole = named_sharding(mesh, ("activation_batch", "activation_length"), shape, "batch")

@@ -72,8 +72,8 @@ def count_rows(least: int, unit: int) -> int:
 def batch_arrays(
     rollout: Rollout, shape: Shape, is_first: bool
 ) -> tuple[dict[str, np.ndarray], Places]:
-    """The arrays of a batch [B, T], as data_pipeline.loader.loader.HostBatch and objectives/grpo.py have
-    them.
+    """The arrays of a batch [B, T], as data_pipeline.loader.loader.HostBatch and objectives/grpo.py
+    have them.
 
     Args:
         rollout: what is learnt from.

@@ -107,14 +107,14 @@ OWN = (
 def state_at(folder, step=None):
     """Bits of every array of a checkpoint (None: the newest), and its record but for what each run
     has of its own."""
-    checkpoint = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    step = checkpoint.latest() if step is None else step
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    step = checkpoints.latest() if step is None else step
     saved = json.loads((folder / "checkpoints" / f"{step:08d}" / "commit.json").read_text())[
         "arrays"
     ]
     tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
-    state, record = checkpoint.restore(tree, step)
-    checkpoint.close()
+    state, record = checkpoints.restore(tree, step)
+    checkpoints.close()
     return {name: np.asarray(x).tobytes() for name, x in state.items()}, {
         k: v for k, v in record.items() if k not in OWN
     }

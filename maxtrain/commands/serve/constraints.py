@@ -1,8 +1,8 @@
 """Tokens that follow a grammar, such as JSON of a schema, by llguidance.
 
 A grammar is a text in the form of llguidance: Lark, or what `json_grammar` makes of a JSON schema.
-The library says which tokens may come next; `maxtrain.inference.sampling` gives all others a logit of
-minus infinity.
+The library says which tokens may come next; `maxtrain.inference.sampling` gives all others a
+logit of minus infinity.
 
 Source: https://github.com/guidance-ai/llguidance
 """

@@ -49,7 +49,7 @@ _AUTO_SCALED = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleConfig:
-    """Scaling of the loss, so that small gradients survive float16; see train_step/loss_scale.py."""
+    """Loss scaling, which keeps small gradients from underflow in float16."""
 
     mode: Literal["auto", "none", "static", "dynamic"] = key(
         "auto", "auto: dynamic for precision.compute=float16, else none"

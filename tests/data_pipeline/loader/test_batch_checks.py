@@ -106,44 +106,44 @@ def test_a_batch_without_targets_is_an_error_a_good_end_or_a_warning():
 
 
 def test_too_few_targets_are_found_over_several_steps_whatever_their_shapes():
-    batch_checks = BatchGuard("warn", min_fill=0.5, patience=3)
-    assert [batch_checks.observe(s, t, 0, ONE, False) for s, t in enumerate((1, 1))] == [
+    guard = BatchGuard("warn", min_fill=0.5, patience=3)
+    assert [guard.observe(s, t, 0, ONE, False) for s, t in enumerate((1, 1))] == [
         None,
         None,
     ]  # patience
-    verdict = batch_checks.observe(2, 40, 0, ONE, False)
+    verdict = guard.observe(2, 40, 0, ONE, False)
     assert (
         "step 2: 35.00% of 3 batches are targets (data.min_fill=0.5); the run goes on"
         in verdict.message
     )
-    assert batch_checks.observe(3, 70, 0, (8, 10), False) is None, (
+    assert guard.observe(3, 70, 0, (8, 10), False) is None, (
         "the mean of the last three is now above a half"
     )
 
 
 def test_rows_without_targets_are_found():
-    batch_checks = BatchGuard("raise", max_empty_rows=0.25)
-    assert batch_checks.observe(1, 30, 1, ONE, False) is None
+    guard = BatchGuard("raise", max_empty_rows=0.25)
+    assert guard.observe(1, 30, 1, ONE, False) is None
     with pytest.raises(
         DataError, match=r"step 2: 2 of 4 rows have no target \(data\.max_empty_rows=0\.25\)"
     ):
-        batch_checks.observe(2, 20, 2, ONE, False)
+        guard.observe(2, 20, 2, ONE, False)
 
 
 def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
-    batch_checks = BatchGuard("raise")
+    guard = BatchGuard("raise")
     seen = [
-        batch_checks.repeats(content, place, step)
+        guard.repeats(content, place, step)
         for step, (content, place) in enumerate([(1, "a"), (2, "b"), (1, "a"), (2, "c")])
     ]
     assert seen == [False, False, False, True]
     for content in range(10, 3000):  # long ago is forgotten
-        assert not batch_checks.repeats(content, str(content), content)
-    assert not batch_checks.repeats(1, "z", 3000) and batch_checks.repeats(2999, "z", 3001)
+        assert not guard.repeats(content, str(content), content)
+    assert not guard.repeats(1, "z", 3000) and guard.repeats(2999, "z", 3001)
     with pytest.raises(
         DataError, match=r"step 5: its tokens are those of an earlier batch of other rows"
     ):
-        batch_checks.observe(5, 40, 0, ONE, True)
+        guard.observe(5, 40, 0, ONE, True)
     for policy in ("skip", "rollback", "stop", "warn"):
         verdict = BatchGuard("raise", repeated=policy).observe(5, 40, 0, ONE, True)
         assert (verdict.stop, verdict.back) == (
@@ -156,9 +156,9 @@ def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
 
 
 def test_warnings_come_with_growing_gaps():
-    batch_checks = BatchGuard("warn")
-    verdicts = [batch_checks.observe(step, 0, 0, ONE, False) for step in range(1, 101)]
-    assert not any(verdict.stop for verdict in verdicts) and batch_checks.found == 100
+    guard = BatchGuard("warn")
+    verdicts = [guard.observe(step, 0, 0, ONE, False) for step in range(1, 101)]
+    assert not any(verdict.stop for verdict in verdicts) and guard.found == 100
     told = [step for step, verdict in enumerate(verdicts, 1) if verdict.message]
     assert told == [1, 2, 3, 4, 8, 16, 32, 64] and "(64 such steps)" in verdicts[63].message
 
@@ -170,12 +170,12 @@ def test_warnings_come_with_growing_gaps():
 def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(steps, data):
     def check(guard, numbered):
         return [
-            batch_checks.observe(
+            guard.observe(
                 step,
                 targets,
                 0,
                 ONE,
-                batch_checks.repeats(content << 60, f"place {step % 3}", step),
+                guard.repeats(content << 60, f"place {step % 3}", step),
             )
             for step, (targets, content) in numbered
         ]
@@ -189,11 +189,11 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(st
 
 
 def test_the_state_of_a_guard_is_small():
-    batch_checks = BatchGuard("warn", patience=1000)
+    guard = BatchGuard("warn", patience=1000)
     for step in range(5000):
-        batch_checks.repeats(step * 2**50, f"{step * 2**45:016x}", step)
-        batch_checks.observe(step, step % 40 / 3, 0, ONE, False)
-    assert len(json.dumps(batch_checks.state()._asdict())) < 15_000 + 22 * 1000
+        guard.repeats(step * 2**50, f"{step * 2**45:016x}", step)
+        guard.observe(step, step % 40 / 3, 0, ONE, False)
+    assert len(json.dumps(guard.state()._asdict())) < 15_000 + 22 * 1000
 
 
 @settings(max_examples=200, deadline=None)
