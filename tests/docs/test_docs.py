@@ -253,7 +253,7 @@ def test_command_runs_here_or_in_another_test(document, command):
         assert f"make {target}" in TESTED_ELSEWHERE
     elif command == "make bench":
         modules = re.findall(r"-m benchmarks\.(\w+)", recipe("bench"))
-        source = (ROOT / "tests" / "test_benchmarks.py").read_text()
+        source = (ROOT / "tests" / "benchmarks" / "test_benchmarks.py").read_text()
         assert modules and all(f"{module}.main(" in source for module in modules)
     elif command == "make setup":
         assert "$(READY_DEV)" in recipe("setup"), "it is what the other targets need, too"
