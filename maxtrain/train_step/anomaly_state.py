@@ -1,11 +1,13 @@
-"""What a step is judged by before its update: losses and norms of the steps before it, on device.
+"""Anomaly detection on the device: losses and norms of earlier steps, and the verdict on a step
+before its update.
 
-A loss or gradient norm is a spike if it is above the window's median by a number of deviations, of
-1.4826 times the median absolute deviation each (which is the standard deviation of normal numbers,
-and does not see a few wild ones). Spikes stay out of the window, until `patience` in a row show
-that the level is another one: then the window begins afresh. All of it is in the state, on every
-device the same: all decide alike, and a run that goes on from a checkpoint decides as one never
-stopped.
+A loss or gradient norm is a spike if it exceeds the window's median by a number of deviations. A
+deviation is 1.4826 times the median absolute deviation, which equals the standard deviation for
+normally distributed numbers and is robust against outliers. Spikes stay out of the window, until
+`patience` of them in a row show that the level has changed: then the window restarts.
+
+All of this is part of the train state and replicated on every device. So all devices decide alike,
+and a resumed run decides as an uninterrupted one.
 """
 
 from collections.abc import Mapping
@@ -16,39 +18,39 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
 
-# Of the rings. A window may be shorter, so that its length may change from one start of a run to
-# the next.
+# Length of the ring buffers. A window may be shorter, so that its length may change between
+# launches.
 CAPACITY = 256
-# A deviation is at least this share of the median: steps that are all but equal make no spike of
-# the next one.
+# A deviation is at least this share of the median, so that almost equal steps do not make the next
+# one a spike.
 _LEAST = 1e-3
-# The share of its median at which a gradient norm is none.
+# A gradient norm at or below this share of its median counts as vanished.
 _VANISHED = 1e-6
 
 
 class Watch(NamedTuple):
-    """Rings of what accepted steps measured, and what was found up to now.
+    """Ring buffers of the measurements of accepted steps, and the anomalies found up to now.
 
-    The rings are of the loss, the gradient norm, and the norm of all weights.
+    The rings hold the loss, the gradient norm, and the norm of all weights.
     """
 
     values: Float[Array, "3 W"]
-    # Accepted steps since a ring began.
+    # Accepted steps since each ring was restarted.
     count: Int[Array, "3"]
     spikes_in_row: Int[Array, ""]
-    # Steps in a row without a gradient, or with the loss of the step before.
+    # Consecutive steps with a vanished gradient, or with the same loss as the step before.
     still: Int[Array, ""]
     last_loss: Float[Array, ""]
-    # The lowest median of losses.
+    # The lowest median of losses up to now.
     best: Float[Array, ""]
-    # Steps of the run with each kind of ANOMALIES.
+    # Number of steps of the run with each kind of ANOMALIES.
     found: Int[Array, "K"]
-    # A step was found that ends the run, or takes it back: no step is made any more.
+    # Whether an anomaly ends the run or requires a rollback: no further step changes anything.
     halted: Bool[Array, ""]
 
 
 def new_watch() -> Watch:
-    """Of a new run."""
+    """Return the watch of a new run."""
     none = jnp.zeros((), jnp.int32)
     infinite = jnp.float32(jnp.inf)
     found = jnp.zeros(len(ANOMALIES), jnp.int32)
@@ -67,7 +69,8 @@ def new_watch() -> Watch:
 def spread(
     values: Float[Array, "3 W"], count: Int[Array, "3"], window: int
 ) -> tuple[Float[Array, "3"], Float[Array, "3"]]:
-    """Median and deviation of the last `window` values of each ring, or of what it has."""
+    """Return the median and the deviation of the last `window` values of each ring, or of as many
+    as it has."""
     size = values.shape[1]
     age = (count[:, None] - 1 - jnp.arange(size)) % size
     there = jnp.minimum(count, window)
@@ -84,14 +87,15 @@ def spread(
 
 
 class Verdict(NamedTuple):
-    """What is found of a step.
+    """The verdict on a step.
 
-    reject: the step must not change the weights.
-    halt: nor may this or any later step change anything at all.
-    watch: as it is after the step.
-    metrics: found (of each kind, whether the step shows it), anomalies (steps of the run that did),
-        halted, and median and deviation of loss, gradient norm and norm of all weights in the
-        window before this step.
+    Attributes:
+        reject: whether the step must not change the weights.
+        halt: whether neither this nor any later step may change anything.
+        watch: the watch after the step.
+        metrics: found (for each kind, whether the step shows it), anomalies (number of such steps
+            in the run), halted, and median and deviation of loss, gradient norm and weight norm in
+            the window before this step.
     """
 
     reject: Bool[Array, ""]
@@ -107,12 +111,12 @@ def judge(
     good: Bool[Array, ""],
     non_finite: Bool[Array, ""],
 ) -> Verdict:
-    """Judge a step by its loss, grad_norm and, unless that is not looked at, weight_norm.
+    """Judge a step by its loss, grad_norm and, unless drift is off, weight_norm.
 
     Args:
-        good: the step has targets, and these numbers are finite.
-        non_finite: it has targets, the numbers are not finite, and no lower loss scale would mend
-            that.
+        good: whether the step has targets, and these numbers are finite.
+        non_finite: whether the step has targets, the numbers are not finite, and no lower loss
+            scale would make them finite.
     """
     now = jnp.stack(
         [measured["loss"], measured["grad_norm"], measured.get("weight_norm", jnp.float32(0))]
@@ -138,7 +142,7 @@ def judge(
     found = found & jnp.array([policy != "off" for policy in policies])
 
     accepted = good & ~spikes.any() & ~vanished
-    # What is not measured is not remembered.
+    # A number that is not measured does not enter its ring.
     weighed = jnp.array([True, True, config.weight_drift != "off"])
     count = jnp.where(weighed & ~(shifted & jnp.array([True, True, False])), watch.count, 0)
     place = jnp.arange(CAPACITY) == (count % CAPACITY)[:, None]

@@ -1,4 +1,4 @@
-"""Evaluation of a held-out set: every target counted once, sums first, one division at the end."""
+"""Evaluation of a held-out set: every target counts once; sums are divided once, at the end."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,17 +14,18 @@ from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.train_step.trainable import merged_models
 
-# Batches that are under way at a time.
+# Batches in flight at a time.
 _AHEAD = 8
-# The parameters of each model by its name, and a batch.
+# Maps the parameters of each model by its name, and a batch, to the evaluated sums.
 EvalStep = Callable[[Mapping[str, nnx.State], Batch], dict[str, Sum]]
 
 
 def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef | None], objective: Objective) -> EvalStep:
-    """Jitted (params, batch) -> the sums that the objective evaluates, by name.
+    """Build the jitted function from (params, batch) to the sums that the objective evaluates, by
+    name.
 
-    Structures and parameters are those of each model that the objective needs, by its name; a
-    structure of None: the policy without its adapters.
+    `graphdefs` and `params` have an entry for each model that the objective needs, by its name. A
+    structure of None means the policy without its adapters.
     """
 
     needed = {name: graphdefs[name] for name in objective.models}
@@ -44,30 +45,30 @@ def evaluate(
     summed: Collection[str] = (),
     counted: str = NLL.name,
 ) -> dict[str, Any]:
-    """What an objective evaluates, over all batches.
+    """Evaluate an objective over all batches.
 
     Args:
-        step: of `make_eval_step`.
-        params: of each model by its name.
-        batches: global arrays, in which rows of padding have no weight.
-        num_tokens: targets of the whole set, which must be what was evaluated; None if only part of
-            it is read.
-        text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
-        summed: of what else the step gives, the names of which the total is recorded, not the mean.
-        counted: what the objective counts targets by.
+        step: from `make_eval_step`.
+        params: the parameters of each model by its name.
+        batches: global arrays. Padding rows have no weight.
+        num_tokens: number of targets of the whole set, which must equal the number evaluated; None
+            if only part of the set is read.
+        text_bytes: UTF-8 bytes of the text of the whole set; 0: some of the text is no target.
+        summed: names of the other sums whose total is recorded instead of the mean.
+        counted: name of the sum whose weight is the number of targets.
 
     Returns:
-        tokens (evaluated); where that is `nll`, also nll (nats per target), perplexity, and
-        bits_per_byte if the whole set was read; and the mean, or the total, of everything else that
-        the step gives.
+        tokens (number evaluated); if `counted` is `nll`, also nll (nats per target), perplexity,
+        and bits_per_byte if the whole set was read; and the mean or total of every other sum.
 
     Raises:
-        DataError: the whole set was meant and another number of targets came.
+        DataError: the number of evaluated targets is not `num_tokens`.
     """
     sums: list[dict[str, Sum]] = []
     for batch in batches:
         sums.append(step(params, batch))
-        # Else all batches of a large set would be on the device at once.
+        # Wait for an earlier batch; otherwise all batches of a large set would be on the device at
+        # once.
         jax.block_until_ready(sums[-_AHEAD:][0])
     sums = jax.device_get(sums)
     total, weight = _total(sums, counted)
@@ -89,14 +90,14 @@ def evaluate(
 
 
 class NotFinite(NamedTuple):
-    """A number of an evaluation that is not finite: what it is called in a sentence, and itself."""
+    """An evaluated number that is not finite, with its name for messages."""
 
     name: str
     value: float
 
 
 def not_finite(result: Mapping[str, Any]) -> NotFinite | None:
-    """The first number of an evaluation that is not finite; None: all are."""
+    """Return the first number of an evaluation that is not finite; None: all are finite."""
     for name, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             if name == "nll":
@@ -106,14 +107,14 @@ def not_finite(result: Mapping[str, Any]) -> NotFinite | None:
 
 
 def _total(sums: Sequence[dict[str, Sum]], name: str) -> tuple[float, float]:
-    """One sum over all batches: its total and its weight."""
+    """Add up one sum over all batches, and return its total and its weight."""
     total = math.fsum(float(batch[name].total) for batch in sums)
     weight = math.fsum(float(batch[name].weight) for batch in sums)
     return total, weight
 
 
 def _mean(total: float, weight: float) -> float:
-    """NaN: of nothing."""
+    """Return the mean; NaN if the weight is 0."""
     if not weight:
         return math.nan
     return total / weight

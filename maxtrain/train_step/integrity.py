@@ -1,8 +1,7 @@
-"""Wrong arithmetic or memory that no device reports: copies that differ, steps that don't repeat.
+"""Detection of silent data corruption: replicas that differ, and steps that do not repeat.
 
-Every device digests its own part of every array. What several devices hold a copy of must be the
-same on all of them, and the same step, made twice from the same state, must give the same bits on
-each.
+Every device digests its own shard of every array. Replicas must have equal digests on all devices,
+and a step repeated from the same state must give the same bits on each device.
 """
 
 import functools
@@ -23,16 +22,16 @@ from maxtrain.ops.digest import compiler_options, digest_of, leaf_names
 from maxtrain.parallel.agreement import gather
 from maxtrain.parallel.host_memory import layer_of, lies_in_layers, on_device, where_it_was
 
-# Findings that are told.
+# Most findings that a message lists.
 _MOST = 8
 
 
 class Integrity:
-    """The checks of a run, called by all processes after the same steps.
+    """The integrity checks of a run, called by all processes after the same steps.
 
     Args:
-        config: how often.
-        mesh: on which all arrays lie.
+        config: the intervals of the checks.
+        mesh: the mesh of all arrays.
     """
 
     def __init__(self, config: IntegrityConfig, mesh: Mesh):
@@ -42,9 +41,10 @@ class Integrity:
     def repeat(
         self, step: int, program: Callable[..., Any], state: PyTree, batch: PyTree
     ) -> np.ndarray | None:
-        """If it is time: what the step that ends as number `step` makes of a copy of this state.
+        """Make step number `step` from a copy of this state if a repetition is due, and return the
+        digests of the result.
 
-        It is for `check`.
+        `check` compares them with the step itself. Returns None if no repetition is due.
         """
         interval = self._config.repeat_interval
         if not interval or step % interval != 0:
@@ -55,10 +55,10 @@ class Integrity:
     def check(
         self, step: int, state: PyTree, repeated: np.ndarray | None = None, save: bool = False
     ) -> None:
-        """Looks at the state after a step, if it is time, or if it is about to be saved.
+        """Check the state after a step, if that is due or the state is about to be saved.
 
         Raises:
-            TryAgainError: it is not what it should be; names devices and arrays.
+            TryAgainError: digests differ. The message names devices and arrays.
         """
         interval = self._config.replicas_interval
         due = interval and (save or step % interval == 0)
@@ -77,8 +77,8 @@ class Integrity:
 
 
 def _finding(rule: str, found: Sequence[tuple[str, Any]]) -> str:
-    """The text of the error; for all processes together."""
-    hosts = [said["host"] for said in gather({"host": platform.node()[:200]})]
+    """Build the error message. All processes call this together."""
+    hosts = [report["host"] for report in gather({"host": platform.node()[:200]})]
     lines = [f"\n  * {what} on {_place(device, hosts)}" for what, device in found[:_MOST]]
     if len(found) > _MOST:
         lines.append(f"\n  * and {len(found) - _MOST:,} more")
@@ -91,7 +91,7 @@ def _finding(rule: str, found: Sequence[tuple[str, Any]]) -> str:
 
 
 def device_digests(tree: PyTree[Array]) -> np.ndarray:
-    """The digest of each device's own part of each leaf: uint32 [devices, leaves, 2].
+    """Digest each device's own shard of each leaf: uint32 [devices, leaves, 2].
 
     Devices are in the order of their mesh.
     """
@@ -103,32 +103,33 @@ def device_digests(tree: PyTree[Array]) -> np.ndarray:
 
 
 def differing_copies(tree: PyTree[Array], words: np.ndarray) -> list[tuple[str, Any]]:
-    """Name and device of each copy of a part of a leaf that is not what most copies are.
+    """List name and device of each replica of a shard that differs from the majority of its
+    replicas.
 
-    If there is nothing that most are, all copies.
+    Without a majority, all replicas are listed.
     """
     leaves = jax.tree.leaves(tree)
     found = []
     for number, (name, leaf) in enumerate(zip(leaf_names(tree), leaves, strict=True)):
-        # By the part that a device has: the devices that have it, and their digests of it.
+        # Maps each shard to the devices that hold it, with their digests.
         parts = defaultdict[str, list[tuple[Any, tuple[int, ...]]]](list)
         places = leaf.sharding.devices_indices_map(leaf.shape)
         devices = leaf.sharding.mesh.devices.flat
-        for device, said in zip(devices, words[:, number].tolist(), strict=True):
-            parts[str(places[device])].append((device, tuple(said)))
+        for device, digest in zip(devices, words[:, number].tolist(), strict=True):
+            parts[str(places[device])].append((device, tuple(digest)))
         for copies in parts.values():
-            (usual, count), *_ = Counter(said for _, said in copies).most_common()
+            (usual, count), *_ = Counter(digest for _, digest in copies).most_common()
             if count == len(copies):
                 continue
             is_most = 2 * count > len(copies)
-            for device, said in copies:
-                if said != usual or not is_most:
+            for device, digest in copies:
+                if digest != usual or not is_most:
                     found.append((name, device))
     return found
 
 
 def unrepeated(tree: PyTree[Array], first: np.ndarray, second: np.ndarray) -> list[tuple[str, Any]]:
-    """Name and device of each part of a leaf that has two digests."""
+    """List name and device of each shard of a leaf whose two digests differ."""
     names = leaf_names(tree)
     leaves = jax.tree.leaves(tree)
     devices = list(leaves[0].sharding.mesh.devices.flat)
@@ -137,6 +138,7 @@ def unrepeated(tree: PyTree[Array], first: np.ndarray, second: np.ndarray) -> li
 
 
 def _place(device: Any, hosts: Sequence[str]) -> str:
+    """Describe a device with its process and host."""
     return f"{device} of process {device.process_index} on {hosts[device.process_index]}"
 
 
@@ -160,7 +162,7 @@ def _program(
 
 
 def _copy(tree: PyTree[Array]) -> PyTree[Array]:
-    """Buffers of their own, for a program that its arguments are donated to."""
+    """Copy all arrays to buffers of their own, for a program that donates its arguments."""
     leaves, structure = jax.tree.flatten(tree)
     in_layers = tuple(map(lies_in_layers, leaves))
     return jax.tree.unflatten(structure, _copies(leaves, in_layers))

@@ -1,11 +1,13 @@
-"""Updates made one layer after another, of moments that lie in the memory of hosts.
+"""Optimizer updates one layer after another, with moments in host memory (optimizer.on_host).
 
-A device holds gradients whole, and parameters, unless they lie on hosts as well; and of what lies
-there one layer: it is fetched, changed and sent back. What belongs to no stack of layers
-(embeddings, the last norm) is one more piece. Only for optimizers that change each number by
-itself: then a layer's update is what it would be among all others.
+A device holds all gradients, and the parameters unless they are on hosts as well. Of the arrays on
+hosts, it holds one layer at a time: the layer is fetched, updated and sent back. Variables that
+belong to no stack of layers (embeddings, the last norm) form one more piece. This works only for
+optimizers that update each element independently, so that a layer's update does not depend on other
+layers.
 
-A step reads moments twice: whether the result is finite is known before any of it is written.
+A step reads the moments twice, because all results must be known to be finite before any is
+written.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.host_memory import layer_of, on_device, where_it_was
 from maxtrain.train_step.optimizer import apply_updates, make_clipping, make_optimizer
 
-# Of variables that belong to no stack of layers.
+# The depth of variables that belong to no stack of layers.
 _REST = 0
 
 
@@ -31,8 +33,8 @@ class LayerUpdates(NamedTuple):
     """An optimizer in two parts.
 
     Attributes:
-        clipping: looks at all gradients together, and keeps nothing.
-        optimizer: all else; its state is that of the whole optimizer.
+        clipping: needs all gradients together, and has no state.
+        optimizer: all other parts; its state is that of the whole optimizer.
     """
 
     clipping: optax.GradientTransformation
@@ -46,19 +48,19 @@ def make_layer_updates(
     params: nnx.State,
     factors: PyTree | None = None,
 ) -> LayerUpdates:
-    """The optimizer of `make_optimizer` in two parts; arguments and errors are those."""
+    """Build the optimizer of `make_optimizer` in two parts; arguments and errors as there."""
     unclipped = make_optimizer(config, schedule, num_steps, params, factors, clips=False)
     return LayerUpdates(make_clipping(config), unclipped)
 
 
 class PendingUpdate:
-    """The update of a step, before any of it is written. To be used inside jit.
+    """The update of a step, before any of it is written. For use inside jit.
 
     Args:
-        rule: of the updates.
-        grads: of all parameters that train.
-        params: these, on the devices or on hosts.
-        opt_state: of the whole optimizer; its arrays lie on hosts.
+        rule: the optimizer.
+        grads: gradients of all trainable parameters.
+        params: the trainable parameters, on the devices or on hosts.
+        opt_state: the state of the whole optimizer, on hosts.
     """
 
     def __init__(self, rule: LayerUpdates, grads: nnx.State, params: nnx.State, opt_state: PyTree):
@@ -69,9 +71,9 @@ class PendingUpdate:
         self._depths = [_depth(x) for x in self._before]
 
     def finite(self) -> Bool[Array, " leaves"]:
-        """Of each array of parameters and then optimizer state, whether all its new numbers are
-        finite."""
-        # Counters always are.
+        """Return for each array of parameters and then optimizer state whether all its new elements
+        are finite."""
+        # Counters are always finite.
         found = [jnp.ones((), bool)] * len(self._before)
         for depth in self._stacks():
             places = self._places(depth)
@@ -97,7 +99,8 @@ class PendingUpdate:
         return jnp.stack(found)
 
     def written_if(self, apply: Bool[Array, ""]) -> tuple[nnx.State, PyTree]:
-        """Parameters and optimizer state after the step: new ones, or those from before."""
+        """Return parameters and optimizer state after the step: updated if `apply`, else
+        unchanged."""
         written = list(self._before)
 
         def kept(new: Array, piece: Array, array: Array) -> Array:
@@ -132,17 +135,19 @@ class PendingUpdate:
         return jax.tree.unflatten(self._tree, written)
 
     def _stacks(self) -> list[int]:
-        """How many layers are stacked, of each kind of stack."""
+        """Return the number of layers of each kind of stack."""
         return sorted({depth for depth in self._depths if depth is not None} - {_REST})
 
     def _places(self, depth: int | None) -> list[int]:
+        """Return the indices of the variables of this depth."""
         return [place for place, found in enumerate(self._depths) if found == depth]
 
     def _arrays(self, places: list[int]) -> list[Array]:
+        """Return the arrays of the variables at these indices."""
         return [self._before[place].get_value() for place in places]
 
     def _after_layer(self, depth: int, layer: Int[Array, ""], pieces: list[Array]) -> list[Array]:
-        """What becomes of one layer of the stacks of this depth, [1, ...] each, on the devices."""
+        """Update one layer of the stacks of this depth, [1, ...] each, on the devices."""
 
         def of_layer(gradient: Array) -> Array:
             return layer_of(gradient, layer)
@@ -153,12 +158,12 @@ class PendingUpdate:
     def _after(
         self, depth: int, pieces: list[Array], of_gradient: Callable[[Array], Array]
     ) -> list[PyTree]:
-        """All variables and counters after the update of those of one depth. The others have no
-        numbers: what is done to these costs nothing.
+        """Return all variables and counters after the update of the variables of one depth. The
+        others are empty arrays, so their update costs nothing.
 
         Args:
-            pieces: of the variables of this depth, on the devices.
-            of_gradient: takes the same piece out of a gradient.
+            pieces: the variables of this depth, on the devices.
+            of_gradient: selects the same piece of a gradient.
         """
         given = dict(zip(self._places(depth), pieces, strict=True))
 
@@ -194,7 +199,7 @@ def _is_variable(x: PyTree) -> bool:
 
 
 def _depth(x: PyTree) -> int | None:
-    """How many layers are stacked in a variable; None: it is a counter."""
+    """Return the number of layers stacked in a variable; None: it is a counter."""
     if not _is_variable(x):
         return None
     axes = logical_axes(x)
@@ -204,9 +209,10 @@ def _depth(x: PyTree) -> int | None:
 
 
 def _fetched(arrays: list[Array], layer: Int[Array, ""]) -> list[Array]:
-    """One layer of each array, on the devices."""
+    """Fetch one layer of each array to the devices."""
     return [on_device(layer_of(array, layer)) for array in arrays]
 
 
 def _whole(gradient: Array) -> Array:
+    """Return the gradient itself, as the piece of a variable without layers."""
     return gradient

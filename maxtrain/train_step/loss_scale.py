@@ -1,11 +1,11 @@
-"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back.
+"""Loss scaling for float16, whose smallest numbers would underflow in the backward pass.
 
-They are divided again in float32. The scale multiplies the loss. If anything overflows, the step is
-skipped on all devices alike; when that has happened `hysteresis` times since the scale last grew or
-was lowered, it is lowered, and after `window` finite steps in a row it grows.
+The scale multiplies the loss, and float32 gradients are divided by it. If anything overflows, the
+step is skipped on all devices alike. After `hysteresis` overflows since the scale last grew or was
+lowered, it is lowered; after `window` finite steps in a row it grows.
 
-Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is
-    Megatron-LM's.
+Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is from
+    Megatron-LM.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from maxtrain.config.schema import LossScaleConfig
 
 
 class LossScale(NamedTuple):
-    """The scale, and what decides when it changes."""
+    """The loss scale, and the counters that decide when it changes."""
 
     scale: Float[Array, ""]
     # Finite steps since the last overflow or growth.
     finite_in_row: Int[Array, ""]
-    # Overflows that are still to come before the scale is lowered.
+    # Remaining overflows until the scale is lowered.
     patience: Int[Array, ""]
 
 
 def resolve(config: LossScaleConfig, compute: str) -> LossScaleConfig | None:
-    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8.
+    """Resolve the mode `auto`: dynamic for float16, whose smallest number is 6e-8, else none.
 
-    None: the loss is not scaled.
+    Returns None if the loss is not scaled.
     """
     mode = config.mode
     if mode == "auto":
@@ -41,14 +41,14 @@ def resolve(config: LossScaleConfig, compute: str) -> LossScaleConfig | None:
 
 
 def initial(config: LossScaleConfig | None) -> LossScale | None:
-    """The scale of a new run, of a resolved config."""
+    """Return the loss scale of a new run, for a resolved config."""
     if config is None:
         return None
     return LossScale(jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis))
 
 
 def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
-    """After a step whose scaled gradients were all finite, or not."""
+    """Return the loss scale after a step whose scaled gradients were all finite, or not."""
     if config.mode == "static":
         return state
     if config.mode != "dynamic":
@@ -63,7 +63,7 @@ def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) 
 
 
 def at_its_end(state: LossScale, config: LossScaleConfig) -> Bool[Array, ""]:
-    """Whether no lower scale is left to try."""
+    """Return whether there is no lower scale to try."""
     return jnp.asarray(config.mode == "static") | (state.scale <= config.min)
 
 
@@ -73,9 +73,9 @@ def after_step(
     loss_finite: Bool[Array, ""],
     config: LossScaleConfig | None,
 ) -> tuple[LossScale | None, Bool[Array, ""]]:
-    """The scale after a step, and whether the step is lost.
+    """Return the loss scale after a step, and whether the step is lost.
 
-    It is if it is not finite, and a lower scale would not mend that.
+    A step is lost if it is not finite and a lower scale would not make it finite.
     """
     if state is None or config is None:
         return None, ~finite

@@ -1,6 +1,6 @@
-"""Norms of each layer's gradient, weights and update, taken on the device within the step.
+"""Norms of each layer's gradient, weights and update, measured on the device within the step.
 
-A parameter that is stacked over repeats of layers has a norm for each of them.
+A parameter that is stacked over repeated layers has one norm for each layer.
 """
 
 import re
@@ -16,20 +16,20 @@ from maxtrain.parallel.host_memory import by_layer, is_on_host
 from maxtrain.parallel.sharding import constrain
 from maxtrain.train_step.optimizer import paths
 
-# What norms are of, in the order of the rows of `measure_norms`.
+# The rows of `measure_norms`, in their order.
 MEASURED = ("gradient", "weight", "update")
 _PLACE = re.compile(r"layers\.(prefix_|rest_)?(\d+)\.(.*)")
 
 
 def norm_names(params: PyTree, whole: PyTree | None = None) -> list[str]:
-    """Names such as `layers.3.mlp.up.kernel`, in the order of `measure_norms`.
+    """Return names such as `layers.3.mlp.up.kernel`, in the order of `measure_norms`.
 
-    Layers are counted through the model from 0, those of a prefix, of the repeated period and of a
-    rest. What belongs to no layer keeps its path.
+    Layers are numbered through the model from 0: prefix, repeated period, rest. A parameter that
+    belongs to no layer keeps its path.
 
     Args:
-        params: abstract ones, or arrays.
-        whole: all parameters of the model, which layers are counted by; None: these are all.
+        params: parameters to name, abstract or arrays.
+        whole: all parameters of the model, by which layers are numbered; None: `params` are all.
     """
     if whole is None:
         whole = params
@@ -64,7 +64,7 @@ def norm_names(params: PyTree, whole: PyTree | None = None) -> list[str]:
 
 
 def is_stacked(params: PyTree) -> list[bool]:
-    """Of each leaf, whether its first dim is that of repeated layers."""
+    """Return for each leaf whether its first dim is that of repeated layers."""
     stacked = []
     for variable in paths(params).values():
         axes = logical_axes(variable)
@@ -79,14 +79,14 @@ def measure_norms(
     after: nnx.State,
     is_applied: Bool[Array, ""],
 ) -> Float[Array, "3 N"]:
-    """Euclidean norms in float32, a row for each of MEASURED, whole on every device.
+    """Measure Euclidean norms in float32, a row for each of MEASURED, replicated on every device.
 
     Args:
-        stacked: of each leaf, see `is_stacked`.
-        grads: of the loss, unscaled and before clipping.
-        before: parameters that the update is of.
-        after: parameters that it would make.
-        is_applied: whether the step is not refused. One that is updates nothing.
+        stacked: from `is_stacked`.
+        grads: gradients of the loss, unscaled and before clipping.
+        before: parameters before the update.
+        after: parameters after the update.
+        is_applied: whether the step is applied; otherwise the norms of the update are 0.
     """
 
     def change(new: Array, old: Array) -> Array:
@@ -105,7 +105,7 @@ def measure_norms(
 
 
 def no_norms(stacked: Sequence[bool], params: nnx.State) -> Float[Array, "3 N"]:
-    """Zeros, where norms are not due."""
+    """Return zeros in the shape of `measure_norms`, for steps where norms are not due."""
     count = 0
     for leaf, is_repeated in zip(jax.tree.leaves(params), stacked, strict=True):
         count += leaf.shape[0] if is_repeated else 1
@@ -115,7 +115,7 @@ def no_norms(stacked: Sequence[bool], params: nnx.State) -> Float[Array, "3 N"]:
 def _norms(
     stacked: Sequence[bool], numbers: Callable[..., Array], *trees: nnx.State
 ) -> Float[Array, "N"]:
-    """Norms of what `numbers` makes of the leaves of the trees, which lie in one place."""
+    """Return the norms of `numbers(*leaves)` for corresponding leaves of the trees."""
     squares = []
     each = zip(*map(jax.tree.leaves, trees), strict=True)
     for leaves, is_repeated in zip(each, stacked, strict=True):

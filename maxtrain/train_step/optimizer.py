@@ -1,9 +1,10 @@
-"""From the config to one optax transformation.
+"""Construction of one optax transformation from the config.
 
 It clips, decays weights, finds the direction, applies the learning rate, and averages weights.
-Parameters are known by their paths, such as `layers.0.attention.q.kernel`, and seen as what they
-are in one layer: a vector, or a matrix [in, out]. Stacking over layers makes neither a matrix of a
-vector nor one matrix of many.
+
+Parameters are identified by their paths, such as `layers.0.attention.q.kernel`, and treated by
+their shape in one layer: a vector, or a matrix [in, out]. Stacking over layers makes neither a
+matrix of a vector nor one matrix of many.
 """
 
 import math
@@ -23,20 +24,21 @@ from maxtrain.models.registry import logical_axes
 from maxtrain.parallel.host_memory import is_on_host, on_device, where_it_was
 from maxtrain.train_step.schedule import make_schedule
 
-# Their weight decay is part of the gradient; the others' is not.
+# Optimizers whose weight decay is added to the gradient (not decoupled).
 COUPLED = ("sgd", "momentum", "nesterov", "adam")
-# Of Muon's updates, as AdamW's have it: https://arxiv.org/abs/2502.16982, section 2.2.
+# Root mean square of Muon's updates, to match AdamW's: https://arxiv.org/abs/2502.16982, section
+# 2.2.
 _RMS = 0.2
 _BATCH_AXES = ("layers", "exp")
 
 
 class Averaged(NamedTuple):
-    """The state of an optimizer, and an average of the weights."""
+    """The state of an optimizer, with an exponential moving average of the weights."""
 
     inner: PyTree
-    # In float32, shaped and laid out like the parameters.
+    # The average in float32, shaped and laid out like the parameters.
     average: PyTree[Float[Array, "..."]]
-    # The updates in it.
+    # Number of updates in the average.
     count: Int[Array, ""]
 
 
@@ -48,18 +50,18 @@ def make_optimizer(
     factors: PyTree | None = None,
     clips: bool = True,
 ) -> optax.GradientTransformation:
-    """The transformation of gradients to updates.
+    """Build the transformation of gradients to updates.
 
     Args:
         params: the parameters, which may be abstract: paths, logical axes and shapes are read.
         factors: a number for each variable, which multiplies its learning rate but not its decay
             (models.init.learning_rate_factors); a group's own factor multiplies both.
-        clips: false: its gradients are clipped before (`make_clipping`). It goes on with
-            the state of an optimizer that clips.
+        clips: whether it clips gradients; false: they are clipped before (`make_clipping`). Both
+            forms have the same state.
 
     Raises:
-        ConfigError: a pattern that matches nothing, parameters in two groups, pieces of a schedule
-            that do not fit.
+        ConfigError: a pattern matches nothing, a parameter is in two groups, or the pieces of a
+            schedule do not fit.
     """
     groups = _groups(config, params)
     decay = _decay(config, params, groups)
@@ -76,7 +78,7 @@ def make_optimizer(
     ]
     before = _clipping(config)
     if not clips:
-        # As many parts as with clipping, so that each finds its own state.
+        # The same number of parts as with clipping, so that the structure of the state is the same.
         before = [optax.identity() for _ in before]
     after = []
     if factors is not None:
@@ -87,8 +89,8 @@ def make_optimizer(
         after += decays
     after += scales
     learning_rate = make_schedule(schedule, config.learning_rate, num_steps)
-    # Always four parts. All that keep a state have the same place and the same name in checkpoints
-    # whatever is clipped and decayed, so that a run may go on with other such settings.
+    # There are always four parts. Those with a state have the same place and name in checkpoints
+    # with any clipping and decay, so that a run may resume with other such settings.
     optimizer = optax.chain(
         _stateless_chain(before),
         _direction(config),
@@ -101,19 +103,19 @@ def make_optimizer(
 
 
 def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
-    """What `make_optimizer` does to gradients before all else; it keeps nothing."""
+    """Return the clipping part of `make_optimizer`, which has no state."""
     return _stateless_chain(_clipping(config))
 
 
 def _stateless_chain(
     parts: Sequence[optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """One transformation after another; none of them keeps a state, and there may be none."""
+    """Chain transformations that have no state; there may be none."""
     return optax.chain(optax.identity(), *parts)
 
 
 def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
-    """Multiplies the update of each parameter by its factor.
+    """Multiply the update of each parameter by its factor.
 
     Args:
         factors: a tree with a number where the parameters have a variable.
@@ -129,7 +131,7 @@ def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
 
 
 def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
-    """The average of the weights in their own types, and where they lie; or the weights, where
+    """Return the average of the weights in the parameters' types and memory, or the parameters if
     there is no average."""
     if not isinstance(opt_state, Averaged):
         return params
@@ -143,11 +145,11 @@ def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
-    """params + updates in the parameters' type.
+    """Return params + updates in the parameters' type.
 
-    With a key, sums in bfloat16 are rounded up or down at random, so that they are right on
-    average: what is smaller than half a step of the type is not lost. Leaf number i draws from
-    fold_in(key, i): the same bits on every mesh.
+    With a key, sums in bfloat16 are rounded stochastically, so that they are right on average and
+    small updates are not lost. Leaf number i uses fold_in(key, i), so the bits are the same on
+    every mesh.
     """
     if key is None:
         return optax.apply_updates(params, updates)
@@ -163,8 +165,8 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
 
 
 def stochastic_round(x: Float[Array, "..."], key: Array) -> Float[Array, "..."]:
-    """float32 to one of the two neighbours in bfloat16, at random, so that the mean is x."""
-    # bfloat16 lacks the 16 lower bits of float32: a number of 16 random bits is added to these, and
+    """Round float32 to one of the two neighbours in bfloat16, at random, so that the mean is x."""
+    # bfloat16 lacks the 16 lower bits of float32. A random 16-bit number is added to these, and
     # then they are cut off.
     random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -174,7 +176,7 @@ def stochastic_round(x: Float[Array, "..."], key: Array) -> Float[Array, "..."]:
 
 
 def paths(params: PyTree) -> dict[str, nnx.Variable]:
-    """The variables by path."""
+    """Return the variables by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)
     named = {}
     for path, variable in flat:
@@ -187,41 +189,41 @@ def _is_variable(x: Any) -> bool:
 
 
 def map_variables(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
-    """A tree with fn(path, variable) in place of each variable."""
+    """Replace each variable of a tree by fn(path, variable)."""
     named = iter(paths(tree).items())
     return jax.tree.map(lambda _: fn(*next(named)), tree, is_leaf=_is_variable)
 
 
 def _where(values: Mapping[str, float], value: float) -> Callable[[PyTree], PyTree]:
-    """The mask of parameters that have this value."""
+    """Return the mask of the parameters that have this value."""
     return lambda tree: map_variables(lambda path, _: values[path] == value, tree)
 
 
 def _matching(key: str, pattern: str, names: Mapping[str, Any]) -> list[str]:
-    """The paths that a pattern matches; ConfigError: it matches none."""
+    """Return the paths that a pattern matches. Raise a ConfigError if it matches none."""
     found = [path for path in names if re.search(pattern, path)]
     if not found:
-        mend = f"Set it to a part of one of these: {', '.join(names)}"
-        raise ConfigError(f"{key}={pattern} matches no parameter. {mend}.")
+        fix = f"Set it to a part of one of these: {', '.join(names)}"
+        raise ConfigError(f"{key}={pattern} matches no parameter. {fix}.")
     return found
 
 
 def _groups(config: OptimizerConfig, params: PyTree) -> dict[str, str]:
-    """The group's name for each path that is in one."""
+    """Return the group's name for each path that is in a group."""
     groups: dict[str, str] = {}
     for name, group in config.groups.items():
         for path in _matching(f"optimizer.groups.{name}.pattern", group.pattern, paths(params)):
             if path in groups:
                 both = f"optimizer.groups.{groups[path]} and optimizer.groups.{name}"
-                mend = f"Set one of these so that it does not match {path}"
-                raise ConfigError(f"{path} is in {both}, by their patterns. {mend}.")
+                fix = f"Set one of these so that it does not match {path}"
+                raise ConfigError(f"{path} is in {both}, by their patterns. {fix}.")
             groups[path] = name
     return groups
 
 
 def _decay(config: OptimizerConfig, params: PyTree, groups: Mapping[str, str]) -> dict[str, float]:
-    """The weight decay of each path: of matrices only, not of norms and biases, unless a group says
-    otherwise."""
+    """Return the weight decay of each path: matrices decay, norms and biases do not, unless a group
+    says otherwise."""
     decay = {}
     for path, variable in paths(params).items():
         is_matrix = _is_matrix(variable.get_metadata("axes"))
@@ -237,6 +239,7 @@ def _decay(config: OptimizerConfig, params: PyTree, groups: Mapping[str, str]) -
 
 
 def _clipping(config: OptimizerConfig) -> list[optax.GradientTransformation]:
+    """Return the clipping transformations of the config."""
     parts = []
     if config.clip_value is not None:
         parts.append(optax.clip(config.clip_value))
@@ -248,7 +251,7 @@ def _clipping(config: OptimizerConfig) -> list[optax.GradientTransformation]:
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """What is multiplied by the learning rate."""
+    """Return the transformation whose result is multiplied by the learning rate."""
     match config.name:
         case "adam" | "adamw":
             return _adam(config)
@@ -267,11 +270,12 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Return Adam's direction."""
     return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest."""
+    """Return Muon for matrices, and Adam for the rest."""
 
     def rescale(updates: PyTree, _: PyTree) -> PyTree:
         return map_variables(_rescaled, updates)
@@ -287,7 +291,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _split(axes: tuple[str | None, ...]) -> tuple[int, int]:
-    """Number of dims that are stacked, and the dim at which a matrix's outputs begin.
+    """Return the number of stacked dims, and the dim at which a matrix's outputs begin.
 
     For a vector, the second is the number of all its dims.
     """
@@ -299,12 +303,14 @@ def _split(axes: tuple[str | None, ...]) -> tuple[int, int]:
 
 
 def _is_matrix(axes: tuple[str | None, ...]) -> bool:
-    """Whether there are inputs and outputs; the bias of heads has two dims and is a vector."""
+    """Return whether a parameter has inputs and outputs; the bias of heads has two dims and is a
+    vector."""
     _, first_output = _split(axes)
     return first_output < len(axes)
 
 
 def _label(path: str, variable: nnx.Variable) -> str:
+    """Return which part of Muon a parameter belongs to."""
     axes = logical_axes(variable)
     if _is_matrix(axes) and "vocab" not in axes:
         return "muon"
@@ -313,7 +319,7 @@ def _label(path: str, variable: nnx.Variable) -> str:
 
 def _dimension_numbers(tree: PyTree) -> PyTree:
     def of(path: str, variable: Any) -> Any:
-        # What is masked is no variable.
+        # Masked leaves are no variables.
         if not _is_variable(variable):
             return variable
         axes = logical_axes(variable)
@@ -326,7 +332,7 @@ def _dimension_numbers(tree: PyTree) -> PyTree:
 
 
 def _rescaled(path: str, variable: nnx.Variable) -> nnx.Variable:
-    """An orthogonal matrix, scaled to root mean square _RMS."""
+    """Scale an orthogonal matrix to root mean square _RMS."""
     batch, first = _split(logical_axes(variable))
     inputs = math.prod(variable.shape[batch:first])
     outputs = math.prod(variable.shape[first:])
@@ -334,10 +340,10 @@ def _rescaled(path: str, variable: nnx.Variable) -> nnx.Variable:
 
 
 def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation of one array, applied to every layer's vectors and matrices [in, out].
+    """Apply a transformation of one array to every layer's vectors and matrices [in, out].
 
-    Its state is plain arrays by path, stacked over layers, and float32: Adafactor's decay comes so
-    near to 1 that averages in bfloat16 would stay as they are after a thousand steps.
+    Its state has float32 arrays by path, stacked over layers. Adafactor's decay approaches 1, so
+    that averages in bfloat16 would stop changing after a thousand steps.
     """
 
     def views(tree: PyTree) -> dict[str, Array]:
@@ -374,9 +380,9 @@ def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _averaged(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """With an average of the weights after each update.
+    """Add an exponential moving average of the weights after each update.
 
-    It starts short, so that the first weights are soon forgotten.
+    The decay starts low, so that the first weights are soon forgotten.
     """
 
     def init(params: PyTree) -> Averaged:

@@ -1,29 +1,29 @@
-"""The gradient of a batch by stages that take turns: one forward, one backward (1F1B).
+"""The gradient of a batch with the 1F1B pipeline schedule (one forward, one backward).
 
-A micro-batch begins its backward pass as soon as the last stage is through with it, so that a stage
-keeps what went into it of 2 S - 1 micro-batches at most, however many there are. The order of
-`models/pipeline.py` keeps all of them, and both wait as long.
+A micro-batch begins its backward pass as soon as the last stage has processed it. So a stage keeps
+the inputs of at most 2 S - 1 micro-batches, for any number of micro-batches. The schedule of
+`models/pipeline.py` keeps all of them; both have the same bubble.
 
-All stages run one program, in steps of the same length. In tick t, stage s of S takes micro-batch
-t - s forward, and micro-batch t - 2 (S - 1) + s backward: for the last stage these are the same,
-with the loss between them. So there are three loops of ticks for M micro-batches: S - 1 that only
-go forward, M that do both, and S - 1 that only go backward. A stage waits in S - 1 of M + S - 1
-forward parts, and in as many backward ones; what it computes then is used nowhere.
+All stages run one program, in ticks of the same length. In tick t, stage s of S takes micro-batch t
+- s forward, and micro-batch t - 2 (S - 1) + s backward. For the last stage these are the same, with
+the loss between them. So there are three loops of ticks for M micro-batches: S - 1 that only go
+forward, M that do both, and S - 1 that only go backward. A stage is idle in S - 1 of M + S - 1
+forward parts, and in as many backward parts; its results there are discarded.
 
-A backward part computes the forward pass of its stage again, from what went into it. What
-`model.remat` keeps is kept of one micro-batch, for as long as one backward part, and what it does
-not keep is computed once more. So `none` computes as much as `full` does in the order of
-`models/pipeline.py`, and `full` each layer forward three times.
+A backward part recomputes the forward pass of its stage from its input. What `model.remat` keeps is
+kept for one micro-batch, during one backward part; the rest is computed once more. So `none`
+computes as much as `full` does in `models/pipeline.py`, and `full` computes each layer forward
+three times.
 
-In each tick that goes both ways, a stage sends its result to the next one and a gradient to the one
-before, b T D numbers of the type of activations for each device, b being rows of a device in a
-micro-batch; the result of the last stage and the gradient of the first go to all, since each stage
-has a part of the vocabulary: all compute the loss together, between the two parts. Gradients of
-weights are scattered over `fsdp` in each tick; XLA takes sums over `data` out of the loops, of
-which two go backward, but not that of the head where it compiles for GPUs.
+In each tick with both parts, a stage sends its result to the next stage and a gradient to the one
+before. Each is b T D numbers of the activation type for each device, where b is the rows of a
+device in a micro-batch. The result of the last stage and the gradient of the first go to all
+stages, because each stage holds a part of the vocabulary: all compute the loss together, between
+the two parts. Gradients of weights are reduce-scattered over `fsdp` in each tick. XLA moves sums
+over `data` out of the two loops that go backward, except for the head when it compiles for GPUs.
 
 Source: Narayanan et al. 2019, https://dl.acm.org/doi/10.1145/3341301.3359646, section 3.2; without
-stale weights: https://arxiv.org/abs/2104.04473, section 2.2.1.
+    stale weights: https://arxiv.org/abs/2104.04473, section 2.2.1.
 """
 
 from collections.abc import Callable
@@ -64,22 +64,22 @@ from maxtrain.parallel.sharding import STAGE, constrain_weight
 from maxtrain.train_step.optimizer import map_variables
 from maxtrain.train_step.trainable import join
 
-# What passes rows through the period of layers, as of `Stack.run_period`.
+# A function that passes rows through the period of layers, as `Stack.run_period` does.
 RunPeriod = Callable[[Block, Array, Context, list[Inputs]], Array]
 
-# The names of dims of tables, whose rows are looked up by number.
+# The logical axes of tables whose rows are looked up by number.
 _TABLES = (("vocab", "embed"), ("positions", "embed"))
 
 
 class _Parts(NamedTuple):
-    """The parameters that train: those of layers that stages share out, stacked, and the rest."""
+    """The trainable parameters: those of layers that stages share out, stacked, and the rest."""
 
     layers: nnx.State
     rest: nnx.State
 
 
 class _Period(NamedTuple):
-    """What reaches the period of layers in a pass."""
+    """The inputs of the period of layers in a forward pass."""
 
     block: Block
     x: Float[Array, "B T D"]
@@ -88,15 +88,15 @@ class _Period(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What one tick leaves to the next one; S is the number of stages, K is 2 S - 1."""
+    """The state between two ticks; S is the number of stages, K is 2 S - 1."""
 
-    # What goes into each stage, the first excepted.
+    # The next input of each stage, except the first.
     given: Float[Array, "S b T D"]
-    # The gradient of what came out of each stage, the last excepted.
+    # The gradient of the output of each stage, except the last.
     returned: Float[Array, "S b T D"]
-    # What went into each stage in the last K ticks, by tick mod K.
+    # The inputs of each stage in the last K ticks, by tick mod K.
     went_in: Float[Array, "S K b T D"]
-    # Summed up over micro-batches.
+    # Sums over micro-batches.
     kept: Any
     result: Result
     grads: _Parts
@@ -110,13 +110,13 @@ def staged_gradients(
     scales: Scales,
     dtype: str,
 ) -> tuple[Result, nnx.State]:
-    """The loss of a batch of [B, T] with what is recorded, and the loss's gradient.
+    """Compute the loss of a batch [B, T] with its metrics, and the gradient of the loss.
 
     Args:
-        models, params, objective, scales: as of `step.gradients`. The objective passes its rows
+        models, params, objective, scales: as for `step.gradients`. The objective passes its rows
             once through the policy, and through no other model.
-        batch: which may be a micro-batch of accumulation.
-        dtype: in which gradients of micro-batches are summed up.
+        batch: the whole batch, or a micro-batch of gradient accumulation.
+        dtype: type in which gradients of micro-batches are accumulated.
     """
     assert objective.models == (POLICY,), f"there is no second pass behind stages: {objective}"
     schedule = _Schedule(models, params, batch, objective, scales)
@@ -142,7 +142,7 @@ class _Schedule:
         self._form = form_for(batch["inputs"].shape[0], policy.config.pipeline)
         self._micros = micro_batches(batch, self._form.micro_batches)
         self._params = _parted(params, self._names)
-        # Of all else that this pass computes, XLA makes nothing.
+        # XLA removes everything else that this pass computes.
         period = self._into_layers(self._params.rest, batch)
         self._block = period.block
         self._context = period.context
@@ -152,7 +152,7 @@ class _Schedule:
         self._places = jnp.arange(self._form.stages)
 
     def run(self, dtype: str) -> tuple[Result, nnx.State]:
-        """All ticks; gradients are summed up in this type."""
+        """Run all ticks; gradients are accumulated in this type."""
         S = self._form.stages
         M = self._form.micro_batches
         carry = self._start(dtype)
@@ -160,8 +160,8 @@ class _Schedule:
         carry = self._loop(carry, ticks[: S - 1], forward=True, backward=False)
         carry = self._loop(carry, ticks[S - 1 : S - 1 + M], forward=True, backward=True)
         carry = self._loop(carry, ticks[S - 1 + M :], forward=False, backward=True)
-        said = said_in_period(self._names, carry.kept)
-        result = also_said(carry.result, said, self._scales)
+        aux = said_in_period(self._names, carry.kept)
+        result = also_said(carry.result, aux, self._scales)
         return result, join(carry.grads.layers, carry.grads.rest)
 
     def _loop(
@@ -178,7 +178,7 @@ class _Schedule:
         return jax.lax.scan(tick, carry, ticks)[0]
 
     def _forward(self, carry: _Carry, number: Int[Array, ""]) -> tuple[_Carry, Array]:
-        """The forward part of a tick, and what came out of each stage."""
+        """Compute the forward part of a tick, and return the output of each stage."""
         S, _, M = self._form
         items = number - self._places
         first = self._into_layers(self._params.rest, self._micro(number)).x
@@ -197,10 +197,10 @@ class _Schedule:
         return carry._replace(given=given, went_in=on_stages(went_in), kept=kept), out
 
     def _backward(self, carry: _Carry, number: Int[Array, ""], out: Array | None) -> _Carry:
-        """The backward part of a tick.
+        """Compute the backward part of a tick.
 
-        `out`: what came out of each stage in its forward part, whose loss is next; None: there was
-        none, and all losses are there.
+        `out`: the outputs of each stage's forward part, whose loss is computed next; None: there
+        was no forward part, and all losses are known.
         """
         S, _, M = self._form
         gradient = carry.returned
@@ -247,7 +247,7 @@ class _Schedule:
         return carry._replace(returned=returned, result=result, grads=_Parts(of_layers, rest))
 
     def _start(self, dtype: str) -> _Carry:
-        """Before the first tick."""
+        """Return the state before the first tick."""
         S = self._form.stages
         first = self._micro(jnp.int32(0))
         x = self._into_layers(self._params.rest, first).x
@@ -267,13 +267,15 @@ class _Schedule:
     def _stage(
         self, x: Float[Array, "b T D"], weights: nnx.State, item: Int[Array, ""], inputs: Any
     ) -> tuple[Array, tuple[Float[Array, ""], list[Kept]]]:
-        """A stage's layers: what comes out, what they add to the loss, and what is kept of them.
+        """Run a stage's layers, and return their output, what they add to the loss, and their kept
+        values.
 
         Args:
-            x: what goes into the first of them.
-            weights: the parameters that train, [L, ...].
+            x: the input of the first of these layers.
+            weights: the trainable parameters, [L, ...].
             item: the number of the micro-batch.
-            inputs: all inputs of the layers, [L, ...]; of those that train, others of their kind.
+            inputs: all inputs of the layers, [L, ...]; `weights` replace the trainable parameters
+                in them.
         """
         rows = jax.tree.map(lambda leaf: leaf[self._index(item)], self._rows)
         inputs = _with_weights(inputs, self._names, weights)
@@ -283,7 +285,7 @@ class _Schedule:
         return out, (with_terms(jnp.float32(0), terms, self._scales), kept)
 
     def _into_layers(self, rest: nnx.State, batch: Batch) -> _Period:
-        """What reaches the period of layers, of some rows."""
+        """Return the inputs of the period of layers for some rows."""
         reached = []
 
         def run(block: Block, x: Array, context: Context, inputs: list[Inputs]) -> Array:
@@ -297,8 +299,12 @@ class _Schedule:
     def _loss(
         self, x: Float[Array, "b T D"], batch: Batch
     ) -> tuple[Result, nnx.State, Float[Array, "b T D"]]:
-        """Of what came out of the period: the result, without what its layers say, and the gradient
-        by the rest of the parameters and by what came out."""
+        """Compute the loss from the output of the period.
+
+        Returns:
+            the result without the layers' part, and the gradients with respect to the rest of the
+                parameters and to the output of the period.
+        """
 
         def loss(rest: nnx.State, x: Array) -> tuple[Array, Result]:
             result = self._pass(_as_summed(rest), batch, lambda *_: x)
@@ -311,8 +317,8 @@ class _Schedule:
     def _gradient_before_layers(
         self, gradient: Float[Array, "b T D"], number: Int[Array, ""]
     ) -> nnx.State:
-        """The gradient by the rest of the parameters, by that of what reaches the period of a
-        micro-batch."""
+        """Return the gradient with respect to the rest of the parameters, given the gradient with
+        respect to the period's input for a micro-batch."""
         micro = self._micro(number)
 
         def reaches(rest: nnx.State) -> Array:
@@ -322,20 +328,20 @@ class _Schedule:
         return pull(gradient)[0]
 
     def _pass(self, rest: nnx.State, batch: Batch, run: RunPeriod) -> Result:
-        """The objective, of a policy whose period is run so."""
+        """Run the objective's forward pass with a policy whose period is run by `run`."""
         models = self._models(join(self._params.layers, rest))
         policy = _with_run(models[POLICY], run)
         return self._objective.forward({POLICY: policy}, batch, self._scales)
 
     def _micro(self, number: Int[Array, ""]) -> Batch:
-        """A micro-batch; some other one where there is none of the number."""
+        """Return a micro-batch; an arbitrary one if the number is out of range."""
         return jax.tree.map(lambda leaf: leaf[self._index(number)], self._micros)
 
     def _index(self, item: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.clip(item, 0, self._form.micro_batches - 1)
 
     def _in_blocks(self, tree: Any) -> Any:
-        """Of each stage, [S, L, ...]."""
+        """Split arrays by stage, [S, L, ...]."""
         return jax.tree.map(lambda leaf: in_blocks(leaf, self._form)[:, 0], tree)
 
     def _of_first(self, tree: Any) -> Any:
@@ -343,7 +349,8 @@ class _Schedule:
 
 
 def _parted(params: nnx.State, names: list[str]) -> _Parts:
-    """The parameters that train, of the places of the period with these names, and the rest."""
+    """Split the trainable parameters into those of the period's places with these names, and the
+    rest."""
 
     def is_in_period(path: tuple[Any, ...], _: Any) -> bool:
         return str(path[0]) == "layers" and str(path[1]) in names
@@ -353,12 +360,12 @@ def _parted(params: nnx.State, names: list[str]) -> _Parts:
 
 
 def _with_weights(inputs: list[Inputs], names: list[str], weights: nnx.State) -> list[Inputs]:
-    """The inputs of layers, with these parameters.
+    """Replace the parameters in the inputs of layers by these.
 
     Args:
-        inputs: of each place in the period.
-        names: of the places.
-        weights: by their paths in the model, such as `layers.0.mlp.up.kernel`.
+        inputs: the inputs of each place in the period.
+        names: the names of the places.
+        weights: parameters by their paths in the model, such as `layers.0.mlp.up.kernel`.
     """
     found = nnx.to_flat_state(weights)
     changed = []
@@ -372,7 +379,7 @@ def _with_weights(inputs: list[Inputs], names: list[str], weights: nnx.State) ->
 
 
 def _with_run(model: Decoder, run: RunPeriod) -> Decoder:
-    """The model, whose period is run so. Its weights are the same."""
+    """Return the model with another function that runs its period. The weights are shared."""
     graphdef, variables = nnx.split(model)
     model = nnx.merge(graphdef, variables)
     model.layers.run_period = run
@@ -380,11 +387,11 @@ def _with_run(model: Decoder, run: RunPeriod) -> Decoder:
 
 
 def _as_summed(rest: nnx.State) -> nnx.State:
-    """Parameters, or their gradients, split as gradients are while they are summed up: as they are
-    used, but tables of vectors by number, of tokens or positions, not over their width.
+    """Shard parameters or gradients as gradients are accumulated: as the weights are used, but
+    tables of tokens or positions are not split over their width.
 
-    Tokens are added to the gradient of a table by their number, for which XLA has it whole. Kept so
-    from one micro-batch to the next, it is summed over devices behind the loop.
+    XLA scatters into the gradient of a table while it is whole. Kept whole from one micro-batch to
+    the next, it is summed over devices once, after the loop.
     """
 
     def split(_: str, variable: nnx.Variable) -> nnx.Variable:
@@ -397,8 +404,8 @@ def _as_summed(rest: nnx.State) -> nnx.State:
 
 
 def _sum_of(is_there: Bool[Array, " S"]) -> Callable[[Array, Array], Array]:
-    """Adds to a total, [S L, ...], what stages found, [S, L, ...], of those that worked on a
-    micro-batch that there is."""
+    """Return a function that adds the results of stages, [S, L, ...], to a total, [S L, ...], for
+    the stages that worked on an existing micro-batch."""
 
     def add(total: Array, part: Array) -> Array:
         counts = is_there.reshape(-1, *(1,) * (part.ndim - 1))

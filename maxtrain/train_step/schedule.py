@@ -1,6 +1,6 @@
-"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's end.
+"""The learning rate of each update: warmup, then the pieces of the schedule, up to the plan's end.
 
-Updates are counted by the optimizer's state, so that a skipped step uses up nothing.
+The optimizer's state counts updates, so a skipped step does not advance the schedule.
 """
 
 from typing import NamedTuple
@@ -16,21 +16,22 @@ from maxtrain.config.sections.schedule import piece_borders
 
 
 class _Piece(NamedTuple):
-    """Updates in a row whose rate goes from `start` at the first of them to `end` at the last."""
+    """Consecutive updates whose rate goes from `start` at the first of them to `end` at the
+    last."""
 
     name: str
-    # In updates.
+    # Number of updates.
     length: int
     start: float
     end: float
-    # Of a polynomial.
+    # Exponent of a polynomial piece.
     power: float = 1.0
-    # Of inverse_sqrt, in updates.
+    # Timescale of an inverse_sqrt piece, in updates.
     timescale: int = 1
 
 
 def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
-    """Learning rate of the update with index 0 ... num_steps - 1.
+    """Return the learning rate of the updates with index 0 ... num_steps - 1.
 
     Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since
     then and low the `lowest_rate`, which the last update has:
@@ -45,7 +46,7 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
         pieces         one of these after another, between factors of the peak
 
     Raises:
-        ConfigError: pieces that do not fit into the run; an exponential one from or to 0.
+        ConfigError: pieces do not fit into the run, or an exponential piece starts or ends at 0.
     """
     warmup = min(config.warmup_steps, num_steps)
     left = num_steps - warmup
@@ -65,16 +66,17 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
 
 
 def lowest_rate(config: ScheduleConfig, peak: float) -> float:
-    """The rate that the last update has: a share of the peak, or what the config says itself."""
+    """Return the rate of the last update: min_learning_rate, or a share of the peak."""
     if config.min_learning_rate is not None:
         return config.min_learning_rate
     return config.min_lr_ratio * peak
 
 
 def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]:
+    """Return the pieces of a schedule that the config gives piece by piece."""
     borders = piece_borders(config, num_steps)
     pieces = []
-    # As a share of the peak, where the piece before ended.
+    # The rate at the end of the piece before, as a share of the peak.
     last = 1.0
     for piece, first, end in zip(config.pieces, borders, borders[1:]):
         start = piece.start
@@ -94,7 +96,7 @@ def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]
 
 
 def _curve(piece: _Piece) -> optax.Schedule:
-    """Rate of the update with index 0 ... length - 1 of a piece."""
+    """Return the rate of the updates with index 0 ... length - 1 of a piece."""
     start = piece.start
     end = piece.end
     span = max(1, piece.length - 1)
@@ -103,8 +105,8 @@ def _curve(piece: _Piece) -> optax.Schedule:
     if piece.name == "exponential":
         if min(start, end) <= 0:
             rule = f"an exponential curve goes from {start} to {end}, but neither may be 0"
-            mend = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
-            raise ConfigError(f"schedule: {rule}. {mend}.")
+            fix = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
+            raise ConfigError(f"schedule: {rule}. {fix}.")
         return optax.exponential_decay(start, span, end / start)
     if piece.name == "inverse_sqrt":
         return _inverse_sqrt(piece)
@@ -130,7 +132,7 @@ def _inverse_sqrt(piece: _Piece) -> optax.Schedule:
 def _cosine(start: float, end: float, span: int) -> optax.Schedule:
     if start:
         return optax.cosine_decay_schedule(start, span, alpha=end / start)
-    # Optax's curve is a multiple of its start: from 0 it goes the other way round.
+    # Optax's curve is a multiple of its start value, so a rise from 0 is a mirrored fall.
     down = optax.cosine_decay_schedule(end, span)
 
     def up(s: ArrayLike) -> ArrayLike:

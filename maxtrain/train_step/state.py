@@ -1,7 +1,7 @@
 """Everything that training changes, as one pytree of global arrays.
 
-It is made in place on the mesh, or described abstractly. Parameter counts, checkpoints and imported
-weights all read the same abstract tree.
+The state is created in place on the mesh, or described abstractly. Parameter counts, checkpoints
+and imported weights all read the same abstract tree.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from maxtrain.train_step.loss_scale import LossScale, initial
 from maxtrain.train_step.optimizer import average_or_params, paths
 from maxtrain.train_step.trainable import join, nothing, only_policy, split, split_buffers
 
-# Parameters that a summary names.
+# Most parameters that a summary names.
 _MOST_NAMED = 8
 
 
 class Control(NamedTuple):
-    """What decides on steps, and counts them."""
+    """Counters of steps, and the state of the checks that decide whether a step is applied."""
 
     # Steps of the run that changed nothing: without a target, or rejected.
     skipped: Int[Array, ""]
-    # Non-finite steps in a row, up to now, that no lower loss scale would have mended.
+    # Consecutive non-finite steps up to now that a lower loss scale would not have made finite.
     skipped_in_row: Int[Array, ""]
     watch: Watch
     loss_scale: LossScale | None = None
@@ -51,15 +51,16 @@ class Control(NamedTuple):
 class TrainState:
     """Everything that a step needs beside the batch, and all that it changes.
 
-    A pytree whose leaves are called what checkpoints call them: `params.layers.0...` are those that
-    train, and what is in `control` has no name in front.
+    A pytree whose leaf names are those of checkpoints: trainable parameters are
+    `params.layers.0...`, and leaves of `control` have no prefix.
     """
 
-    # Finished steps, whether they changed anything or not; int32 of shape [], or its description.
+    # Finished steps, whether they changed anything or not; int32 of shape [], or abstract.
     step: PyTree
-    # Parameters of the policy that have a gradient.
+    # Trainable parameters of the policy.
     trainable: nnx.State
-    # Never updated: the policy's other parameters, and whole models that an objective needs.
+    # Parameters that are never updated: the policy's others, and whole models that an objective
+    # needs.
     frozen: dict[str, nnx.State]
     # Arrays of the policy that change without a gradient.
     buffers: nnx.State
@@ -67,8 +68,8 @@ class TrainState:
     control: Control
 
 
-# Of the children of a TrainState, in the order of its leaves. The policy's frozen parameters have
-# the same kind of names as those that train.
+# Keys of the children of a TrainState, in the order of its leaves. The policy's frozen parameters
+# have the same prefix as its trainable ones.
 _KEYS = tuple(
     jax.tree_util.GetAttrKey(name)
     for name in (
@@ -120,45 +121,47 @@ jax.tree_util.register_pytree_with_keys(TrainState, _children_with_keys, _from_c
 
 
 def policy_params(state: TrainState) -> nnx.State:
-    """All parameters of the policy, those that train and those that don't; no buffers."""
+    """Return all parameters of the policy, trainable and frozen; no buffers."""
     return join(state.trainable, state.frozen[POLICY])
 
 
 def policy_variables(state: TrainState) -> nnx.State:
-    """All arrays of the policy: its parameters and its buffers."""
+    """Return all arrays of the policy: its parameters and its buffers."""
     return join(state.trainable, state.frozen[POLICY], state.buffers)
 
 
 def with_watch(state: TrainState, watch: Watch) -> TrainState:
-    """The state with another watch."""
+    """Return the state with another watch."""
     control = state.control._replace(watch=watch)
     return dataclasses.replace(state, control=control)
 
 
 def eval_params(state: TrainState) -> nnx.State:
-    """What the policy is judged by: the average of its weights, or else its parameters; and all of
-    it that does not train."""
+    """Return the weights that the policy is evaluated with: the average of the trainable parameters
+    if there is one, else themselves; with frozen parameters and buffers."""
     trainable = average_or_params(state.trainable, state.opt_state)
     return join(trainable, state.frozen[POLICY], state.buffers)
 
 
 def params_of_models(state: TrainState) -> dict[str, nnx.State]:
-    """What each model that an objective sees is judged by, by its name."""
+    """Return the weights that each model of the objective is evaluated with, by its name."""
     return state.frozen | {POLICY: eval_params(state)}
 
 
 def saved_part(state: TrainState) -> TrainState:
-    """The state without what is never saved with the run: frozen models other than the policy."""
+    """Return the state without the frozen models other than the policy, which are never saved with
+    the run."""
     return dataclasses.replace(state, frozen={POLICY: state.frozen[POLICY]})
 
 
 def changing_part(state: TrainState) -> TrainState:
-    """What each checkpoint holds: all that steps change."""
+    """Return the part that steps change, which each checkpoint holds."""
     return dataclasses.replace(state, frozen=only_policy())
 
 
 def constant_part(state: TrainState) -> dict[str, nnx.State]:
-    """What is saved once per run: the policy's frozen parameters; empty if all train."""
+    """Return the part that is saved once per run: the policy's frozen parameters; empty if all
+    train."""
     frozen = state.frozen[POLICY]
     if not frozen:
         return {}
@@ -166,7 +169,7 @@ def constant_part(state: TrainState) -> dict[str, nnx.State]:
 
 
 def with_frozen(state: TrainState, models: Mapping[str, nnx.State]) -> TrainState:
-    """The state with the parameters of these whole models among the frozen ones."""
+    """Return the state with the parameters of these models added to the frozen ones."""
     return dataclasses.replace(state, frozen=state.frozen | dict(models))
 
 
@@ -175,9 +178,9 @@ def _is_variable(x: Any) -> bool:
 
 
 def _shard(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """The tree with a sharding on every abstract leaf.
+    """Add a sharding to every abstract leaf of a tree.
 
-    A parameter's, and its optimizer state's, is from its logical axes.
+    Parameters and their optimizer state are sharded by their logical axes.
     """
 
     def place(path: Any, x: Any) -> Any:
@@ -199,14 +202,15 @@ def _shard(tree: Any, mesh: Mesh, rules: Rules) -> Any:
 def abstract_model(
     model: ModelConfig, precision: PrecisionConfig, mesh: Mesh, rules: Rules = RULES
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure, and its parameters and buffers as shapes with shardings.
+    """Return the model's structure, and its parameters and buffers as abstract arrays with
+    shardings.
 
     Args:
-        rules: where they are stored (`stored_rules`).
+        rules: sharding rules of stored parameters (`stored_rules`).
 
     Raises:
-        ConfigError: a dim that the mesh does not divide, or two of an array that would be split
-            over one axis.
+        ConfigError: the mesh does not divide a dim, or two dims of an array would be split over one
+            axis.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(model, precision)))
     require_blocks_of_experts(params, mesh.shape)
@@ -214,13 +218,13 @@ def abstract_model(
 
 
 def on_hosts(tree: PyTree, only_layers: bool = False) -> PyTree:
-    """An abstract tree whose variables lie in the memory of hosts.
+    """Move the variables of an abstract tree to host memory.
 
     Counters stay on devices, and so do vectors of layers, such as those of norms: they are small,
-    and TPU's compiler can't fetch one of several that lie side by side in 16 bits.
+    and the TPU compiler cannot fetch one of several packed 16-bit vectors.
 
     Args:
-        only_layers: those that belong to no stack of layers stay on devices, too.
+        only_layers: whether variables that belong to no stack of layers stay on devices as well.
     """
 
     def place(leaf: Any) -> Any:
@@ -236,7 +240,7 @@ def on_hosts(tree: PyTree, only_layers: bool = False) -> PyTree:
 
 
 def spread_tree(tree: PyTree) -> PyTree:
-    """An abstract tree with each leaf split over `data` as well, where one of its dims can be."""
+    """Shard each leaf of an abstract tree over `data` as well, if one of its dims allows it."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         assert isinstance(x.sharding, NamedSharding)
@@ -246,7 +250,8 @@ def spread_tree(tree: PyTree) -> PyTree:
 
 
 def zero_summary(abstract: TrainState, zero: int) -> str:
-    """What ZeRO splits, in words: bytes on a device, and of these, what can't be divided."""
+    """Describe what ZeRO shards: bytes on a device, and the bytes of these that cannot be
+    divided."""
 
     def megabytes(leaves: list[Any]) -> float:
         sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
@@ -268,7 +273,7 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
 
 
 def trained_summary(abstract: TrainState) -> str:
-    """Which parameters train, in words, where some are frozen."""
+    """Describe which parameters train, if some are frozen."""
 
     names = []
     for path, variable in paths(abstract.trainable).items():
@@ -320,18 +325,18 @@ def abstract_state(
     on_host: bool = False,
     weights_on_host: Literal["none", "frozen", "all"] = "none",
 ) -> TrainState:
-    """The state as shapes with shardings, from abstract parameters.
+    """Return the state as abstract arrays with shardings, from abstract parameters.
 
     Args:
-        trainable: the parameters that train; the optimizer is for these.
-        loss_scale: a resolved one.
-        zero: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
-            too.
+        trainable: the trainable parameters, which the optimizer is for.
+        loss_scale: a resolved config.
+        zero: ZeRO stage. From 1 on, the optimizer's state is sharded over `data`; with 3, also the
+            parameters.
         frozen: the policy's other parameters; None: all train.
-        buffers: the policy's; None: it has none.
-        rules: as of `abstract_model`.
-        on_host: the optimizer's arrays lie in the memory of hosts; see `on_hosts`.
-        weights_on_host: which of the policy's parameters of layers lie there.
+        buffers: the policy's buffers; None: it has none.
+        rules: as for `abstract_model`.
+        on_host: whether the optimizer's arrays are in host memory; see `on_hosts`.
+        weights_on_host: which of the policy's layer parameters are in host memory.
     """
     if frozen is None:
         frozen = nothing()
@@ -362,7 +367,7 @@ def abstract_state(
 
 
 def shardings(tree: PyTree) -> PyTree:
-    """The sharding of each leaf of an abstract tree."""
+    """Return the sharding of each leaf of an abstract tree."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
@@ -375,7 +380,7 @@ def create_state(
     loss_scale: LossScaleConfig | None = None,
     init: InitConfig | None = None,
 ) -> TrainState:
-    """Random parameters, buffers and a fresh optimizer, each array made where it lives.
+    """Create random parameters, buffers and a fresh optimizer state, each array in place.
 
     The bits are the same on every mesh.
     """
@@ -395,10 +400,10 @@ def state_from_variables(
     optimizer: optax.GradientTransformation,
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
-    """All of the policy's parameters and buffers, as they are, and a fresh optimizer.
+    """Build a state from all of the policy's parameters and buffers, with a fresh optimizer state.
 
-    Arrays of the variables are those of the state: a program that copies them would bring to
-    devices what lies on hosts.
+    The state uses the given arrays themselves. A program that copied them would move arrays from
+    hosts to devices.
     """
     params, buffers = split_buffers(variables)
     trainable, frozen = split(params, paths(abstract.frozen[POLICY]))

@@ -1,11 +1,12 @@
 """One optimizer step as a pure, donated, jitted function of (state, batch).
 
-What each term of the loss is divided by is counted over all micro-batches before the first
-gradient, so that each token weighs the same however the batch is split. Whether the update is
-applied is decided on the device: a step with a non-finite loss, gradient or result, without any
-target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer state and
-schedule bit for bit as they were. That the result is finite costs one more pass over parameters and
-optimizer state.
+The divisor of each loss term is counted over all micro-batches before the first gradient, so that
+each token weighs the same however the batch is split.
+
+The device decides whether the update is applied. A step with a non-finite loss, gradient or result,
+without any target, or with an anomaly whose policy rejects it (see `anomaly_state.py`), leaves
+parameters, optimizer state and schedule bit for bit unchanged. The check of the result costs one
+more pass over parameters and optimizer state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ from maxtrain.train_step.trainable import models_from, updated
 
 Metrics = dict[str, Array]
 WARNING = AnomalyConfig()
-# No row has this number.
+# The random key of the update is folded from this number, which no row has.
 _UPDATE = 2**32 - 1
 
 
@@ -62,20 +63,20 @@ def gradients(
     dtype: str = "float32",
     places: PyTree | None = None,
 ) -> tuple[Result, nnx.State]:
-    """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
+    """Compute the loss of a batch [B, T] with its metrics, and the float32 gradient of the loss.
 
-    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. Where the
-    objective has a first pass, or a term of the policy's layers needs the choices of the whole
-    batch, one more pass over all micro-batches, without gradients, finds them first.
+    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. If the objective
+    has a first pass, or an auxiliary loss needs the expert choices of the whole batch, another pass
+    over all micro-batches, without gradients, comes first.
 
     Args:
-        models: from the parameters that train to all models (partition.models_from).
-        params: those that train.
-        scales: the objective's, for the whole batch.
+        models: maps the trainable parameters to all models (`trainable.models_from`).
+        params: the trainable parameters.
+        scales: from `objective.scales`, for the whole batch.
         accumulation: the number of micro-batches; it divides B.
-        dtype: in which gradients of micro-batches are summed up.
-        places: shardings of gradients, while those of micro-batches are summed up and after; None:
-            those that XLA finds best. Stages that take turns sum theirs up before.
+        dtype: type in which gradients of micro-batches are accumulated.
+        places: shardings of the gradients, while they are accumulated and afterwards; None: XLA
+            chooses. With the 1F1B schedule, stages accumulate their gradients before.
     """
 
     def loss(
@@ -89,7 +90,7 @@ def gradients(
             result, grads = staged_gradients(models, params, micro, objective, scales, dtype)
         else:
             (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
-        # Those of weights on hosts were sent there layer by layer.
+        # Gradients of weights on hosts are on hosts as well.
         grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32), grads)
         if places is not None:
             grads = jax.lax.with_sharding_constraint(grads, places)
@@ -101,7 +102,7 @@ def gradients(
     whole = models(params)
     needs_loads = compares_whole_batches(whole[POLICY])
     takes_turns = stages() > 1 and whole[POLICY].config.pipeline.schedule == "1f1b"
-    # Stages see a batch in parts of their own.
+    # Pipeline stages split a batch further.
     if accumulation == 1 and not (needs_loads and stages() > 1):
         return one(batch, models)
 
@@ -129,7 +130,7 @@ def gradients(
 def _sums_of_batch(
     models: Models, batch: Batch, first_pass: FirstPass, accumulation: int
 ) -> dict[str, Sum]:
-    """What the first pass of an objective finds, over all micro-batches."""
+    """Compute the sums of an objective's first pass over all micro-batches."""
     rows = first_pass.rows(batch)
     if accumulation == 1:
         return first_pass.measure(models, rows)
@@ -152,15 +153,15 @@ def _whole_loads(
     scales: Scales,
     nothing: dict[str, Array],
 ) -> dict[str, Array]:
-    """The choices of all micro-batches that fall on each expert, as of `loads_of`.
+    """Count the choices of all micro-batches that fall on each expert, as for `loads_of`.
 
     Args:
-        micros: [accumulation, ...] each.
-        nothing: such choices, all 0.
+        micros: micro-batches, [accumulation, ...] each.
+        nothing: counts of the same shape, all 0.
     """
 
     def count(loads: dict[str, Array], micro: Batch) -> tuple[dict[str, Array], None]:
-        # All else that the pass computes is not used, and left out by the compiler.
+        # The compiler removes everything else that the pass computes.
         observed = objective.forward(models, micro, scales).observed
         return jax.tree.map(jnp.add, loads, loads_of(observed)), None
 
@@ -170,7 +171,7 @@ def _whole_loads(
 def _that_know(
     models: Callable[[nnx.State], Models], loads: Mapping[str, Array]
 ) -> Callable[[nnx.State], Models]:
-    """The models, of which the policy knows the choices of the whole batch."""
+    """Return the models, with the expert choices of the whole batch given to the policy."""
 
     def of_params(params: nnx.State) -> Models:
         made = models(params)
@@ -196,22 +197,22 @@ def make_train_step(
     norms_interval: int = 0,
     layer_updates: LayerUpdates | None = None,
 ) -> jax.stages.Wrapped:
-    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
-    exactly as it went in.
+    """Build the jitted step (state, batch) -> (state, metrics). The state is donated, and the new
+    state has exactly the same layout.
 
     Args:
-        graphdefs: the structure of each model that the objective sees; see `models_from`.
+        graphdefs: the structure of each model of the objective; see `models_from`.
         accumulation, accumulate: number of micro-batches, and the type in which their gradients are
-            summed up.
-        seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s),
-            r), however it is split.
-        loss_scale: a resolved one, as the state was made with.
-        stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split
-            over `data` as well.
-        anomaly: what is not well, and what is done about it.
-        norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
-            them: the others skip that branch of the program.
-        layer_updates: the optimizer in two parts, where its arrays lie on hosts.
+            accumulated.
+        seed: random seed. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r),
+            however the batch is split.
+        loss_scale: the resolved config that the state was made with.
+        stochastic_rounding, zero: as in the config; with zero from 2 on, gradients are sharded over
+            `data` as well.
+        anomaly: limits and policies of the anomalies.
+        norms_interval: steps between norms of each layer; 0: never. Other steps skip that branch of
+            the program.
+        layer_updates: the optimizer in two parts, if its arrays are on hosts; else None.
 
     The metrics are loss (the mean that the objective names), loss_weight (of how many targets, or
     what else it is a mean of), objective (what was minimised), each quantity that the
@@ -290,46 +291,47 @@ def make_train_step(
         return next_state, metrics | summarised.numbers
 
     where = shardings(abstract)
-    # Perhaps only described, and not of this machine.
+    # The device may be a description of a device elsewhere.
     device = next(iter(jax.tree.leaves(where)[0].device_set))
     options = compiler_options(device.platform)
     return jax.jit(step, donate_argnums=0, out_shardings=(where, None), compiler_options=options)
 
 
 class _Measured(NamedTuple):
-    """What is known of a step before its update."""
+    """Measurements of a step before its update."""
 
-    # loss, grad_norm, and weight_norm where it is looked at.
+    # loss, grad_norm, and weight_norm if drift is checked.
     values: Metrics
     # The sum of squares of each gradient.
     squares: Float[Array, " leaves"]
-    # Of the parameters that train; no step is refused for it unless it is among the values.
+    # The norm of the trainable parameters. It rejects no step unless it is among the values.
     weight_norm: Float[Array, ""]
 
 
 class _Update(NamedTuple):
-    """What parameters, optimizer state and buffers would be after a step."""
+    """The parameters, optimizer state and buffers that a step would produce."""
 
-    # Of each array of all of them, whether it is finite.
+    # For each of these arrays, whether it is finite.
     written: Bool[Array, " leaves"]
-    # All of them after a step that is applied, or is not: then as they were.
+    # Maps whether the step is applied to the arrays after it.
     if_applied: Callable[[Bool[Array, ""]], tuple[nnx.State, PyTree, nnx.State]]
 
 
 class _Decision(NamedTuple):
-    """What becomes of a step."""
+    """The decision whether a step is applied."""
 
-    # Loss and gradient are finite.
+    # Whether loss and gradient are finite.
     finite: Bool[Array, ""]
-    # The update is applied.
+    # Whether the update is applied.
     apply: Bool[Array, ""]
-    # The step is not finite, and no lower loss scale would mend that.
+    # Whether the step is not finite, and a lower loss scale would not make it finite.
     lost: Bool[Array, ""]
     verdict: Verdict
     loss_scale: LossScale | None
 
 
 def _scale_of_loss(state: TrainState) -> Array:
+    """Return the current loss scale; 1 if there is none."""
     loss_scale = state.control.loss_scale
     if loss_scale is None:
         return jnp.float32(1)
@@ -337,7 +339,7 @@ def _scale_of_loss(state: TrainState) -> Array:
 
 
 def _measure(loss: Array, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig) -> _Measured:
-    """The numbers that a step is judged by."""
+    """Measure the numbers that a step is judged by."""
     squares = _squares(grads)
     values = {"loss": loss, "grad_norm": jnp.sqrt(squares.sum())}
     weight_norm = norm_of(state.trainable)
@@ -353,7 +355,7 @@ def _update(
     state: TrainState,
     key: Array | None,
 ) -> _Update:
-    """Parameters, optimizer state and buffers after the step, in their own types."""
+    """Compute parameters, optimizer state and buffers after the step, in their own types."""
     before = (state.trainable, state.opt_state)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
     trainable = apply_updates(state.trainable, updates, key)
@@ -373,7 +375,7 @@ def _update(
 def _update_in_layers(
     rule: LayerUpdates, grads: nnx.State, observed: Mapping[str, Array], state: TrainState
 ) -> _Update:
-    """As `_update`, of an optimizer whose arrays lie on hosts."""
+    """Compute the update with an optimizer whose arrays are on hosts, layer by layer."""
     pending = PendingUpdate(rule, grads, state.trainable, state.opt_state)
     buffers = updated(state.buffers, observed)
     written = jnp.concatenate([pending.finite(), finite_leaves(buffers)])
@@ -394,15 +396,15 @@ def _decide(
     anomaly: AnomalyConfig,
     loss_scale: LossScaleConfig | None,
 ) -> _Decision:
-    """Whether the update is applied, and what the loss scale and the watch make of the step."""
+    """Decide whether the update is applied, and advance the loss scale and the watch."""
     control = state.control
     finite = jnp.isfinite(jnp.stack([result.loss, *measured.values.values()])).all()
-    # A number of targets that is NaN is no batch without targets: it is a bad one.
+    # A NaN count of targets is a damaged batch, not a batch without targets.
     counts = ~(counted.weight <= 0)
     sound = finite & update.written.all()
     loss_finite = jnp.isfinite(counted.total)
     next_scale, lost = after_step(control.loss_scale, finite, loss_finite, loss_scale)
-    # No lower loss scale would mend what is not the gradient's fault.
+    # A lower loss scale does not help if loss and gradient are finite and the result is not.
     lost |= finite & ~sound
     lost &= counts
     verdict = judge(control.watch, anomaly, measured.values, sound & counts, lost)
@@ -411,8 +413,8 @@ def _decide(
 
 
 def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState:
-    """The state after the step: a step that is not applied changes counters only, and one that
-    halts not even these."""
+    """Return the state after the step. A step that is not applied changes counters only, and one
+    that halts not even these."""
     control = state.control
     halt = decision.verdict.halt
 
@@ -440,7 +442,7 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
 
 
 def _described(result: Result, counted: Sum, batch: Batch, scale: Array) -> Metrics:
-    """What is recorded of the loss and of the batch."""
+    """Return the metrics of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
         "targets": counted.weight,
@@ -459,9 +461,10 @@ def _with_quantities(
     of_layers: Sequence[Quantity],
     result: Result,
 ) -> Metrics:
-    """The metrics of a step, and what the objective and the policy's layers record.
+    """Return the metrics of a step, with those of the objective and of the policy's layers.
 
-    ValueError: two have one name, one is missing, or layers say what they do not name.
+    Raises a ValueError if two metrics have one name, one is missing, or layers return an undeclared
+    one.
     """
     metrics = dict(metrics)
     unnamed = result.of_layers.keys() - {quantity.name for quantity in of_layers}
@@ -486,17 +489,17 @@ def _with_quantities(
 
 
 def _first_false(found: Array) -> Array:
-    """The index of the first element that is false, or -1."""
+    """Return the index of the first element that is false, or -1."""
     return jnp.where(found.all(), -1, jnp.argmin(found))
 
 
 def norm_of(params: nnx.State) -> Array:
-    """The Euclidean norm of all parameters together, in float32."""
+    """Return the Euclidean norm of all parameters together, in float32."""
     return jnp.sqrt(_squares(params).sum())
 
 
 def _squares(tree: nnx.State) -> Array:
-    """The sum of squares of each leaf; of one on hosts, layer by layer."""
+    """Return the sum of squares of each leaf; for a leaf on hosts, layer by layer."""
     squares = []
     for leaf in jax.tree.leaves(tree):
         if is_on_host(leaf):
@@ -511,11 +514,11 @@ def _sum_of_squares(x: Array) -> Array:
 
 
 def row_keys(seed: int, step: Array, rows: int) -> Array:
-    """A key for each row of the batch of a step, [B]."""
+    """Return a random key for each row of the batch of a step, [B]."""
     key = step_key(seed, step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows, dtype=jnp.uint32))
 
 
 def step_key(seed: int, step: Array) -> Array:
-    """The key that all else random in a step is folded from: rows' numbers, and _UPDATE."""
+    """Return the random key of a step, from which the keys of rows and of the update are folded."""
     return jax.random.fold_in(jax.random.key(seed), step)

@@ -1,7 +1,7 @@
 """Which arrays of a model train, which are frozen, and which change without a gradient.
 
-The step and whoever uses a model see the same parameters: the step takes gradients of one part of
-them, and everybody else gets the parts joined.
+The step takes gradients of one part of the parameters. Every other user of a model gets the parts
+joined.
 """
 
 import re
@@ -24,28 +24,29 @@ from maxtrain.train_step.optimizer import map_variables, paths
 
 
 def nothing() -> nnx.State:
-    """A part without any array."""
+    """Return a part without any array."""
     return nnx.State({})
 
 
 def only_policy() -> dict[str, nnx.State]:
-    """What is frozen where nothing is."""
+    """Return the frozen part of a policy whose parameters all train."""
     return {POLICY: nothing()}
 
 
 def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
-    """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
+    """Return the paths of the parameters that the config does not train, such as
+    `layers.0.mlp.up.kernel`.
 
-    Of a model with adapters, these train, and its score or value if it has one, and what `only`
-    names; of one without, all does unless `only` names some.
+    In a model with adapters, the adapters train, its score or value head, and the parameters that
+    `only` names. In a model without adapters, all parameters train unless `only` names some.
 
     Args:
-        config: patterns of those that train, and of those that do not.
-        params: all of the policy's; only their paths are read.
+        config: patterns of trainable and of frozen parameters.
+        params: all parameters of the policy; only their paths are read.
 
     Raises:
-        ConfigError: a pattern that no path has, quantised weights that would train, or nothing is
-            left to train.
+        ConfigError: a pattern matches no path, quantised weights would train, or nothing is left to
+            train.
     """
     named = paths(params)
     names = list(named)
@@ -55,7 +56,7 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
         frozen.update(names)
         frozen -= adapters
         if adapters:
-            # They are new as adapters are.
+            # Score and value heads are new, like adapters.
             frozen -= {name for name in names if name.startswith(("score.", "value."))}
         frozen -= _matching("train.only", config.only, names)
     frozen |= _matching("train.freeze", config.freeze, names)
@@ -76,7 +77,8 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
 
 
 def _matching(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
-    """The names in which one of the patterns is found; ConfigError: a pattern that is in none."""
+    """Return the names that one of the patterns matches. Raise a ConfigError for a pattern that
+    matches none."""
     matching: set[str] = set()
     for pattern in patterns:
         found = [name for name in names if re.search(pattern, name)]
@@ -90,7 +92,7 @@ def _matching(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
 
 
 def split_buffers(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters of a model, and its buffers."""
+    """Split the variables of a model into parameters and buffers."""
     buffers, params = nnx.split_state(variables, Buffer, ...)
     if not buffers:
         return variables, nothing()
@@ -98,9 +100,10 @@ def split_buffers(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def updated(buffers: nnx.State, observed: Mapping[str, Array]) -> nnx.State:
-    """The buffers after a step in which their layers observed this, by the path of each.
+    """Return the buffers after a step, given what their layers observed, by the path of each
+    buffer.
 
-    ValueError: something was observed for no buffer, or nothing for one.
+    Raises a ValueError if observations and buffers do not correspond.
     """
     named = paths(buffers)
     if named.keys() != observed.keys():
@@ -121,7 +124,7 @@ def updated(buffers: nnx.State, observed: Mapping[str, Array]) -> nnx.State:
 
 
 def split(params: nnx.State, frozen: Container[str]) -> tuple[nnx.State, nnx.State]:
-    """The parameters that train, and those whose paths are among the frozen ones."""
+    """Split parameters into the trainable ones, and those whose paths are frozen."""
 
     def is_frozen(path: tuple[Any, ...], _: Any) -> bool:
         return ".".join(map(str, path)) in frozen
@@ -133,7 +136,7 @@ def split(params: nnx.State, frozen: Container[str]) -> tuple[nnx.State, nnx.Sta
 
 
 def join(*parts: nnx.State) -> nnx.State:
-    """One state of several parts that have nothing in common."""
+    """Join several parts without common entries into one state."""
     filled = [part for part in parts if part]
     if len(filled) == 1:
         return filled[0]
@@ -145,13 +148,13 @@ def models_from(
     frozen: Mapping[str, nnx.State] | None = None,
     buffers: nnx.State | None = None,
 ) -> Callable[[nnx.State], Models]:
-    """A function from the parameters that train to all models that an objective sees.
+    """Return a function from the trainable parameters to all models of an objective.
 
     Args:
         graphdefs: the structure of each model; None: it is the policy without its adapters.
-        frozen: the frozen parameters of the policy, and all of every other model; None: there are
-            none.
-        buffers: of the policy; None: it has none.
+        frozen: the frozen parameters of the policy, and all parameters of every other model; None:
+            there are none.
+        buffers: the policy's buffers; None: it has none.
     """
     if frozen is None:
         frozen = only_policy()
@@ -169,7 +172,7 @@ def models_from(
 def merged_models(
     graphdefs: Mapping[str, nnx.GraphDef | None], params: Mapping[str, nnx.State]
 ) -> dict[str, Decoder]:
-    """All models that an objective sees.
+    """Build all models of an objective.
 
     Args:
         graphdefs: the structure of each model; None: it is the policy without its adapters.
