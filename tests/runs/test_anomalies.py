@@ -22,19 +22,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import StorageError
-from maxtrain.commands import checkpoint
-from maxtrain.trainer import recorder
-from maxtrain.trainer import run as run_module
-from maxtrain.trainer import loop as job
+from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks, write_rollbacks
+from maxtrain.checkpoint.run_state import RunState
+from maxtrain.commands import checkpoint
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.checkpoint.run_state import RunState
+from maxtrain.trainer import loop as job
+from maxtrain.trainer import recorder
+from maxtrain.trainer import run as run_module
 
 STEPS, BAD = 24, 18
 REPOSITORY = Path(__file__).parents[2]
