@@ -54,10 +54,12 @@ class SourceConfig:
     """One training source: a directory of token shards."""
 
     path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
-    weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
+    weight: float = key(
+        1.0, "share of the tokens in the mixture, relative to the other sources", low=0
+    )
     epochs: float | None = key(
         1.0,
-        "passes over the source, may be fractional; null: no end",
+        "passes over the source, also fractional such as 0.5; null: no limit",
         above=0,
         high=1e9,
     )
@@ -69,20 +71,23 @@ class StageConfig:
     before ended."""
 
     until: float | None = key(
-        None, "where the stage ends, from the start of the run; null: at the run's end", above=0
+        None,
+        "end of the stage, counted from the start of the run; null: the end of the run",
+        above=0,
     )
     unit: Literal["steps", "tokens", "fraction"] = key(
-        "steps", "unit of `until`; fraction is of `steps`"
+        "steps", "unit of `until`; fraction: share of `steps`"
     )
     weights: dict[str, float] = key(
-        {}, "share of tokens of each source that is read; empty: the sources' own weights"
+        {}, "share of tokens from each source in this stage; empty: the sources' own weights"
     )
     batch_size: int | None = key(
         None, "rows in a step of this stage; null: data.batch_size", low=1, high=MAX_ROWS
     )
     seq_length: int | None = key(
         None,
-        "tokens in a row of this stage, which begins a new pass; null: data.seq_length",
+        "tokens in a row of this stage; a change starts a new pass over the sources; null: "
+        "data.seq_length",
         low=1,
         high=MAX_TOKENS,
     )
@@ -98,13 +103,13 @@ class CorruptionConfig:
     )
     span: float = key(
         1.0,
-        "mean tokens in a replaced span; 1: tokens one by one",
+        "mean length of a replaced span in tokens; 1: single tokens",
         low=1,
         high=1000,
         used_by=_CORRUPTED,
     )
     token_id: int | None = key(
-        None, "id to replace with; null: random ids", low=0, used_by=_CORRUPTED
+        None, "replacement token id; null: random ids", low=0, used_by=_CORRUPTED
     )
 
 
@@ -120,44 +125,47 @@ class DataConfig:
     )
     on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
         "stop",
-        "when a source has been read: end the run, give its weight to the others, repeat it, "
-        "or refuse to start",
+        "when a source has no more rows: stop: end the run; renormalize: give its weight to "
+        "the others; repeat: read it again; error: refuse to start",
     )
-    seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
+    seq_length: int = key(1024, "tokens in a row (sequence length)", low=1, high=MAX_TOKENS)
     batch_size: int = key(
         8,
-        "rows in one optimizer step, over all hosts; documents, with packing=balanced",
+        "rows in one optimizer step, over all hosts; with packing=balanced, documents in one step",
         low=1,
         high=MAX_ROWS,
     )
     seed: int | None = key(
         None,
-        "seed of the order of rows, and of their corruption; null: the root's seed",
+        "seed of the row order and of corruption; null: the root's seed",
         low=0,
         high=MAX_SEED,
     )
     packing: Literal["stream", "bins", "pad", "balanced"] = key(
         "stream",
-        "rows: windows of one token stream, documents by best fit, one document each, "
-        "or the documents of a step in rows of equal cost",
+        "sequence packing: stream: windows of one token stream; bins: documents packed by "
+        "best fit; pad: one document per row; balanced: a step's documents in rows of equal "
+        "cost",
     )
     balance_rows: int = key(
         1,
-        "rows of a step are a multiple of this, which accumulation and mesh must divide",
+        "the number of rows in a step is a multiple of this, which accumulation and the mesh "
+        "must divide",
         low=1,
         high=MAX_ROWS,
         used_by=_BALANCED,
     )
     balance_quadratic: float | None = key(
         None,
-        "b in n + b n^2, the cost of a document of n tokens; null: from the FLOPs of the layers",
+        "b in n + b n^2, the cost of a document of n tokens; null: computed from the FLOPs of"
+        " the layers",
         low=0,
         high=1,
         used_by=_BALANCED,
     )
     on_long: Literal["raise", "skip", "truncate"] = key(
         "raise",
-        "what to do about a document longer than a row",
+        "action for a document that is longer than a row",
         used_by=UsedBy(
             {"data.packing": ("bins", "pad", "balanced")},
             "{key}={value} is not used with {cause}. Set data.packing=bins, or leave it out.",
@@ -165,25 +173,31 @@ class DataConfig:
     )
     accept_changes: bool = key(
         False,
-        "continue from a checkpoint of other data: its order of rows ends there, and that of this "
-        "config begins",
+        "resume a checkpoint although the data have changed: the row order of the old data "
+        "ends there, and that of this config starts",
     )
-    attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
-    restart_positions: bool = key(True, "count positions from 0 in every document of a row")
+    attend_across_documents: bool = key(
+        False, "let attention cross document boundaries inside a row"
+    )
+    restart_positions: bool = key(True, "restart positions at 0 in every document of a row")
     corruption: CorruptionConfig = key(
         CorruptionConfig(), "replaces some input tokens, for regularisation"
     )
     zero_weight: Literal["raise", "stop", "warn"] = key(
         "raise",
-        "what to do about a batch with no targets, too few of them, or too many empty rows",
+        "action for a batch with no targets, with too few of them (min_fill), or with too "
+        "many empty rows (max_empty_rows)",
     )
     repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
         "raise",
-        "what to do about a batch with the tokens of an earlier one; skip, rollback: go back, and "
-        "leave out one step or several",
+        "action for a batch with the same tokens as an earlier one; skip, rollback: go back "
+        "to a checkpoint and leave out one step or several",
     )
     min_fill: float = key(
-        0.0, "smallest share of targets among positions, over fill_patience steps", low=0, high=1
+        0.0,
+        "smallest share of positions that are training targets, averaged over fill_patience steps",
+        low=0,
+        high=1,
     )
     fill_patience: int = key(
         8,
@@ -200,22 +214,26 @@ class DataConfig:
     )
     verify: Verify = key(
         "lazy",
-        "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch",
+        "shard checks: off: none; size: file sizes at launch; lazy: the CRC-32 of a block "
+        "when it is first read; full: everything at launch",
     )
     cache: str = key(
         CACHE,
-        "local folder for blocks of shards behind URLs; the processes of a host share it",
+        "local cache folder for shards behind URLs; all processes of a host share it",
         path="local",
     )
     cache_bytes: int = key(
         CACHE_BYTES,
-        "largest size of the cache in bytes; shards unused for longest are removed first",
+        "size limit of the cache in bytes; the least recently used shards are removed first",
         low=1 << 24,
         high=1 << 60,
     )
-    workers: int = key(0, "grain worker processes; 0: threads of this process", low=0, high=1024)
+    workers: int = key(0, "Grain worker processes; 0: threads of this process", low=0, high=1024)
     prefetch: int = key(
-        4, "batches kept ready on the host, and copied to the device ahead of use", low=1, high=1024
+        4,
+        "batches that are prepared on the host and copied to the device ahead of use",
+        low=1,
+        high=1024,
     )
 
 
@@ -226,16 +244,16 @@ class EvalSetConfig:
     path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
     interval: Interval | None = key(
         None,
-        "steps or epochs between its evaluations, 0: only at the end; null: eval_interval",
+        "steps or epochs between evaluations of this set; 0: only at the end; null: eval_interval",
         low=0,
     )
     steps: int | None = key(
         None,
-        "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps",
+        "batches in each evaluation of this set; -1: the whole set, exactly once; null: eval_steps",
         low=-1,
     )
     batch_size: int | None = key(
-        None, "rows in one of its batches; null: eval.batch_size", low=1, high=MAX_ROWS
+        None, "rows in an evaluation batch of this set; null: eval.batch_size", low=1, high=MAX_ROWS
     )
 
 
@@ -249,12 +267,15 @@ class EvalConfig:
         None, "rows in one evaluation batch; null: data.batch_size", low=1, high=MAX_ROWS
     )
     seq_length: int | None = key(
-        None, "positions in one of its rows; null: data.seq_length", low=1, high=MAX_TOKENS
+        None,
+        "tokens in a row of the evaluation sets; null: data.seq_length",
+        low=1,
+        high=MAX_TOKENS,
     )
     stop_patience: int | None = key(
         None,
-        "end the run after so many evaluations of stop_set in a row without a lower loss; "
-        "null: never",
+        "early stopping: end the run after this many evaluations of stop_set in a row without"
+        " a lower loss; null: never",
         low=1,
         used_by=UsedBy(
             {"eval.sets": AllBut({})},
@@ -264,7 +285,7 @@ class EvalConfig:
     )
     stop_set: str | None = key(
         None,
-        "the set that stop_patience is about; null: the first of eval.sets",
+        "evaluation set of stop_patience; null: the first one in eval.sets",
         used_by=UsedBy(
             {"eval.stop_patience": AllBut(None)},
             "{key}={value} is not used without eval.stop_patience. "

@@ -1,5 +1,6 @@
-"""What the environment of a run must not say: found before jax is imported, which would end without
-a message that helps."""
+"""Environment variables with which a run would fail: they are checked before jax is imported, which
+would end without a helpful message.
+"""
 
 import re
 import subprocess
@@ -30,8 +31,8 @@ def _wide_types(environ: Mapping[str, str]) -> Iterator[str]:
         rule = (
             "makes 64 bits wide what this program lays out in 32: counters, keys, digests of arrays"
         )
-        mend = "Unset it: `env -u JAX_ENABLE_X64 ...`."
-        yield f"JAX_ENABLE_X64={value} in the environment {rule}. {mend}"
+        fix = "Unset it: `env -u JAX_ENABLE_X64 ...`."
+        yield f"JAX_ENABLE_X64={value} in the environment {rule}. {fix}"
 
 
 def _xla_flags(environ: Mapping[str, str]) -> Iterator[str]:
@@ -53,6 +54,6 @@ def _xla_flags(environ: Mapping[str, str]) -> Iterator[str]:
     except (OSError, subprocess.TimeoutExpired):  # not about the flags; jax will find out
         return
     if done.returncode and "parse_flags_from_env" in done.stderr:
-        said = re.sub(r"^.*?\] ", "", done.stderr.strip().splitlines()[0])
-        rule = f"must be flags of this XLA, but: {said.rstrip('.')[:300]}"
+        message = re.sub(r"^.*?\] ", "", done.stderr.strip().splitlines()[0])
+        rule = f"must be flags of this XLA, but: {message.rstrip('.')[:300]}"
         yield f"XLA_FLAGS={flags} in the environment {rule}. Correct or unset it."

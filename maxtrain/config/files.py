@@ -36,7 +36,8 @@ def _read_yaml(path: Path) -> dict:
         raw = strict_yaml.read(path)
     except OSError as error:
         raise ConfigError(
-            f"config={path} can't be read: {error.strerror}. Mend access, or name another file."
+            f"config={path} can't be read: {error.strerror}. Make it readable, or name another "
+            "file."
         ) from None
     except ValueError as error:
         raise ConfigError(f"config={path} is not valid YAML: {error}. Correct it there.") from None
@@ -48,7 +49,7 @@ def _read_yaml(path: Path) -> dict:
 
 
 def _read_python(path: Path) -> dict:
-    """What `get_config()` of the file returns.
+    """Return the result of a file's `get_config()`.
 
     A config file runs as part of this process. So all that it raises is the file's mistake,
     SystemExit with code 0 too: a launch that did not train must not look as if it had.
@@ -96,16 +97,17 @@ def _what_it_raised(path: Path, error: BaseException) -> str:
         if name:
             return f"{where}: {unknown(name[0])}"
     kind = type(error).__name__
-    said = _text(error)[:500].rstrip(".")
-    if said:
-        return f"{where}: {kind}: {said}. Correct it there."
+    message = _text(error)[:500].rstrip(".")
+    if message:
+        return f"{where}: {kind}: {message}. Correct it there."
     return f"{where}: {kind}. Correct it there."
 
 
 @contextlib.contextmanager
 def _ending_at_ctrl_c() -> Iterator[None]:
-    """While a config file runs, ctrl-C ends the process with 75: a KeyboardInterrupt then is one
-    that the file raised."""
+    """Let ctrl-C end the process with exit code 75 while a config file runs, so that any
+    KeyboardInterrupt is one that the file raised.
+    """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -118,7 +120,7 @@ def _ending_at_ctrl_c() -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, if it can."""
+    """Return the message of an error, or nothing if the error's own code fails."""
     try:
         return " ".join(str(error).split())
     except Exception:

@@ -1,8 +1,8 @@
-"""The usual keys of other stacks: which key each is here ("" if there is none), and what else
-changes with it; and their usual values of a key that has other ones here.
+"""Keys of other training stacks: the key that each of them is here ("" if there is none), a note on
+what else differs, and their usual values of keys that have other values here.
 
-A name is looked up as it was typed, with its section, and then by its last part. Where several
-stacks have a name, the note of the first of them is told.
+A name is looked up as it was typed, with its section, and then by its last part. If several stacks
+have a name, the note of the first one is shown.
 """
 
 from typing import Any, NamedTuple
@@ -481,8 +481,9 @@ _OURS_SOME_DAY = (
 
 
 class Foreign(NamedTuple):
-    """What to say of a name that is none here: whose it is ("": nobody's, it may be one here some
-    day), ours, and a note."""
+    """Facts about a name that is no key here: the stack that owns it ("" if none does, since it may
+    become a key here), our key, and a note.
+    """
 
     owner: str
     ours: str
@@ -512,7 +513,9 @@ _STACKS = {
 
 
 def _table() -> dict[str, Foreign]:
-    """Every name; one that several stacks have for the same key is said to be of all of them."""
+    """Return every foreign name; a name that several stacks have for the same key belongs to all of
+    them.
+    """
     found: dict[str, Foreign] = {}
     for owner, rows in _STACKS.items():
         for ours, note, names in rows:
@@ -541,7 +544,7 @@ class ForeignValue(NamedTuple):
     note: str = ""
 
     def mend(self) -> str:
-        """What to set."""
+        """Return the advice on what to set instead."""
         note = ""
         if self.note:
             note = f" ({self.note})"
@@ -587,7 +590,7 @@ FOREIGN_VALUES = {
 
 
 def value_elsewhere(key: str, value: Any) -> ForeignValue | None:
-    """What a value that other stacks have is here; None: nobody has it."""
+    """Return what a value of other stacks is here; None if no stack has that value."""
     is_text = isinstance(value, str)
     is_list = isinstance(value, list) or (is_text and value.startswith("["))
     if key == "model.remat" and is_list and value not in ([], "[]"):

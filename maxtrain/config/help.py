@@ -19,8 +19,10 @@ _LEAST_COLUMNS = 24
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
-    """What to print for `--help [section]` of the command `prog` with these config files. A section
-    may be in another, as `model.lora` is, and may be a key. UsageError: there is neither."""
+    """Return the text of `--help [section]` of the command `prog` with these config files. A
+    section may be inside another, as `model.lora` is, and may be a key. UsageError: there is no
+    such section or key.
+    """
     sections = {
         field.name: field.metadata["help"]
         for field in dataclasses.fields(RunConfig)
@@ -94,7 +96,7 @@ def _head(key: Key) -> str:
 
 
 def _meaning(key: Key) -> str:
-    """What a key is, its type, and the settings that read it."""
+    """Describe a key: its help, its type, and the settings with which it is used."""
     details = describe(key.kind)
     if key.used_by:
         details = f"{details}; only with {readers_in_words(key.used_by)}"

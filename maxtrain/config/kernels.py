@@ -1,5 +1,4 @@
-"""What each kernel of attention can do: the one table that the checks, the launch and the tests go
-by."""
+"""Table of attention kernels with their limits: the checks, the launch and the tests all use it."""
 
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ AUTO = "auto"
 
 
 class Kernel(NamedTuple):
-    """One kernel."""
+    """Limits of one attention kernel."""
 
     platform: str | None = None  # the only one that has it; None: all have
     capability: tuple[int, int] | None = None  # the least compute capability of GPUs

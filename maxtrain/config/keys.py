@@ -30,8 +30,9 @@ _AS_GOOD = 0.1
 
 
 class Key(NamedTuple):
-    """One key: dotted path (NAME stands for a name of the user's), annotation, default, line of
-    help, and what reads it, if not every run does."""
+    """One key: dotted path (NAME stands for a name that the user chooses), annotation, default,
+    help line, and the settings that use it, if not every run does.
+    """
 
     path: str
     kind: Any
@@ -87,7 +88,7 @@ def find(path: str) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """An annotation in words: `whole number | auto`."""
+    """Describe an annotation for the help: `whole number | auto`."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is tuple:
@@ -107,8 +108,9 @@ def describe(kind: Any) -> str:
 
 
 def unknown(path: str, value: Any = None) -> str:
-    """What to say of a key that does not exist: the right name, wherever one can be guessed, and
-    what to set for a value that only others have."""
+    """Return the message about a key that does not exist: the right name if one can be guessed, and
+    what to set for a value of another stack.
+    """
     if len(path) > _MAX_NAME:
         return f"{show(path)} is not a key. `--help` lists those there are."
     parts = path.split(".")
@@ -137,7 +139,9 @@ def unknown(path: str, value: Any = None) -> str:
 
 
 def _mend(key: str, value: Any) -> str:
-    """The settings for a value of others, behind what is said of its key."""
+    """Return the settings that replace a value of another stack, to follow the message about its
+    key.
+    """
     found = value_elsewhere(key, value)
     if found is None:
         return ""
@@ -145,16 +149,18 @@ def _mend(key: str, value: Any) -> str:
 
 
 class _Likeness(NamedTuple):
-    """How alike a key is to a name, from 0 to 1: in the better of path and leaf, then in the whole
-    path."""
+    """Likeness of a key to a name, from 0 to 1: the better of path and leaf, then the whole
+    path.
+    """
 
     partial: float
     whole: float
 
 
 def _likenesses(path: str) -> dict[str, _Likeness]:
-    """How alike every key and section is to a name that does not exist, with the user's own names
-    in place of NAME."""
+    """Return how alike every key and section is to a name that does not exist, with the user's own
+    names in place of NAME.
+    """
     keys = [key.path for key in all_keys()]
     keys += [field.name for field in dataclasses.fields(RunConfig)]
     leaf = _leaf(path)

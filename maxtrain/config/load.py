@@ -1,16 +1,16 @@
-"""From a config file and `a.b=value` overrides to a checked RunConfig, with every problem reported
+"""Build a checked RunConfig from a config file and `a.b=value` overrides, and report every problem
 at once.
 
 A config file is Python with `get_config()`, which returns `default_config()` with some values set,
-or YAML, for example the resolved config in a run directory. Types are checked here, alike for all
-of them.
+or YAML, for example the resolved config in a run directory. Types are checked here, the same way
+for both.
 
-A key that nothing reads is an error if it was typed for this run, or if the file has it so by
-itself. If it is an override that made a key of the file idle, that is said in one line, and the key
-goes back to its default.
+An unused key is an error if it was typed for this run, or if the config file sets it without a use
+of its own. If an override made a key of the file unused, the key goes back to its default, and a
+note reports that.
 
-Warm-up that does not fit into `steps` is an error if both were set in the same place. If only the
-steps were set for this run, it is made to fit, and that is said in one line.
+A warmup that does not fit into `steps` is an error if both were set in the same place. If only the
+steps were set for this run, the warmup is shortened, and a note reports that.
 """
 
 import copy
@@ -48,18 +48,20 @@ from maxtrain.config.words import show
 
 
 class NamedModel(NamedTuple):
-    """What `model=PLACE` names: keys of `model`, and the directory of its weights, if it is one."""
+    """The result of `model=PLACE`: keys of `model`, and the directory of the weights, if there is
+    one.
+    """
 
     keys: dict[str, Any]
     weights: str | None
 
 
 class Models(NamedTuple):
-    """What is known of models elsewhere.
+    """Functions that read models outside the config.
 
     Attributes:
-        of_weights: of a directory with weights, the keys of `model` that they decide.
-        named: of what `model=` names. UserError: it names nothing that can be used.
+        of_weights: returns the keys of `model` that a directory of weights decides.
+        named: returns what `model=` names. UserError: the name is not usable.
     """
 
     of_weights: Callable[[str], dict[str, Any]]
@@ -67,7 +69,7 @@ class Models(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A checked config, and what to tell the user about it, a line each."""
+    """A checked config, and notes for the user about it, one line each."""
 
     config: RunConfig
     notes: list[str]
@@ -140,7 +142,8 @@ def load_config(argv: Sequence[str]) -> RunConfig:
 
 
 def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded:
-    """As `load_config`; with what a user should be told once, when the run is launched.
+    """Load a config as `load_config` does, with notes that a user should see once, when the run is
+    launched.
 
     With `models`, keys of `model` that are not typed are those of the weights that the run starts
     from, and `model=PLACE` names a model with all of its keys; then `config=` may be missing: all
@@ -316,7 +319,7 @@ def _require_no_problems(config: RunConfig, problems: list[ValueProblem]) -> Non
         texts += _without_keys(found, refused)
     if len(texts) > MAX_LISTED:
         more = len(texts) - MAX_LISTED
-        texts = [*texts[:MAX_LISTED], f"And {more:,} problems more. Mend these first."]
+        texts = [*texts[:MAX_LISTED], f"And {more:,} more problems. Fix these first."]
     if texts:
         raise ConfigError(texts)
 

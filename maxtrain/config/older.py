@@ -1,8 +1,8 @@
-"""What a run keeps that was begun by a version with other defaults: the same command must go on to
-the same numbers.
+"""Settings that a run keeps if an earlier version with other defaults started it: the same command
+must continue with the same numbers.
 
-Such a version wrote every key into its checkpoints, those that nobody had set, too. So they say
-what the defaults were.
+Such a version wrote every key into its checkpoints, with the defaults included. So the checkpoints
+show what the defaults were.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def kept_settings(kept: Mapping[str, Any] | None, config: str) -> dict[str, Any]
 
 
 def _settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings of a saved config whose defaults were others, or did something else."""
+    """Return the settings of a saved config whose defaults have changed, or whose meaning has."""
     schedule = saved["schedule"]
     loss_scale = saved["loss_scale"]
     kept = {"schedule.min_learning_rate": schedule["min_learning_rate"]}
@@ -51,20 +51,21 @@ def _settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
 def with_kept(config: RunConfig, kept: Mapping[str, Any]) -> tuple[RunConfig, str]:
     """The config with what the run keeps where it says nothing else, and a line about what that
     changes, or nothing."""
-    told: list[str] = []
-    config = _with_lowest_rate(config, kept, told)
-    config = _with_loss_scale(config, kept, told)
-    if not told:
+    settings: list[str] = []
+    config = _with_lowest_rate(config, kept, settings)
+    config = _with_loss_scale(config, kept, settings)
+    if not settings:
         return config, ""
-    words = ", ".join(told)
+    words = ", ".join(settings)
     return config, (
         f"The run goes on with what it was begun with, where defaults are others now: {words}."
     )
 
 
-def _with_lowest_rate(config: RunConfig, kept: Mapping[str, Any], told: list[str]) -> RunConfig:
-    """The config with the lowest rate of the run, if it says none itself; what that changes is
-    added to `told`."""
+def _with_lowest_rate(config: RunConfig, kept: Mapping[str, Any], settings: list[str]) -> RunConfig:
+    """Return the config with the lowest learning rate of the run, unless it sets one itself; a
+    change is added to `settings`.
+    """
     schedule = config.schedule
     low = kept.get("schedule.min_learning_rate")
     peak = config.optimizer.learning_rate
@@ -74,14 +75,15 @@ def _with_lowest_rate(config: RunConfig, kept: Mapping[str, Any], told: list[str
     if low is None or says_its_own or not is_read or low > peak:
         return config
     if abs(low - schedule.min_lr_ratio * peak) > 1e-6 * low:
-        told.append(f"schedule.min_learning_rate={low}")
+        settings.append(f"schedule.min_learning_rate={low}")
     schedule = dataclasses.replace(schedule, min_learning_rate=low)
     return dataclasses.replace(config, schedule=schedule)
 
 
-def _with_loss_scale(config: RunConfig, kept: Mapping[str, Any], told: list[str]) -> RunConfig:
-    """The config with the dynamic loss scale of the run, where it says nothing itself; what that
-    changes is added to `told`."""
+def _with_loss_scale(config: RunConfig, kept: Mapping[str, Any], settings: list[str]) -> RunConfig:
+    """Return the config with the dynamic loss scale of the run, unless it sets one itself; a change
+    is added to `settings`.
+    """
     loss_scale = config.loss_scale
     is_auto = loss_scale.mode == "auto" and config.precision.compute == "float16"
     if loss_scale.mode != "dynamic" and not is_auto:
@@ -93,7 +95,7 @@ def _with_loss_scale(config: RunConfig, kept: Mapping[str, Any], told: list[str]
         is_default = getattr(loss_scale, name) == getattr(default, name)
         if value is not None and is_default:
             changes[name] = value
-            told.append(f"loss_scale.{name}={value:g}")
+            settings.append(f"loss_scale.{name}={value:g}")
     if not changes:
         return config
     loss_scale = dataclasses.replace(loss_scale, **changes)

@@ -1,5 +1,7 @@
-"""What overrides do to a config file that was right by itself: keys of it that nothing reads any
-more, and a warm-up that does not fit into other steps. Both are told and mended, not refused."""
+"""Effects of overrides on a config file that was valid by itself: keys of the file that nothing
+reads any more, and a warmup that does not fit into the new number of steps. Both are corrected with
+a note, not refused.
+"""
 
 import dataclasses
 from collections.abc import Collection
@@ -39,8 +41,8 @@ def with_fitting_warmup(config: RunConfig, typed: Collection[str]) -> tuple[RunC
 
 
 def made_idle(config: RunConfig, file_tree: dict, typed: Collection[str]) -> list[Idle]:
-    """Keys of the file that nothing reads any more because of an override, which did not set them
-    itself; in the order in which problems are told.
+    """Return the keys of the file that nothing reads any more because of an override which did not
+    set them, in the order in which problems are reported.
 
     Args:
         config: of the file with the overrides in it.
@@ -57,7 +59,7 @@ def made_idle(config: RunConfig, file_tree: dict, typed: Collection[str]) -> lis
 
 
 def _covers(path: str, key: str) -> bool:
-    """Whether setting `path` sets `key`."""
+    """Return whether setting `path` sets `key`."""
     return key == path or key.startswith((f"{path}.", f"{path}["))
 
 

@@ -1,4 +1,4 @@
-"""The words of a command line: which keys they set, and where a config file would have them."""
+"""Parsing of command-line words: which keys they set, and where a config file would have them."""
 
 import dataclasses
 import difflib
@@ -20,8 +20,8 @@ _NULLS = ("null", "none", "None")
 
 
 def parse(argv: Sequence[str], notes: list[str]) -> dict[str, str]:
-    """The words of a command line by their keys. Of a key that is given several times the last
-    value counts, so that a command can be changed by what is added to its end.
+    """Return the words of a command line by their keys. The last value of a repeated key counts, so
+    that a command can be changed by what is added to its end.
 
     Args:
         argv: the words.
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str], notes: list[str]) -> dict[str, str]:
 
 
 def _names_a_config(word: str) -> bool:
-    """Whether a word without `config=` is the name of a shipped config, or a config file."""
+    """Return whether a word without `config=` is the name of a shipped config, or a config file."""
     if word in shipped_configs():
         return True
     return Path(word).suffix in SUFFIXES and os.path.isfile(os.path.expanduser(word))
@@ -119,16 +119,17 @@ def _remove_named(named: dict, path: str, problems: list[ValueProblem]) -> None:
     if name in named:
         del named[name]
         return
-    mend = f"It has no {section} at all. Drop it"
+    fix = f"It has no {section} at all. Drop it"
     if named:
-        mend = f"It has {', '.join(map(show, named))}. Name one of them"
-    message = f"{path}=null leaves out what the config does not have. {mend}."
+        fix = f"It has {', '.join(map(show, named))}. Name one of them"
+    message = f"{path}=null leaves out what the config does not have. {fix}."
     problems.append(ValueProblem(path, message))
 
 
 def _from_text(kind: Any, text: str) -> Any:
-    """What is typed on the command line as a YAML file would give it, where that is not the text
-    itself."""
+    """Convert typed text to the value that a YAML file would give, if that is not the text
+    itself.
+    """
     if type(None) in typing.get_args(kind) and text in _NULLS:
         return None
     origin = typing.get_origin(kind)

@@ -99,7 +99,7 @@ def path_keys(section: Any, prefix: str = "") -> Iterator[PathKey]:
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with paths, as far as names and the folders above them say."""
+    """Yield the problems of paths that names and parent folders show."""
     for path_key in path_keys(config):
         problem = _problem(path_key)
         if problem is not None:

@@ -1,5 +1,5 @@
-"""Every problem of a config that needs neither device nor data, in the order in which they are
-told; gathered, never raised one by one.
+"""All checks of a config that need neither a device nor data. Problems are collected in the order
+in which they are reported, and never raised one by one.
 
 What holds inside a section is beside its keys in `sections/`, what holds across sections in
 `across/`, and which keys nothing reads is what their declarations say. What depends on the data, as
@@ -71,8 +71,8 @@ def problems_of(config: RunConfig) -> list[Problem]:
         *updates.repeat_problems(config),
     ]
     # An idle key that has no place above, for example one that was declared only now, comes last.
-    told = [problem.key for problem in problems if isinstance(problem, Idle)]
-    return [*problems, *(found for found in idle if found.key not in told)]
+    reported = [problem.key for problem in problems if isinstance(problem, Idle)]
+    return [*problems, *(found for found in idle if found.key not in reported)]
 
 
 def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
@@ -186,7 +186,7 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
 
 
 def _idle_in_section(idle: list[Idle], section: type, prefix: str) -> list[Idle]:
-    """Those of the idle keys that are of a section, in the schema's order."""
+    """Return the unused keys that belong to a section, in the schema's order."""
     return idle_among(idle, *(key.path for key in all_keys(section, prefix)))
 
 

@@ -1,5 +1,6 @@
-"""What it means that a run goes on with other settings than before: which keys differ, and what
-each difference does."""
+"""Effects of resuming a run with other settings: which keys differ, and what each difference
+does.
+"""
 
 import re
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ EFFECTS: Mapping[str, str] = {
     r"objective|(loss|distill|dpo|reward|grpo|ppo|regularization)\..*": _OBJECTIVE,
     r"(anomaly|loss_scale)\..*": _FROM,
 }
-# What a fork has of its own, so that it tells nothing that it differs.
+# Keys that a fork sets for itself, so that a difference means nothing.
 OF_EACH_FORK = frozenset(("run_name", "output_dir", "local_dir", "checkpoint.fork_from"))
 # What decides which arrays a checkpoint holds, and of which shapes and types.
 _OF_STATE = re.compile(
@@ -72,7 +73,7 @@ class Change(NamedTuple):
         return f"{self.key}: {show(self.before)} -> {show(self.now)}"
 
     def has_effect(self) -> bool:
-        """Whether it can change the numbers of training of a run that goes on."""
+        """Return whether the change can alter the numbers of training when a run resumes."""
         effect = effect_of(self.key)
         return NO_EFFECT not in effect and effect != _AT_START
 
@@ -88,7 +89,7 @@ class Change(NamedTuple):
 
 
 def effect_of(key: str) -> str:
-    """What a change of a key does, with `next` and `end` in braces."""
+    """Return what a change of a key does, with `next` and `end` in braces."""
     for pattern, effect in EFFECTS.items():
         if re.fullmatch(pattern, key):
             return effect
@@ -115,7 +116,7 @@ def changed_settings(before: str, now: RunConfig) -> list[Change]:
 
 
 def changed_state_settings(before: str, now: RunConfig) -> list[Change]:
-    """As `changed_settings`, of those that decide which arrays the state of a run has."""
+    """Return `changed_settings` of the keys that decide which arrays the training state has."""
     return [change for change in changed_settings(before, now) if _OF_STATE.fullmatch(change.key)]
 
 

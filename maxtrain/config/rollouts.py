@@ -1,4 +1,6 @@
-"""How a run samples completions of prompts, whichever objective learns from them."""
+"""Settings for sampling completions of prompts, the same for all objectives that learn from
+them.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -20,10 +22,10 @@ _OF_DISTILL = (
 
 
 class RolloutSettings(NamedTuple):
-    """What of a config decides how completions are sampled and read; as the keys of these names in
-    the sections `grpo` and `distill`.
+    """Keys that decide how completions are sampled and read, with the names they have in the
+    sections `grpo` and `distill`.
 
-    `identity`: of all settings that a stored rollout depends on, by their section.
+    `identity` has all settings that a stored rollout depends on, by their section.
     """
 
     num_generations: int
@@ -38,7 +40,7 @@ class RolloutSettings(NamedTuple):
 
 
 def rollout_settings(config: RunConfig) -> RolloutSettings | None:
-    """How the run samples what it learns from; None: it learns from data."""
+    """Return how the run samples its training rollouts; None if it learns from data."""
     if config.objective in FROM_REWARDS:
         grpo = config.grpo
         settings = dataclasses.asdict(grpo)
@@ -76,7 +78,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings | None:
 
 
 def require_settings(config: RunConfig) -> RolloutSettings:
-    """How a run that is known to sample does it."""
+    """Return the rollout settings of a run that is known to sample."""
     settings = rollout_settings(config)
     assert settings is not None, "a run that learns from rollouts"
     return settings

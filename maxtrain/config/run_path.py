@@ -1,5 +1,4 @@
-"""Where a run is: in a folder of this machine, or behind a URL, with a folder of this host to work
-in."""
+"""Place of a run: a folder of this machine, or a URL with a working folder on this host."""
 
 import os
 import re
@@ -31,7 +30,7 @@ def run_path(config: RunConfig) -> Path:
 
 
 def working_folder(url: str, local_dir: str, process: int) -> Path:
-    """Where a process works on the run behind a URL.
+    """Return the folder where a process works on the run behind a URL.
 
     Several processes of one host have a folder each.
     """
@@ -43,8 +42,9 @@ def working_folder(url: str, local_dir: str, process: int) -> Path:
 
 
 def local_folder(config: RunConfig) -> Path | None:
-    """Where processes of this host keep steps that are not uploaded, in a folder each; None: all
-    are uploaded."""
+    """Return the folder for steps that are not uploaded, which processes of this host share; None
+    if all steps are uploaded.
+    """
     url = run_url(config)
     if url is None or config.checkpoint.local is None:
         return None
@@ -52,8 +52,9 @@ def local_folder(config: RunConfig) -> Path | None:
 
 
 def process_number(mesh: MeshConfig) -> int:
-    """Which process of its job this is, as far as it is known before the job has met; 0: it is the
-    first, or the only one on its host."""
+    """Return the number of this process in its job, as far as it is known before the job has met; 0
+    for the first process, or the only one on its host.
+    """
     number = (
         mesh.process_id
         or os.environ.get("JAX_PROCESS_ID")
@@ -65,7 +66,9 @@ def process_number(mesh: MeshConfig) -> int:
 
 
 def url_problems(config: RunConfig) -> Iterator[str]:
-    """What a run behind a URL can't have, and a folder to work in that no run needs."""
+    """Yield the settings that a run behind a URL cannot have, and a working folder that no run
+    needs.
+    """
     yield from _local_problems(config)
     if not is_url(config.output_dir):
         if config.local_dir != os.path.expanduser(_DEFAULT):

@@ -77,21 +77,23 @@ class RunConfig:
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
     output_dir: str = key(
         "runs",
-        "where run directories are made; s3://BUCKET/FOLDER and gs://BUCKET/FOLDER, too",
+        "folder of the run directories, or a URL: s3://BUCKET/FOLDER or gs://BUCKET/FOLDER",
         path="any",
     )
     local_dir: str = key(
         "~/.cache/maxtrain/runs",
-        "folder of this host to work in where output_dir is a URL",
+        "working folder on this host, used if output_dir is a URL",
         path="local",
     )
     seed: int = key(
         0, "seed of everything random, unless data.seed or init.seed is set", low=0, high=MAX_SEED
     )
-    steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
+    steps: int | Literal["auto"] = key(
+        "auto", "number of optimizer steps; auto: until the data plan ends", low=1
+    )
     eval_interval: Interval = key(
         0,
-        "steps between evaluations, or epochs as in 0.5 epochs; 0: none while training",
+        "steps between evaluations, or epochs such as '0.5 epochs'; 0: none during training",
         low=0,
         used_by=UsedBy(
             {"eval.sets": AllBut({})},
@@ -108,42 +110,50 @@ class RunConfig:
             "Add eval.sets.NAME.path=DIR, or leave it out.",
         ),
     )
-    eval_steps: int = key(-1, "batches of each evaluation; -1: the whole set, exactly once", low=-1)
+    eval_steps: int = key(-1, "batches in each evaluation; -1: the whole set, exactly once", low=-1)
     checkpoint_interval: Interval = key(
-        1000, "steps between checkpoints, or epochs as in 0.5 epochs; 0: only the last one", low=0
+        1000,
+        "steps between checkpoints, or epochs such as '0.5 epochs'; 0: only the last one",
+        low=0,
     )
-    log_interval: int = key(10, "steps between records of metrics", low=1)
+    log_interval: int = key(10, "steps between metric records", low=1)
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
-        "seeded: records have hashes of parameters and batch; "
-        "full: only programs that repeat bit for bit, for sampling too",
+        "off: no guarantee; seeded: records have hashes of parameters and batch; full: only "
+        "programs that repeat bit for bit, for sampling too",
     )
     objective: Literal["next_token", "distill", "dpo", "reward", "grpo", "ppo"] = key(
         "next_token",
-        "the loss: cross-entropy of the next token; distill: and of a teacher; dpo, reward: of "
-        "preferences; grpo, ppo: of rewards",
+        "training objective: next_token: cross-entropy; distill: also match a teacher; dpo, "
+        "reward: learn from preferences; grpo, ppo: learn from rewards",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
-    data: DataConfig = key(DataConfig(), "what the model reads")
+    data: DataConfig = key(DataConfig(), "training data, packing and batches")
     eval: EvalConfig = key(EvalConfig(), "evaluation sets")
-    loss: LossConfig = key(LossConfig(), "more terms of the loss")
-    train: TrainConfig = key(TrainConfig(), "which parameters train")
+    loss: LossConfig = key(LossConfig(), "extra terms of the loss")
+    train: TrainConfig = key(TrainConfig(), "parameters that train, or are frozen")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
-    dpo: DpoConfig = key(DpoConfig(), "preferences, with objective=dpo")
-    reward: RewardConfig = key(RewardConfig(), "scores of answers, with objective=reward")
-    grpo: GrpoConfig = key(GrpoConfig(), "rewards of completions, with objective=grpo and ppo")
-    ppo: PpoConfig = key(PpoConfig(), "values of tokens, with objective=ppo")
+    dpo: DpoConfig = key(DpoConfig(), "preference losses of objective=dpo")
+    reward: RewardConfig = key(RewardConfig(), "reward model of objective=reward")
+    grpo: GrpoConfig = key(
+        GrpoConfig(), "rewards, sampling and loss of objective=grpo; rewards and sampling of ppo"
+    )
+    ppo: PpoConfig = key(PpoConfig(), "KL penalty, advantages and value loss of objective=ppo")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(
         RegularizationConfig(), "dropout and other noise in training"
     )
     optimizer: OptimizerConfig = key(OptimizerConfig(), "how gradients become updates")
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
-    precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
+    precision: PrecisionConfig = key(PrecisionConfig(), "dtypes of weights, activations and sums")
     loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")
-    anomaly: AnomalyConfig = key(AnomalyConfig(), "anomalies, and what is done about them")
+    anomaly: AnomalyConfig = key(
+        AnomalyConfig(), "anomaly detection, and the policy for each anomaly"
+    )
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
-    checkpoint: CheckpointConfig = key(CheckpointConfig(), "which checkpoints are saved and kept")
-    watchdog: WatchdogConfig = key(WatchdogConfig(), "how long a run may make no progress")
-    integrity: IntegrityConfig = key(IntegrityConfig(), "checks for errors that no device reports")
-    observe: ObserveConfig = key(ObserveConfig(), "progress, curves and trackers")
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving, retention and initial weights")
+    watchdog: WatchdogConfig = key(WatchdogConfig(), "time limits, after which a hanging run ends")
+    integrity: IntegrityConfig = key(IntegrityConfig(), "checks for silent data corruption")
+    observe: ObserveConfig = key(
+        ObserveConfig(), "progress display, curves, trackers and profiling"
+    )

@@ -69,10 +69,10 @@ def find_file(reference: str) -> Path:
         path = Path(os.path.expanduser(reference))
     if path.suffix in SUFFIXES and os.path.isfile(path):
         return path
-    mend = available()
+    fix = available()
     close = difflib.get_close_matches(reference, shipped, 1)
     if close:
-        mend = f"Did you mean config={close[0]}? {mend}"
+        fix = f"Did you mean config={close[0]}? {fix}"
     raise ConfigError(
-        f"config={show(reference)} is neither a known name nor a .py or .yaml file. {mend}."
+        f"config={show(reference)} is neither a known name nor a .py or .yaml file. {fix}."
     )

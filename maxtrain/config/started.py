@@ -1,5 +1,6 @@
-"""Where a run was started, in the first lines of its config.yaml: relative paths of data and models
-in that file are meant from there, whatever folder a command is run in later."""
+"""The launch folder of a run, in the first lines of its config.yaml: relative paths of data and
+models in that file are resolved from there, whatever folder a later command runs in.
+"""
 
 import dataclasses
 import json

@@ -18,7 +18,7 @@ class Idle(NamedTuple):
         key: its dotted path.
         value: what it is set to.
         cause: the keys and values that leave it without a reader.
-        problem: its value, the rule and the mend.
+        problem: its value, the rule and the fix.
         reader: dotted path of the first key that decides about it.
     """
 
@@ -41,7 +41,7 @@ def idle_keys(config: RunConfig) -> list[Idle]:
 
 
 def idle_among(found: Iterable[Idle], *keys: str, by: str = "") -> list[Idle]:
-    """Those of the idle keys that are these, in this order.
+    """Return the unused keys that are among `keys`, in this order.
 
     Args:
         found: of the whole config.
@@ -62,7 +62,9 @@ def idle_among(found: Iterable[Idle], *keys: str, by: str = "") -> list[Idle]:
 
 
 def readers_in_words(used_by: Iterable[UsedBy]) -> str:
-    """What reads a key, for the help: `schedule.name=wsd`; empty if every run does."""
+    """Describe the settings with which a key is used, for the help: `schedule.name=wsd`; empty if
+    every run uses it.
+    """
     return "; and ".join(use.help or _settings_in_words(use) for use in used_by)
 
 
@@ -132,7 +134,7 @@ def _idle(
     use: UsedBy,
     settings: Mapping[str, Values],
 ) -> Idle:
-    """What is said of an idle key; `settings` are those of `use`, of the same element."""
+    """Return the problem of an unused key; `settings` are those of `use`, of the same element."""
     reader = next(iter(settings))
     if use.cause:
         cause = use.cause.format(config=config)
@@ -163,7 +165,7 @@ def _text(value: Any) -> str:
 
 
 def _holds(config: RunConfig, path: str, values: Values) -> bool:
-    """Whether a key has one of these values."""
+    """Return whether a key has one of these values."""
     present = _values(config, path)
     if isinstance(values, AllBut):
         return any(value != values.value for value in present)

@@ -23,7 +23,7 @@ _MAX_BITS = 1024
 
 
 class ValueProblem(NamedTuple):
-    """What is wrong with the value of a key; the key is empty for a file that can't be read."""
+    """Problem with the value of a key; the key is empty for a file that cannot be read."""
 
     key: str
     message: str
@@ -72,15 +72,16 @@ def section_from(cls: Any, raw: Any, path: str, problems: list[ValueProblem]) ->
 
 
 def _unknown(key: str, value: Any, num_problems: int) -> str:
-    """What to say of a key that does not exist. Its right name is guessed only where that will be
-    listed, for each guess takes a while."""
+    """Return the message about a key that does not exist. A right name is guessed only if the
+    message will be listed, because each guess takes a while.
+    """
     if num_problems < MAX_LISTED:
         return unknown(key, value)
     return f"{show(key)} is not a key. `--help` lists those there are."
 
 
 def _not_of_type(key: str, value: Any, kind: Any, default: Any, detail: str) -> str:
-    """What to say of a value that is not of its key's type."""
+    """Return the message about a value that is not of its key's type."""
     words = describe(kind)
     rule = f"{key}={show(value)} must be: {words}"
     if detail:
@@ -133,7 +134,7 @@ def _convert_named(kind: Any, raw: Any, path: str, problems: list[ValueProblem])
 
 
 def _convert_choice(options: tuple[Any, ...], raw: Any) -> str:
-    """One of these words."""
+    """Convert a raw value to one of the allowed words."""
     # What YAML makes of a bare off.
     if raw is False:
         raw = "off"

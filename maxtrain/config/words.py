@@ -60,5 +60,5 @@ def multiples(wanted: int, unit: int) -> str:
 
 
 def rule_of(problem: str) -> str:
-    """A problem without its mend, which begins with Set."""
+    """Return a problem without its advice, which begins with "Set"."""
     return problem.partition(". Set ")[0]

@@ -265,7 +265,7 @@ def test_a_yaml_file(tmp_path, text, said):
 def test_thousands_of_unknown_keys_are_refused_soon(tmp_path):
     (tmp_path / "c.yaml").write_text("".join(f"learning_rate{i}: 3\n" for i in range(2000)))
     found = problems(f"config={tmp_path}/c.yaml")
-    assert len(found) == 41 and "problems more. Mend these first." in found[-1]
+    assert len(found) == 41 and "more problems. Fix these first." in found[-1]
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"steps: \xe9", b"\xff\xfes\0", b"steps: \xed\xa0\x80"])
@@ -315,7 +315,7 @@ def test_a_file_that_can_not_be_read(tmp_path, monkeypatch):
     (found,) = problems(f"config={tmp_path}/c.yaml", "data.sources.a.path=b")
     assert (
         found
-        == f"config={tmp_path}/c.yaml can't be read: Permission denied. Mend access, or name another file."
+        == f"config={tmp_path}/c.yaml can't be read: Permission denied. Make it readable, or name another file."
     )
 
 

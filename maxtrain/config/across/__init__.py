@@ -1,1 +1,1 @@
-"""What must hold across the sections of a config, in files named for what they relate."""
+"""Rules across the sections of a config, in files named for what they relate."""

@@ -1,4 +1,6 @@
-"""What a kernel of attention can do, and what the data, the precision and the rest ask of it."""
+"""Limits of each attention kernel, checked against the data, the precision and the other
+settings.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +14,9 @@ from maxtrain.config.words import choices, multiples
 
 
 def kernel_problems(config: RunConfig) -> Iterator[str]:
-    """What the kernel can't do; auto takes one that can."""
+    """Yield what the chosen kernel does not support; with auto a kernel is chosen that supports the
+    run.
+    """
     if config.model.attention == AUTO:
         return
     yield from _repeat_problems(config)
@@ -59,7 +63,7 @@ def _document_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _rows_have_pairs(config: RunConfig) -> bool:
-    """Whether documents come in pairs, which are never in two rows."""
+    """Return whether documents come in pairs, which always share a row."""
     if config.objective == "dpo":
         return config.dpo.loss_type not in UNPAIRED
     return config.objective == "reward"

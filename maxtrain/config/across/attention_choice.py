@@ -1,8 +1,8 @@
-"""The kernel that attends in a run: the one that model.attention names, or with auto the one that
+"""The attention kernel of a run: the one that model.attention names, or with auto the one that
 suits the devices, the mesh, the rows and the model.
 
-What a kernel can't do is for its own rules to say (`config/kernels.py`, `across/attention.py`,
-`across/context.py`); here they are only asked.
+The limits of each kernel are declared elsewhere (`config/kernels.py`, `across/attention.py`,
+`across/context.py`); this module only applies them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from maxtrain.config.kernels import ATTENTION, AUTO, Kernel, candidates
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import rule_of
 
-# Why a kernel of one platform is the best there, where it can do what is asked.
+# Reasons why a kernel of one platform is the best there, if it supports the run.
 _BEST = {
     "cudnn": "no row has documents to keep apart",
     "flash": f"rows are multiples of {ATTENTION['flash'].rows} tokens",
@@ -28,7 +28,7 @@ class Hardware(NamedTuple):
 
     Attributes:
         platform: cpu, gpu or tpu.
-        kind: in words, for messages.
+        kind: name of the device, for messages.
         capability: of a GPU, its compute capability, (0, 0) where it has none; None: no GPU, or not
             known.
     """
@@ -46,14 +46,14 @@ class Choice(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Return the line that a launch prints about the kernel."""
         return f"attention: {self.kernel}, {self.reason}"
 
 
 def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Choice:
     """The kernel of a run. The same devices and config have the same one.
 
-    With auto, in this order, the first that can do all that is asked:
+    With auto, in this order, the first that supports all settings of the run:
 
     * eager alone, where attention weights are dropped;
     * ring, where rows are split over devices;
@@ -61,10 +61,10 @@ def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Cho
     * xla.
 
     Args:
-        hardware: that the run is for.
-        config: whose mesh is filled in.
-        had: the kernel that the run was trained with until now, which auto keeps if it can; None:
-            the run is new.
+        hardware: devices of the run.
+        config: with all axes of the mesh filled in.
+        had: the kernel that the run was trained with so far, which auto keeps if possible; None for
+            a new run.
 
     Raises:
         ConfigError: these devices do not have the kernel that is named; or auto finds none.
@@ -125,17 +125,19 @@ def device_problems(kernel: str, hardware: Hardware) -> Iterator[str]:
 
 
 def _problems_with(kernel: str, hardware: Hardware, config: RunConfig) -> Iterator[str]:
-    """What a kernel can't do of what the run asks."""
+    """Yield the settings of the run that a kernel does not support."""
     model = dataclasses.replace(config.model, attention=kernel)
-    asked = dataclasses.replace(config, model=model)
+    with_kernel = dataclasses.replace(config, model=model)
     yield from device_problems(kernel, hardware)
-    yield from kernel_problems(asked)
-    yield from dropout_problems(asked)
-    yield from context_problems(asked)
+    yield from kernel_problems(with_kernel)
+    yield from dropout_problems(with_kernel)
+    yield from context_problems(with_kernel)
 
 
 def _by_name(hardware: Hardware, config: RunConfig) -> str:
-    """Which kernels of these devices would do as well, and are only there for who names them."""
+    """Name kernels of these devices that would do as well, but are used only if a config names
+    them.
+    """
     found = ""
     for kernel, can in ATTENTION.items():
         is_theirs = can.by_name and can.platform == hardware.platform
@@ -158,7 +160,9 @@ def _range(can: Kernel) -> str:
 
 
 def _why(kernel: str, refused: list[str], hardware: Hardware, config: RunConfig) -> str:
-    """What speaks for a kernel; `refused`: the problems of those that would have been better."""
+    """Return the reason for a kernel; `refused` are the problems of the kernels that would have
+    been better.
+    """
     if kernel == "eager":
         rate = config.regularization.attention_dropout
         return f"regularization.attention_dropout={rate} drops weights, and no other can"

@@ -11,7 +11,9 @@ from maxtrain.config.words import multiples, rule_of
 
 
 def context_problems(config: RunConfig) -> Iterator[str]:
-    """What does not go with mesh.context; an axis of a size that is not known yet has none."""
+    """Yield the settings that do not go with mesh.context; a mesh axis without a known size has no
+    problems.
+    """
     context = config.mesh.context
     is_open = config.mesh.preset == "long_context"
     if config.model.attention == "ring" and context == 1 and not is_open:
@@ -29,8 +31,9 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _exchange_problems(config: RunConfig) -> Iterator[str]:
-    """What hinders tokens of different parts from seeing each other, as the kernel goes about
-    that."""
+    """Yield the settings with which a kernel cannot let tokens on different devices see each
+    other.
+    """
     if config.model.attention == "ring":
         yield from _ring_problems(config)
     elif config.model.attention != "eager":
@@ -38,8 +41,9 @@ def _exchange_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _problems_of_all(config: RunConfig) -> Iterator[str]:
-    """What hinders every kernel that auto may choose. Those of one platform go about it as xla
-    does."""
+    """Yield a problem if no kernel that auto may choose supports the split rows. Kernels of one
+    platform split rows as xla does.
+    """
     drops_weights = config.regularization.attention_dropout > 0
     rules: list[str] = []
     for kernel in candidates(None, True, drops_weights):
@@ -50,7 +54,8 @@ def _problems_of_all(config: RunConfig) -> Iterator[str]:
         rules += [rule_of(problem) for problem in problems]
     yield (
         f"model.attention=auto finds no kernel for rows that mesh.context={config.mesh.context} "
-        f"splits: {'; '.join(rules)}. Set mesh.context=1, or mend what hinders one of them."
+        f"splits: {'; '.join(rules)}. Set mesh.context=1, or change the settings that one of "
+        "them excludes."
     )
 
 
@@ -66,22 +71,24 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _ring_problems(config: RunConfig) -> Iterator[str]:
-    """What is drawn or counted by a token's place in the row."""
+    """Yield the settings that draw or count by a token's place in the row, which ring attention
+    cannot do.
+    """
     model = config.model
     regularization = config.regularization
-    asked: dict[str, tuple[object, str]] = {}
+    excluded: dict[str, tuple[object, str]] = {}
     for key, rate in (
         ("regularization.attention_dropout", regularization.attention_dropout),
         ("regularization.residual_dropout", regularization.residual_dropout),
         ("model.lora.dropout", model.lora.dropout),
     ):
         if rate:
-            asked[key] = (rate, "0")
+            excluded[key] = (rate, "0")
     if regularization.router_noise != "none":
-        asked["regularization.router_noise"] = (regularization.router_noise, "none")
+        excluded["regularization.router_noise"] = (regularization.router_noise, "none")
     if model.routing.capacity_factor is not None:
-        asked["model.routing.capacity_factor"] = (model.routing.capacity_factor, "null")
-    for key, (value, nothing) in asked.items():
+        excluded["model.routing.capacity_factor"] = (model.routing.capacity_factor, "null")
+    for key, (value, nothing) in excluded.items():
         yield (
             f"{key}={value} goes by a token's place in the row, and model.attention=ring puts "
             f"tokens in another order. Set {key}={nothing}, or model.attention=xla."
@@ -94,15 +101,15 @@ def _head_problems(config: RunConfig) -> Iterator[str]:
     tensor = max(config.mesh.tensor, 1)
     context = config.mesh.context
     kernel = f"model.attention={model.attention}"
-    mend = "Set mesh.context to one of its divisors, or model.attention=ring."
+    fix = "Set mesh.context to one of its divisors, or model.attention=ring."
     if model.num_heads % (tensor * context):
         yield (
             f"model.num_heads={model.num_heads} must be divisible by mesh.tensor={tensor} times "
-            f"mesh.context={context}, over which {kernel} deals heads out. {mend}"
+            f"mesh.context={context}, over which {kernel} deals heads out. {fix}"
         )
     kv_heads = (model.num_kv_heads or model.num_heads) // tensor
     if kv_heads and kv_heads % context and context % kv_heads:
         yield (
             f"mesh.context={context} must be a multiple or a divisor of the {kv_heads} key heads "
-            f"that a device of mesh.tensor has, since {kernel} deals heads out. {mend}"
+            f"that a device of mesh.tensor has, since {kernel} deals heads out. {fix}"
         )

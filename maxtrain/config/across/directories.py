@@ -64,7 +64,7 @@ def _source_paths(config: RunConfig) -> dict[str, str]:
 
 
 def _place(path: str) -> str:
-    """What two paths of the same directory have in common."""
+    """Return a form of a path that is equal for two paths of the same directory."""
     if is_url(path):
         return path.rstrip("/")
     if "\0" in path:

@@ -1,5 +1,6 @@
-"""What the kernel of experts' products can do, and what the model, its adapters and the mesh ask of
-it; and shares over whole steps."""
+"""Limits of the kernels of expert products, checked against the model, its adapters and the mesh;
+and the batch that expert shares are computed over.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ _LEAST_DIM = 128
 
 
 def expert_kernel_problems(config: RunConfig) -> Iterator[str]:
-    """What the kernel can't do."""
+    """Yield what the chosen kernel of expert products does not support."""
     model = config.model
     if model.family not in WITH_EXPERTS or model.routing.kernel != "tokamax":
         return
@@ -84,7 +85,7 @@ def balance_scope_problems(config: RunConfig) -> Iterator[str]:
 
 
 def compares_whole_steps(model: ModelConfig) -> bool:
-    """Whether shares of experts are compared over all micro-batches of a step together."""
+    """Return whether shares of experts are compared over all micro-batches of a step together."""
     routing = model.routing
     has_experts = model.family in WITH_EXPERTS
     return has_experts and routing.balance > 0 and routing.balance_scope == "global"

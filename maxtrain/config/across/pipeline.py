@@ -20,7 +20,7 @@ from maxtrain.config.words import choices, divisors, multiples, nearest
 
 
 class Alike(NamedTuple):
-    """What stages can have equal numbers of.
+    """Repeated layers, which pipeline stages divide equally.
 
     Attributes:
         count: layers that are alike, or groups of layers that take turns.
@@ -34,7 +34,7 @@ class Alike(NamedTuple):
 
 
 def alike_layers(model: ModelConfig) -> Alike:
-    """Of a model, as its family makes them."""
+    """Return the repeated layers of a model, as its family builds them."""
     length = len(layer_period(model))
     dense = 0
     if model.family in DEEPSEEK and model.moe.dense_layers < model.num_layers:
@@ -45,7 +45,8 @@ def alike_layers(model: ModelConfig) -> Alike:
 
 
 def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -> Iterator[str]:
-    """What does not go with mesh.stage; an axis of a size that is not known yet has none.
+    """Yield the settings that do not go with mesh.stage; a mesh axis without a known size has no
+    problems.
 
     Args:
         batches: every number of rows of a step, by its key.
@@ -82,7 +83,9 @@ def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
-    """What 1F1B has no place for: several rounds, and passes beside the one through stages."""
+    """Yield the settings that the 1F1B schedule excludes: several rounds, and passes beside the one
+    through the stages.
+    """
     pipeline = config.model.pipeline
     if pipeline.schedule != "1f1b":
         return
@@ -92,23 +95,24 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
             f"{what} takes rows through stages once, and model.pipeline.rounds={pipeline.rounds} "
             "several times. Set model.pipeline.rounds=1, or model.pipeline.schedule=gpipe."
         )
-    for second, mend in _second_passes(config):
+    for second, fix in _second_passes(config):
         yield (
             f"{what} goes through stages once, with the loss behind the last one; {second}. "
-            f"Set {mend}, or model.pipeline.schedule=gpipe."
+            f"Set {fix}, or model.pipeline.schedule=gpipe."
         )
 
 
 def may_take_turns(config: RunConfig) -> bool:
-    """Whether 1F1B would be accepted, and is not asked for."""
+    """Return whether the schedule could be 1F1B, but the config has another one."""
     pipeline = config.model.pipeline
     is_plain = pipeline.schedule == "gpipe" and pipeline.rounds == 1
     return num_stages(config.mesh) > 1 and is_plain and not list(_second_passes(config))
 
 
 def goes_row_by_row(config: RunConfig) -> bool:
-    """Whether what stages keep does not depend on the number of rows: accumulation lowers
-    nothing."""
+    """Return whether the activations that stages keep are independent of the number of rows, so
+    that accumulation saves no memory.
+    """
     pipeline = config.model.pipeline
     is_staged = num_stages(config.mesh) > 1
     return is_staged and pipeline.schedule == "1f1b" and pipeline.micro_batches is None
@@ -133,13 +137,13 @@ def _second_passes(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     has_reference = config.objective == "dpo" and config.dpo.loss_type in COMPARED
     if has_reference and config.dpo.reference_logprobs == "computed":
-        mend = "dpo.reference_logprobs=stored"
+        fix = "dpo.reference_logprobs=stored"
         if config.dpo.loss_type == "kto":
             # What KTO compares with is found for each batch anew.
-            mend += " and dpo.loss_type=apo_zero_unpaired"
+            fix += " and dpo.loss_type=apo_zero_unpaired"
         yield (
             f"dpo.loss_type={config.dpo.loss_type} passes rows through a reference, too",
-            mend,
+            fix,
         )
 
 
@@ -157,17 +161,17 @@ def layer_problems(config: RunConfig, has_weights: bool) -> Iterator[str]:
     what = stage_words(config.mesh)
     if rounds > 1:
         what += f" times model.pipeline.rounds={rounds}"
-    mends = _stage_mends(config)
+    fixes = _stage_mends(config)
     if rounds > 1 and alike.count % stages == 0:
         valid = nearest(rounds, divisors(alike.count // stages))
-        mends.append(f"model.pipeline.rounds to {valid}")
+        fixes.append(f"model.pipeline.rounds to {valid}")
     if not has_weights:
-        mends += _num_layers_mend(config)
-    yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(mends)}."
+        fixes += _num_layers_mend(config)
+    yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(fixes)}."
 
 
 def _in_words(alike: Alike, model: ModelConfig) -> str:
-    """What must be divided, and where its number comes from."""
+    """Describe the number that must be divisible, and the keys that it comes from."""
     layers = f"model.num_layers={model.num_layers}"
     if alike.length > 1:
         kind = f"model.family={model.family}"
@@ -179,7 +183,9 @@ def _in_words(alike: Alike, model: ModelConfig) -> str:
 
 
 def _stage_mends(config: RunConfig) -> list[str]:
-    """What makes numbers of stages that divide the layers and the vocabulary, each by itself."""
+    """Return settings that give a number of stages which divides the layers and the vocabulary, one
+    setting each.
+    """
     rounds = config.model.pipeline.rounds
     alike = alike_layers(config.model).count
     if rounds > 1 and alike % rounds == 0:
@@ -195,7 +201,7 @@ def _stage_mends(config: RunConfig) -> list[str]:
     found = _by_one_axis(config.mesh, valid)
     if not found:
         found = [f"mesh.dcn_stage=1 and mesh.stage to {nearest(num_stages(config.mesh), valid)}"]
-    return [first + mend for mend in found]
+    return [first + fix for fix in found]
 
 
 def _by_one_axis(mesh: MeshConfig, valid: list[int]) -> list[str]:
@@ -213,7 +219,9 @@ def _by_one_axis(mesh: MeshConfig, valid: list[int]) -> list[str]:
 
 
 def _stages(config: RunConfig, blocks: int) -> list[int]:
-    """Those that divide so many blocks of layers, and the vocabulary where it is known."""
+    """Return the numbers of stages that divide this number of layer blocks, and the vocabulary if
+    its size is known.
+    """
     return divisors(math.gcd(blocks, config.model.vocab_size or 0))
 
 

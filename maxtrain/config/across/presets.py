@@ -54,7 +54,7 @@ def with_preset(config: RunConfig, num_devices: int) -> RunConfig:
 
 
 def _replicas(mesh: MeshConfig, left: int) -> dict[str, int]:
-    """What hsdp decides of the devices that are left."""
+    """Return the axes that the preset hsdp sets, given the number of devices that are left."""
     if mesh.data != 1:
         return {}
     if mesh.fsdp != -1:

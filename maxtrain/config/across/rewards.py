@@ -6,7 +6,9 @@ from maxtrain.config.schema import RunConfig
 
 
 def score_problems(config: RunConfig) -> Iterator[str]:
-    """A reward model without a score, or one that is asked for what a model of logits does."""
+    """Yield a problem if a reward model has no score, or must do what only a model of logits
+    does.
+    """
     if config.objective != "reward":
         return
     if not config.model.score:

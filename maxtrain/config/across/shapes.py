@@ -25,8 +25,9 @@ from maxtrain.config.words import divisors, multiples, nearest
 
 
 def division_problems(config: RunConfig) -> Iterator[str]:
-    """What accumulation and the mesh can't divide; an axis of a size that is not known yet divides
-    nothing."""
+    """Yield the sizes that accumulation and the mesh cannot divide; a mesh axis without a known
+    size divides nothing.
+    """
     yield from _batch_problems(config)
     yield from _held_out_problems(config)
     yield from tensor_problems(config)
@@ -52,8 +53,9 @@ def _rows_of_steps(config: RunConfig) -> dict[str, int]:
 
 
 def balance_problems(config: RunConfig) -> Iterator[str]:
-    """Rows that are made for each step, of fewer documents than rows, or of several sources whose
-    losses are to be told apart."""
+    """Yield the problems of `data.packing=balanced`: fewer documents in a step than rows, and
+    several sources whose losses are reported apart.
+    """
     data = config.data
     if data.packing != "balanced":
         return
@@ -170,14 +172,16 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
 
 
 def with_accumulation(config: RunConfig, count: int) -> RunConfig:
-    """The config with so many micro-batches in a step."""
+    """Return the config with `count` micro-batches in a step."""
     optimizer = dataclasses.replace(config.optimizer, accumulation=count)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def accumulations(config: RunConfig, num_devices: int) -> list[int]:
-    """Every number of micro-batches that the batches of a run can be divided into on so many
-    devices, from the fewest; that alone where more of them would need as much memory."""
+    """Return every number of micro-batches into which the batches of a run can be divided on this
+    number of devices, from the fewest. Only the fewest is returned if more would need as much
+    memory.
+    """
     rows = math.gcd(*_rows_of_steps(config).values())
     found = []
     for count in range(1, rows + 1):
@@ -198,30 +202,30 @@ def _unlike_devices(sizes: dict[str, int], has_free: bool, num_devices: int) -> 
     if has_free:
         verb = "divide"
     # Changing one axis alone may be enough.
-    mends = []
+    fixes = []
     for key, size in sizes.items():
         share = num_devices * size / product
         if share % 1:
             continue
         if has_free:
-            mends.append(f"{key} to {nearest(size, divisors(int(share)))}")
+            fixes.append(f"{key} to {nearest(size, divisors(int(share)))}")
         else:
-            mends.append(f"{key} to {int(share)}")
-    mend = ", or ".join(mends)
-    if not mends:
-        mend = f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
+            fixes.append(f"{key} to {int(share)}")
+    fix = ", or ".join(fixes)
+    if not fixes:
+        fix = f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
     given = " x ".join(f"{key}={size}" for key, size in sizes.items())
-    return f"{given} = {product} must {verb} the number of devices, {num_devices}. Set {mend}."
+    return f"{given} = {product} must {verb} the number of devices, {num_devices}. Set {fix}."
 
 
 def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunConfig | None:
-    """The config for `count` of the `had` processes it is meant for, of so many devices each; None:
-    it can't do with so few.
+    """Return the config for `count` of the `had` processes it is meant for, with `devices` devices
+    each; None if the config cannot run with so few.
 
-    Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
-    stays as it is. Where it has not been decided yet (auto), it will be on the fewer devices. Of
-    slices only whole ones are left. What is found is meant for `count` processes, whatever
-    mesh.planned_processes was, so that it is not changed again when it is read again.
+    Accumulation grows, so that no device gets more rows at a time than before; the batch of a step
+    stays the same. If accumulation is still to be decided (auto), that happens on the fewer
+    devices. Only whole slices are kept. The new config is meant for `count` processes, whatever
+    mesh.planned_processes was, so that it is not reduced again when it is read.
     """
     mesh = _with_fewer_slices(config.mesh, had, count)
     if mesh is None:
@@ -242,8 +246,9 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
 
 
 def fit_to_planned(config: RunConfig, count: int, devices: int) -> RunConfig:
-    """The config for `count` processes of so many devices each, which are fewer than
-    mesh.planned_processes. ConfigError: it can't do with so few."""
+    """Return the config for `count` processes with `devices` devices each, fewer than
+    mesh.planned_processes. ConfigError: the config cannot run with so few.
+    """
     planned = config.mesh.planned_processes
     assert planned is not None and planned > count
     fewer = fit_to_fewer(config, planned, count, devices)
@@ -280,7 +285,7 @@ def _with_fewer_slices(mesh: MeshConfig, had: int, count: int) -> MeshConfig | N
 
 
 def fewer_settings(config: RunConfig, fewer: RunConfig) -> dict[str, str]:
-    """What `fit_to_fewer` has changed, as settings of a command line."""
+    """Return the keys that `fit_to_fewer` has changed, as settings of a command line."""
     settings = {"optimizer.accumulation": str(fewer.optimizer.accumulation)}
     for name in ("dcn_data", "dcn_stage", "dcn_fsdp"):
         size = getattr(fewer.mesh, name)

@@ -17,7 +17,9 @@ _LEAST_WARMUP = 0.1
 
 
 def steps_problems(config: RunConfig) -> Iterator[str]:
-    """What does not fit into the steps; with steps=auto only the plan knows how many there are."""
+    """Yield the settings that do not fit into the number of steps; with steps=auto only the plan
+    knows that number.
+    """
     if config.steps != "auto":
         yield from length_problems(config.schedule, config.steps)
 
@@ -36,10 +38,10 @@ def peak_problems(config: RunConfig) -> Iterator[str]:
 
 
 def fit_warmup(config: RunConfig, num_steps: int) -> RunConfig:
-    """The config with a warm-up that a run of so many steps has room for: its own, or a tenth of
-    them if that does not fit.
+    """Return the config with a warmup that fits into `num_steps` steps: its own, or a tenth of the
+    steps if its own does not fit.
 
-    Unchanged if not even that fits, which the checks then say.
+    The config is returned unchanged if not even a tenth fits; the checks then report it.
     """
     schedule = config.schedule
     if warmup_fits(schedule, num_steps):

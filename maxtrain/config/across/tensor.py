@@ -1,4 +1,4 @@
-"""What is split inside layers, and what must divide it."""
+"""Sizes that tensor parallelism splits inside layers, and the axes that must divide them."""
 
 import math
 from collections.abc import Iterator

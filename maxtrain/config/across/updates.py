@@ -1,4 +1,6 @@
-"""What an update is made of: the loss, the optimizer, the precision, and the rates of muP."""
+"""Rules for what an update is made of: the loss, the optimizer, the precision, and the learning
+rates of muP.
+"""
 
 from collections.abc import Iterator
 

@@ -22,7 +22,7 @@ _ROLLBACKS = {f"anomaly.{kind}": ("rollback",) for kind in ANOMALIES}
 
 @dataclasses.dataclass(frozen=True)
 class AnomalyConfig:
-    """What to do about each kind of anomaly, then limits. See train_step/anomaly_state.py.
+    """Policy for each kind of anomaly, then limits. See train_step/anomaly_state.py.
 
     off: not checked. warn: print a message. skip: the step changes nothing. rollback: go back to an
     earlier checkpoint, and leave these steps out. stop: save the state before the step, exit 70.
@@ -32,18 +32,18 @@ class AnomalyConfig:
         "skip", "loss or gradient is not finite; such an update is never applied"
     )
     loss_spike: SpikePolicy = key(
-        "warn", "loss above the median of the window by loss_limit deviations"
+        "warn", "loss is above the median of the window by more than loss_limit deviations"
     )
     grad_spike: SpikePolicy = key(
-        "warn", "gradient norm above the median of the window by grad_limit deviations"
+        "warn", "gradient norm is above the median of the window by more than grad_limit deviations"
     )
     weight_drift: RunPolicy = key(
         "off",
-        "norm of all weights differs from its median by a share of drift_limit; reads all weights",
+        "norm of all weights differs from its median by more than drift_limit; reads all weights",
     )
-    dead: RunPolicy = key("warn", "no gradient, or exactly the same loss, for dead_steps")
+    dead: RunPolicy = key("warn", "no gradient, or exactly the same loss, for dead_steps steps")
     diverging: RunPolicy = key(
-        "warn", "median of the loss above its lowest value so far, times diverging_limit"
+        "warn", "median of the loss is above its lowest value so far times diverging_limit"
     )
     window: int = key(
         128, "accepted steps from which medians and deviations are computed", low=4, high=256
@@ -51,31 +51,32 @@ class AnomalyConfig:
     min_steps: int = key(32, "accepted steps before checks begin", low=4, high=256)
     loss_limit: float = key(
         10.0,
-        "deviations (1.4826 times the median absolute one) that a loss may be above the median",
+        "largest distance of a loss above the median, in deviations (1.4826 x median absolute"
+        " deviation)",
         above=0,
         used_by=UsedBy({"anomaly.loss_spike": AllBut("off")}, _LOOKED_AT),
     )
     grad_limit: float = key(
         20.0,
-        "deviations that a gradient norm may be above the median",
+        "largest distance of a gradient norm above the median, in deviations",
         above=0,
         used_by=UsedBy({"anomaly.grad_spike": AllBut("off")}, _LOOKED_AT),
     )
     drift_limit: float = key(
         0.1,
-        "share of their median by which the norm of all weights may change",
+        "largest change of the norm of all weights, as a share of its median",
         above=0,
         used_by=UsedBy({"anomaly.weight_drift": AllBut("off")}, _LOOKED_AT),
     )
     diverging_limit: float = key(
         1.5,
-        "most that the median of the loss may be, as a multiple of its lowest value so far",
+        "largest median of the loss, as a multiple of its lowest value so far",
         above=1,
         used_by=UsedBy({"anomaly.diverging": AllBut("off")}, _LOOKED_AT),
     )
     dead_steps: int = key(
         16,
-        "steps in a row without a gradient, or with the same loss, that are an anomaly",
+        "steps in a row without a gradient, or with the same loss, that count as an anomaly",
         low=1,
         used_by=UsedBy({"anomaly.dead": AllBut("off")}, _LOOKED_AT),
     )
@@ -98,7 +99,7 @@ class AnomalyConfig:
     )
     leave_out: int = key(
         8,
-        "steps that a rollback leaves out; the last is the one with the anomaly",
+        "steps that a rollback leaves out, up to and with the step of the anomaly",
         low=1,
         used_by=UsedBy(
             _ROLLBACKS | {"data.repeated": ("rollback",)},
@@ -109,7 +110,7 @@ class AnomalyConfig:
     )
     max_rollbacks: int = key(
         4,
-        "rollbacks of a run; the next anomaly after them stops it",
+        "most rollbacks of a run; the next anomaly stops it",
         low=0,
         used_by=UsedBy(
             _ROLLBACKS | {"data.repeated": ("rollback", "skip")},

@@ -18,31 +18,33 @@ _NO_FORK = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints are saved and kept, besides checkpoint_interval at the root. The last step
-    is always saved."""
+    """Checkpoints to save and to keep, besides checkpoint_interval at the root. The last step is
+    always saved.
+    """
 
     minutes: float | None = key(
         None,
-        "also save when so many minutes have passed since the last save; null: never",
+        "also save when this many minutes have passed since the last save; null: never",
         above=0,
         high=1e6,
     )
-    keep: int = key(3, "newest checkpoints kept", low=1)
+    keep: int = key(3, "retention: number of newest checkpoints to keep", low=1)
     keep_every: int | None = key(
         None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1
     )
     keep_best: bool = key(
-        False, "also keep the saved steps at which an evaluation set's loss is the best so far"
+        False, "also keep saved steps at which the loss of an evaluation set is the best so far"
     )
-    asynchronous: bool = key(True, "write in the background while training goes on")
+    asynchronous: bool = key(True, "write checkpoints in the background while training continues")
     copy_to: str | None = key(
         None,
-        "directory on another disk to which good checkpoints are copied meanwhile; null: none",
+        "directory on another disk, to which good checkpoints are copied in the background; "
+        "null: none",
         path="local",
     )
     copy_keep: int = key(
         3,
-        "newest checkpoints kept in copy_to",
+        "number of newest checkpoints to keep in copy_to",
         low=1,
         used_by=UsedBy(
             {"checkpoint.copy_to": AllBut(None)},
@@ -52,13 +54,13 @@ class CheckpointConfig:
     )
     local: str | None = key(
         None,
-        "directory on the disk of each host for saves that are not uploaded, of a run behind a "
-        "URL; null: all are uploaded",
+        "directory on each host's disk for saves that are not uploaded, for a run behind a "
+        "URL; null: all saves are uploaded",
         path="local",
     )
     local_keep: int = key(
         2,
-        "newest checkpoints kept in checkpoint.local",
+        "number of newest checkpoints to keep in checkpoint.local",
         low=2,
         used_by=UsedBy(
             {"checkpoint.local": AllBut(None)},
@@ -68,7 +70,7 @@ class CheckpointConfig:
     )
     upload_every: int = key(
         10,
-        "of so many saves in a row, the last is uploaded; the others stay in checkpoint.local",
+        "upload one of this many saves; the others stay in checkpoint.local",
         low=2,
         used_by=UsedBy(
             {"checkpoint.local": AllBut(None)},
@@ -78,26 +80,28 @@ class CheckpointConfig:
     )
     grace_seconds: float = key(
         300.0,
-        "longest time from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit",
+        "longest time between SIGTERM or SIGINT and the end of the process, saved or not; 0: "
+        "no limit",
         low=0,
         high=1e8,
     )
     init_from: str | None = key(
         None,
-        "start from the weights of this run, checkpoint or Hugging Face directory, also by URL; "
-        "null: random",
+        "start from the weights of this run, checkpoint or Hugging Face directory, also a "
+        "URL; null: random weights",
         path="any",
         used_by=_NO_FORK,
     )
     fork_from: str | None = key(
         None,
-        "continue this run in a new one: RUN@STEP, or RUN for its newest checkpoint, also by URL; "
-        "null: no fork",
+        "continue this run in a new one: RUN@STEP, or RUN for its newest checkpoint, also a "
+        "URL; null: no fork",
         path="any",
     )
     init_adapters: str | None = key(
         None,
-        "start from the adapters of this directory of PEFT, on the weights of init_from; null: new",
+        "start from the PEFT adapters in this directory, on the weights of init_from; null: "
+        "new adapters",
         path="local",
         used_by=(
             _NO_FORK,
@@ -110,12 +114,13 @@ class CheckpointConfig:
     )
     start_over: bool = key(
         False,
-        "start at step 1 although saved checkpoints are gone; the run's other files are kept in "
-        "its folder, in before-DATE",
+        "start at step 1 although saved checkpoints are missing; other files of the run are "
+        "moved to before-DATE in its folder",
     )
     init_partial: tuple[str, ...] = key(
         (),
-        "regular expressions: parameters that may differ from init_from, and are then initialised",
+        "regular expressions: matching parameters may be missing in init_from or have another"
+        " shape, and are then initialised",
         used_by=(
             _NO_FORK,
             UsedBy(

@@ -31,63 +31,64 @@ class DistillConfig:
 
     teacher: str | None = key(
         None,
-        "the teacher: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face directory; "
-        "also by URL",
+        "teacher model: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face "
+        "directory; also a URL",
         path="any",
         used_by=_DISTILL,
     )
     stored: str | None = key(
         None,
-        "name that `maxtrain teach` has kept a teacher's likeliest tokens under, beside all data",
+        "name under which `maxtrain teach` has stored a teacher's top tokens beside all data",
         used_by=_DISTILL,
     )
     top: int = key(
         64,
-        "the likeliest tokens of the teacher, of those stored, that are compared one by one; all "
-        "others count as one",
+        "number of the teacher's stored top tokens that are compared one by one; all others "
+        "count as one",
         low=1,
         high=1 << 16,
         used_by=(_DISTILL, _STORED),
     )
     temperature: float = key(
         1.0,
-        "divides the logits of teacher and student in the divergence",
+        "temperature that divides the logits of teacher and student in the divergence",
         above=0,
         high=1000,
         used_by=_DISTILL,
     )
     weight: float = key(
         0.5,
-        "weight of the divergence in the loss; 1 - weight is that of the cross-entropy",
+        "weight of the divergence in the loss; the cross-entropy has weight 1 - this",
         low=0,
         high=1,
         used_by=_DISTILL,
     )
     kind: Literal["forward", "reverse", "jsd"] = key(
         "forward",
-        "forward: KL(teacher || student); reverse: KL(student || teacher); jsd: that of Jensen and "
-        "Shannon, between both",
+        "divergence: forward: KL(teacher || student); reverse: KL(student || teacher); jsd: "
+        "generalized Jensen-Shannon divergence",
         used_by=_DISTILL,
     )
     beta: float = key(
         0.5,
-        "share of the teacher in the mixture that both are compared with, between 0 and 1",
+        "jsd: share of the teacher in the mixture that both are compared with, between 0 and 1",
         above=0,
         high=1,
         used_by=(_DISTILL, _JSD),
     )
     on_policy: bool = key(
         False,
-        "data are prompts, and the divergence is that of the student's own completions",
+        "on-policy distillation: the data are prompts, and the student learns on its own "
+        "completions",
         used_by=_DISTILL,
     )
     num_generations: int = sampling.num_generations(
-        1, "completions of each prompt", _DISTILL, _ON_POLICY
+        1, "completions sampled for each prompt", _DISTILL, _ON_POLICY
     )
     max_completion_length: int = sampling.max_completion_length(_DISTILL, _ON_POLICY)
     slots: int = sampling.slots(_DISTILL, _ON_POLICY)
     sampling_temperature: float = sampling.temperature(
-        "divides the logits of the sampler", _DISTILL, _ON_POLICY
+        "temperature of the sampler", _DISTILL, _ON_POLICY
     )
     num_iterations: int = sampling.num_iterations(_DISTILL, _ON_POLICY)
     keep_rollouts: bool = sampling.keep_rollouts(_DISTILL, _ON_POLICY)

@@ -45,69 +45,70 @@ _OF_PAIRS = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    """How a model learns from pairs of answers, of which one was preferred, or from answers with a
-    label."""
+    """Preference optimization: training on pairs of answers, of which one was preferred, or on
+    labelled answers.
+    """
 
     loss_type: Literal[_Comparing, "simpo", "orpo", _Unpaired] = key(
         "sigmoid",
-        "sigmoid: DPO, or cDPO with label_smoothing; simpo, orpo: without a reference; kto, "
-        "apo_zero_unpaired: of labels",
+        "preference loss; sigmoid: DPO, or cDPO with label_smoothing; simpo, orpo: without a "
+        "reference; kto, apo_zero_unpaired: for labelled answers",
         used_by=_DPO,
     )
     beta: float = key(
         0.1,
-        "the larger, the less far the policy goes from the reference; simpo: usual: 2; "
-        "orpo: weight of the odds ratio",
+        "strength of the pull to the reference model: larger keeps the policy closer; simpo: "
+        "usual 2; orpo: weight of the odds ratio",
         above=0,
         high=1000,
         used_by=_DPO,
     )
     label_smoothing: float = key(
         0.0,
-        "share of pairs whose labels are taken to be wrong",
+        "share of pairs whose labels are assumed to be wrong",
         low=0,
         high=0.49,
         used_by=(_DPO, _SMOOTHED),
     )
     margin: float = key(
         0.0,
-        "by how much a chosen answer should win",
+        "margin by which the chosen answer must win",
         low=0,
         high=1000,
         used_by=(_DPO, _WITH_MARGIN),
     )
     sft_weight: float | None = key(
         None,
-        "weight of the cross-entropy of the chosen answers; null: 1 with orpo, else 0",
+        "weight of the cross-entropy of chosen answers; null: 1 for orpo, else 0",
         low=0,
         high=1000,
         used_by=(_DPO, _OF_PAIRS),
     )
     desirable_weight: float = key(
         1.0,
-        "weight of answers with a good label",
+        "weight of answers that are labelled good",
         low=0,
         high=1000,
         used_by=(_DPO, _WITH_LABELS),
     )
     undesirable_weight: float = key(
         1.0,
-        "weight of answers with a bad label",
+        "weight of answers that are labelled bad",
         low=0,
         high=1000,
         used_by=(_DPO, _WITH_LABELS),
     )
     reference: str | None = key(
         None,
-        "reference: a run or a Hugging Face directory, also by URL; null: the model without its "
-        "adapters, or checkpoint.init_from",
+        "reference model: a run or a Hugging Face directory, also a URL; null: the model "
+        "without its adapters, or else its weights at the start",
         path="any",
         used_by=(_DPO, _WITH_REFERENCE),
     )
     reference_logprobs: Literal["computed", "stored"] = key(
         "computed",
-        "when those of the reference are computed: in each step, or (stored) once, kept beside "
-        "the data",
+        "when the reference log-probabilities are computed: computed: in each step; stored: "
+        "once, and kept beside the data",
         used_by=(_DPO, _WITH_REFERENCE),
     )
 

@@ -19,99 +19,107 @@ _WITH_DIVERGENCE = UsedBy({"grpo.beta": AllBut(0.0)})
 
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:
-    """How a model learns from groups of its own completions, by their rewards."""
+    """GRPO: training on groups of the model's own completions, by their rewards."""
 
     rewards: tuple[str, ...] = key(
         (),
-        "what rewards completions: names of ours, such as 'overlong(max_tokens=512, "
-        "cache_tokens=64)', or module:function of yours",
+        "reward functions: built-in ones such as 'overlong(max_tokens=512, cache_tokens=64)',"
+        " or module:function of your own",
         used_by=_SAMPLES,
     )
     reward_weights: tuple[float, ...] = key(
-        (), "what each reward is multiplied with; empty: 1", used_by=_SAMPLES
+        (), "weight of each reward function; empty: 1", used_by=_SAMPLES
     )
     reward_seconds: float = key(
         10.0,
-        "a reward that takes longer for a completion is not counted",
+        "time limit of a reward for one completion; a reward that takes longer is not counted",
         above=0,
         used_by=_SAMPLES,
     )
     reward_environment: tuple[str, ...] = key(
         (),
-        "environment variables that your functions may read, such as an API key; other secrets are "
-        "not passed on",
+        "environment variables that your reward functions may read, such as an API key; other"
+        " secrets are hidden from them",
         used_by=_SAMPLES,
     )
     num_generations: int = sampling.num_generations(
-        8, "completions of each prompt: a group", _SAMPLES
+        8, "completions sampled for each prompt: a group", _SAMPLES
     )
     max_completion_length: int = sampling.max_completion_length(_SAMPLES)
     slots: int = sampling.slots(_SAMPLES)
     temperature: float = sampling.temperature(
-        "divides the logits, of the sampler and of the loss", _SAMPLES
+        "temperature that divides the logits, in the sampler and in the loss", _SAMPLES
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = key(
         "dapo",
-        "grpo, gspo: a mean over completions; dapo, bnpo, cispo: over tokens; dr_grpo: of a sum",
+        "policy loss and its mean: grpo, gspo: over completions; dapo, bnpo, cispo: over "
+        "tokens; dr_grpo: a sum divided by a constant",
         used_by=_GRPO,
     )
     epsilon: float = key(
-        0.2, "ratios below 1 - epsilon are clipped", above=0, high=1, used_by=(_GRPO, _CLIPPED)
+        0.2,
+        "lower clip range: probability ratios below 1 - epsilon are clipped",
+        above=0,
+        high=1,
+        used_by=(_GRPO, _CLIPPED),
     )
     epsilon_high: float | None = key(
         None,
-        "ratios above 1 + epsilon_high are clipped; cispo: above epsilon_high; null: epsilon",
+        "upper clip range: ratios above 1 + epsilon_high are clipped, or with cispo above "
+        "epsilon_high; null: epsilon",
         above=0,
         high=1000,
         used_by=_GRPO,
     )
     delta: float | None = key(
         None,
-        "bound of the ratio itself, above 1 + epsilon; null: none",
+        "upper bound of the ratio itself, also for negative advantages; must be above 1 + "
+        "epsilon; null: none",
         above=1,
         used_by=(_GRPO, _CLIPPED),
     )
     beta: float = key(
-        0.0, "weight of the divergence from the reference", low=0, high=1000, used_by=_GRPO
+        0.0, "weight of the KL divergence from the reference model", low=0, high=1000, used_by=_GRPO
     )
     correct_kl: bool = key(
         False,
-        "weight the divergence of each token by its ratio",
+        "weight the KL divergence of each token by its probability ratio",
         used_by=(_GRPO, _WITH_DIVERGENCE),
     )
     reference: str | None = key(
         None,
-        "reference: a run or a Hugging Face directory, also by URL; null: the model without its "
-        "adapters, or checkpoint.init_from",
+        "reference model: a run or a Hugging Face directory, also a URL; null: the model "
+        "without its adapters, or else its weights at the start",
         path="any",
         used_by=(_GRPO, _WITH_DIVERGENCE),
     )
     scale_rewards: Literal["group", "batch", "none"] = key(
         "group",
-        "what deviations from a group's mean reward are divided by: a standard deviation, or "
-        "nothing",
+        "divisor of advantages: the standard deviation of the rewards in the group or in the "
+        "batch, or none",
         used_by=_GRPO,
     )
     num_iterations: int = sampling.num_iterations(_SAMPLES)
     dynamic_sampling: int = key(
         0,
-        "so many times at most, groups of equal rewards are replaced by those of later prompts",
+        "most times that groups with equal rewards, which teach nothing, are replaced by "
+        "groups of later prompts; 0: never",
         low=0,
         high=1000,
         used_by=_GRPO,
     )
     staleness: int = key(
         0,
-        "1: completions are sampled one rollout ahead, by older weights, and their rewards are "
-        "computed while steps are made",
+        "0: on-policy; 1: sample one rollout ahead with older weights, and compute its "
+        "rewards during training",
         low=0,
         high=1,
         used_by=_GRPO,
     )
     importance_sampling_cap: float | None = key(
         None,
-        "bound of the weights policy / sampler that losses of tokens are multiplied with; null: "
-        "there are none",
+        "cap of the importance weights (policy / sampler) of each token; null: no importance "
+        "weights",
         above=0,
         high=1000,
         used_by=_GRPO,

@@ -37,7 +37,8 @@ class InitConfig:
         "normal",
     ] = key(
         "lecun_normal",
-        "distribution of matrices; all but the uniform ones and `normal` are cut at 2 deviations",
+        "distribution of initial matrices; all but the uniform ones and `normal` are "
+        "truncated at 2 deviations",
         used_by=_DRAWN,
     )
     std: float | None = key(
@@ -56,7 +57,8 @@ class InitConfig:
     )
     residual: Literal["none", "depth"] = key(
         "depth",
-        "matrices that write to the residual stream: like the rest, or 1 / sqrt(2 L) of it",
+        "initial scale of matrices that write to the residual stream: none: like the rest; "
+        "depth: 1 / sqrt(2 L) of it",
         used_by=_DRAWN,
     )
     embedding_std: float | None = key(
@@ -68,7 +70,7 @@ class InitConfig:
     )
     scale: float = key(
         1.0,
-        "multiplies the standard deviation of every initial matrix",
+        "factor of the standard deviation of every initial matrix",
         above=0,
         high=1000,
         used_by=_DRAWN,
@@ -85,7 +87,8 @@ class InitConfig:
     )
     mup_base_head_dim: int | None = key(
         None,
-        "muP: scale scores by 1 / head_dim, as usual at this head_dim; null: by its square root",
+        "muP: scale attention scores by 1 / head_dim, as usual at this head_dim; null: by 1 /"
+        " sqrt(head_dim)",
         low=2,
         used_by=_MUP,
     )

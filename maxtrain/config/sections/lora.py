@@ -21,49 +21,48 @@ class LoraConfig:
 
     rank: int | None = key(
         None,
-        "rank of low-rank adapters, which alone train then, beside train.only; null: there are "
-        "none",
+        "rank of the LoRA adapters, which train instead of all weights but those of "
+        "train.only; null: no adapters",
         low=1,
         high=1 << 16,
     )
     alpha: float = key(
         16.0,
-        "what adapters add is multiplied with alpha / rank",
+        "LoRA alpha: the output of adapters is multiplied by alpha / rank",
         above=0,
         high=1e6,
         used_by=_ADAPTED,
     )
     scaling: Literal["rank", "root"] = key(
         "rank",
-        "rank: alpha / rank; root: alpha / sqrt(rank), which suits high ranks (rsLoRA)",
+        "rank: scale by alpha / rank; root: by alpha / sqrt(rank), which suits high ranks (rsLoRA)",
         used_by=_ADAPTED,
     )
     targets: tuple[str, ...] = key(
         (r"attention\.", r"mlp\.(shared\.)?(gate|up|down)"),
-        "regular expressions: products of layers in whose path one is found have adapters",
+        "regular expressions: weight matrices whose parameter path contains a match get adapters",
         used_by=_ADAPTED,
     )
     magnitudes: bool = key(
         False,
-        "also train the length of each output's weights, apart from their direction (DoRA)",
+        "also train the magnitude of each output's weights, apart from their direction (DoRA)",
         used_by=_ADAPTED,
     )
     dropout: float = key(
         0.0,
-        "probability of dropping each input of an adapter in training; adapters of experts have "
-        "none",
+        "dropout of the inputs of adapters during training; adapters of experts have none",
         low=0,
         used_by=_ADAPTED,
     )
     base: Literal["full", "int8", "nf4"] = key(
         "full",
-        "weights of products with adapters: full: in precision.params; int8: in 8 bits; "
-        "nf4: in 4 bits (QLoRA)",
+        "storage of the weights below adapters: full: as precision.params; int8: 8 bits; nf4:"
+        " 4 bits (QLoRA)",
         used_by=_ADAPTED,
     )
     base_block: int = key(
         64,
-        "inputs of a product whose quantised weights share a scale",
+        "quantization block: number of inputs whose quantized weights share one scale",
         low=1,
         high=1 << 16,
         used_by=(_ADAPTED, _QUANTIZED),

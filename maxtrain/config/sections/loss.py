@@ -33,27 +33,29 @@ class LossConfig:
 
     label_smoothing: float = key(
         0.0,
-        "share of a target's probability that is spread over all entries of the vocabulary",
+        "label smoothing: share of a target's probability that is spread over the whole vocabulary",
         low=0,
         high=1,
         used_by=OF_NEXT_TOKEN,
     )
     z_loss: float = key(
         0.0,
-        "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4",
+        "weight of the z-loss, the mean of logsumexp(logits)^2, which keeps logits from "
+        "drifting; usual: 1e-4",
         low=0,
         high=1000,
         used_by=OF_NEXT_TOKEN,
     )
     adversarial: float = key(
         0.0,
-        "factor of the loss at the worst embeddings nearby; see objectives/adversarial.py",
+        "weight of the adversarial loss, computed at the worst embeddings nearby; see "
+        "objectives/adversarial.py",
         low=0,
         high=1000,
     )
     adversarial_radius: float = key(
         1.0,
-        "greatest Euclidean distance by which a row's embeddings are moved",
+        "largest Euclidean distance by which the embeddings of a row are moved",
         above=0,
         high=1e6,
         used_by=_ADVERSARIAL,
@@ -66,7 +68,7 @@ class LossConfig:
         used_by=_ADVERSARIAL,
     )
     by_source: bool = key(
-        False, "record the loss of each training source's rows too", used_by=OF_NEXT_TOKEN
+        False, "also record the loss of each training source", used_by=OF_NEXT_TOKEN
     )
 
 
@@ -81,37 +83,36 @@ class RegularizationConfig:
         low=0,
     )
     residual_dropout: float = key(
-        0.0, "probability of dropping each number that a block adds to the residual stream", low=0
+        0.0, "dropout of the output of each block before it is added to the residual stream", low=0
     )
-    embedding_dropout: float = key(
-        0.0, "probability of dropping each number of the embedded tokens", low=0
-    )
+    embedding_dropout: float = key(0.0, "dropout of the token embeddings", low=0)
     stochastic_depth: float = key(
         0.0,
-        "probability of leaving out the last layer's blocks for a row; lower in earlier layers",
+        "probability of skipping the blocks of the last layer for a row; lower in earlier layers",
         low=0,
     )
     embedding_noise: float = key(
         0.0,
-        "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens",
+        "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on token embeddings; 0: none",
         low=0,
         high=1e6,
     )
     router_noise: Literal["none", "jitter", "gaussian", "gumbel"] = key(
         "none",
-        "noise of routers of experts: a factor of their inputs, or added to their logits",
+        "noise of expert routers: a random factor of their inputs, or noise added to their logits",
         used_by=EXPERTS,
     )
     router_noise_scale: float = key(
         0.01,
-        "of the noise: jitter's greatest change, or what a deviate is multiplied with",
+        "scale of the router noise: the largest change of a factor, or the deviation of added"
+        " noise",
         above=0,
         high=1000,
         used_by=_ROUTER_NOISE,
     )
     router_noise_steps: int | None = key(
         None,
-        "steps over which the noise of routers falls to 0 in a straight line; null: it stays",
+        "steps over which the router noise falls linearly to 0; null: it stays",
         low=1,
         used_by=_ROUTER_NOISE,
     )

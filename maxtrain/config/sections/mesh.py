@@ -12,62 +12,72 @@ from maxtrain.config.words import choices
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices are arranged. At most one axis may be -1, for all devices that are left."""
+    """Arrangement of the devices. At most one axis may be -1, for all devices that are left."""
 
-    data: int = key(1, "replicas of the model, each with its own rows", high=1 << 20)
+    data: int = key(
+        1, "data parallelism: replicas of the model, each with its own rows", high=1 << 20
+    )
     fsdp: int = key(
         -1,
-        "shards of the parameters, which are gathered layer by layer; each shard has its own rows",
+        "FSDP: shards of the parameters, which are gathered layer by layer; each shard has "
+        "its own rows",
         high=1 << 20,
     )
-    tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
+    tensor: int = key(
+        1,
+        "tensor parallelism: shards of heads, feed-forward units and vocabulary inside each layer",
+        high=1 << 20,
+    )
     context: int = key(
         1,
-        "parts of each row, whose heads are dealt out or (model.attention=ring) met",
+        "context parallelism: parts of each row; devices exchange heads, or with "
+        "model.attention=ring keys and values",
         high=1 << 20,
     )
     expert: int = key(
-        1, "parts that experts are split into; each part has its own rows", high=1 << 20
+        1, "expert parallelism: shards of the experts; each shard has its own rows", high=1 << 20
     )
-    stage: int = key(1, "parts of the layers, through which rows go in turn", high=1 << 20)
+    stage: int = key(
+        1, "pipeline parallelism: stages that each have some of the layers", high=1 << 20
+    )
     preset: Literal["none", "fsdp", "hsdp", "fsdp_tensor", "moe", "long_context"] = key(
         "none",
-        "what axes that are not set are: all fsdp; replicas of 8; or up to 8 parts of layers, "
-        "experts or rows, the rest fsdp",
+        "sets the axes that are not set: fsdp: all devices; hsdp: replicas of up to 8 "
+        "devices; fsdp_tensor, moe, long_context: tensor, expert or context of up to 8, and "
+        "fsdp for the rest",
     )
     rules: RulesConfig = key(
-        RulesConfig(), "over which axes dims of parameters are split where they are stored"
+        RulesConfig(), "sharding rules: the mesh axes that split each dim of stored parameters"
     )
     dcn_data: int = key(
         1,
-        "slices (TPU) or processes that a slow network connects; each has its own mesh.data "
-        "replicas",
+        "slices (TPU) or processes connected by a slow network (DCN); each has its own "
+        "mesh.data replicas",
         low=1,
         high=1 << 20,
     )
     dcn_stage: int = key(
         1,
-        "slices or processes that a slow network connects; each has its own mesh.stage parts of "
-        "the layers",
+        "slices or processes connected by a slow network (DCN); each has its own mesh.stage stages",
         low=1,
         high=1 << 20,
     )
     dcn_fsdp: int = key(
         1,
-        "slices or processes that a slow network connects; each has its own mesh.fsdp shards",
+        "slices or processes connected by a slow network (DCN); each has its own mesh.fsdp shards",
         low=1,
         high=1 << 20,
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
-        "auto", "required device kind; auto: the best there is"
+        "auto", "device kind that the run requires; auto: the best available"
     )
     simulated_devices: int | None = key(
-        None, "CPU only: pretend to have this many devices", low=1, high=4096
+        None, "number of devices to simulate, on a CPU only", low=1, high=4096
     )
     coordinator: str | None = key(
         None,
-        "host:port of process 0, or of the first ones; "
-        "null: JAX_COORDINATOR_ADDRESS, or the cluster's own",
+        "host:port of process 0, or a list of the first ones; null: JAX_COORDINATOR_ADDRESS, "
+        "or the cluster's own",
     )
     num_processes: int | None = key(
         None,
@@ -79,7 +89,9 @@ class MeshConfig:
         None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0
     )
     min_processes: int | None = key(
-        None, "start with so few if the others are missing; null: all must be there", low=1
+        None,
+        "start with this many processes if the others are missing; null: all must be there",
+        low=1,
     )
     planned_processes: int | None = key(
         None,
@@ -89,10 +101,13 @@ class MeshConfig:
         high=1 << 20,
     )
     connect_seconds: float = key(
-        300.0, "how long processes wait for each other at the start", above=0, high=1e6
+        300.0, "time limit for processes to meet at the start, in seconds", above=0, high=1e6
     )
     heartbeat_seconds: int = key(
-        100, "the job ends if a process is silent for so long", low=1, high=1_000_000
+        100,
+        "the job ends if a process sends no heartbeat for this many seconds",
+        low=1,
+        high=1_000_000,
     )
 
 
@@ -109,7 +124,9 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
 
 
 def slow_axes_of(mesh: MeshConfig) -> dict[str, int]:
-    """How many parts of an axis a slow network connects, by their keys, of those that are not 1."""
+    """Return the sizes, by key, of the axes that a slow network connects, except those of size
+    1.
+    """
     slow = {
         "mesh.dcn_data": mesh.dcn_data,
         "mesh.dcn_stage": mesh.dcn_stage,
@@ -119,12 +136,12 @@ def slow_axes_of(mesh: MeshConfig) -> dict[str, int]:
 
 
 def num_slices(mesh: MeshConfig) -> int:
-    """What a slow network connects; 1: nobody said."""
+    """Return the number of slices that a slow network connects; 1 if none are configured."""
     return math.prod(slow_axes_of(mesh).values())
 
 
 def stage_axes_of(mesh: MeshConfig) -> dict[str, int]:
-    """What layers are split over, by its keys, of those that are not 1."""
+    """Return the axes that split layers, by key, except those of size 1."""
     axes = {"mesh.dcn_stage": mesh.dcn_stage, "mesh.stage": mesh.stage}
     return {key: size for key, size in axes.items() if size != 1}
 
@@ -137,7 +154,7 @@ def num_stages(mesh: MeshConfig) -> int:
 
 
 def stage_words(mesh: MeshConfig) -> str:
-    """What layers are split over, as messages say it."""
+    """Return the sizes of the axes that split layers, as messages show them."""
     return " times ".join(f"{key}={size}" for key, size in stage_axes_of(mesh).items())
 
 
@@ -147,7 +164,7 @@ def without_stages(mesh: MeshConfig) -> str:
 
 
 def row_axes_of(mesh: MeshConfig) -> dict[str, int]:
-    """What rows are split over, by its keys; that of experts where they are split."""
+    """Return the axes that split rows, by key, with the expert axis if it splits rows."""
     axes = axes_of(mesh)
     of_rows = slow_axes_of(mesh)
     of_rows.pop("mesh.dcn_stage", None)

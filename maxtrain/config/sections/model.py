@@ -43,7 +43,7 @@ _MAX_STRETCH = 1e6
 
 
 def _read_by(*scalings: str) -> UsedBy:
-    """What reads a key of some rope scalings."""
+    """Return the rule that only these rope scalings read a key."""
     return UsedBy(
         {"model.rope_scaling": scalings},
         "{key}={value} is not used with {cause}. Set {reader}={values}, or leave it out.",
@@ -60,7 +60,7 @@ _WITHOUT_ATTENTION_FACTOR = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """What single rope scalings, or families, read."""
+    """Rotary settings that only some rope scalings or model families use."""
 
     local_theta: float = key(
         10_000.0,
@@ -71,52 +71,54 @@ class RopeConfig:
     )
     beta_fast: float = key(
         32.0,
-        "pairs with more turns in the original length are not stretched",
+        "YaRN: frequencies with more turns in the original length than this are not stretched",
         above=0,
         high=1e6,
         used_by=_read_by("yarn"),
     )
     beta_slow: float = key(
         1.0,
-        "pairs with fewer turns in the original length are stretched fully",
+        "YaRN: frequencies with fewer turns in the original length than this are stretched fully",
         above=0,
         high=1e6,
         used_by=_read_by("yarn"),
     )
     truncate: bool = key(
         True,
-        "begin and end the blend between these two at whole pairs",
+        "YaRN: round the range between beta_fast and beta_slow to whole frequencies",
         used_by=_read_by("yarn"),
     )
     attention_factor: float | None = key(
         None,
-        "what cos and sin are multiplied by; null: from model.rope_factor, as published",
+        "factor of cos and sin; null: computed from model.rope_factor, as published",
         above=0,
         high=1e6,
         used_by=_read_by("yarn", "longrope"),
     )
     mscale: float | None = key(
         None,
-        "factor of the logarithm in the attention factor's numerator; null: plain YaRN",
+        "YaRN: factor of the logarithm in the numerator of the attention factor; null: plain YaRN",
         above=0,
         high=1e6,
         used_by=(_read_by("yarn"), _WITHOUT_ATTENTION_FACTOR),
     )
     mscale_all_dim: float | None = key(
         None,
-        "factor of the logarithm in the attention factor's denominator; null: plain YaRN",
+        "YaRN: factor of the logarithm in the denominator of the attention factor; null: "
+        "plain YaRN",
         above=0,
         high=1e6,
         used_by=(_read_by("yarn"), _WITHOUT_ATTENTION_FACTOR),
     )
     short_factors: tuple[float, ...] = key(
         (),
-        "stretch of each pair in rows up to the original length, head_dim / 2 numbers",
+        "LongRoPE: stretch of each frequency in rows up to the original length, head_dim / 2 "
+        "numbers",
         used_by=_read_by("longrope"),
     )
     long_factors: tuple[float, ...] = key(
         (),
-        "stretch of each pair in longer rows, head_dim / 2 numbers",
+        "LongRoPE: stretch of each frequency in longer rows, head_dim / 2 numbers",
         used_by=_read_by("longrope"),
     )
 
@@ -128,27 +130,29 @@ class LatentConfig:
 
     query_rank: int | None = key(
         None,
-        "numbers that queries are made of; null: the token itself",
+        "MLA: rank of the compressed queries; null: queries are not compressed",
         low=1,
         high=1 << 20,
         used_by=OF_DEEPSEEK,
     )
     kv_rank: int = key(
         512,
-        "numbers of a token's latent, which keys and values are made of",
+        "MLA: rank of the compressed latent from which keys and values are computed",
         low=1,
         high=1 << 20,
         used_by=OF_DEEPSEEK,
     )
     rope_dim: int = key(
-        64, "numbers of a head that are rotated", low=2, high=1 << 14, used_by=OF_DEEPSEEK
+        64,
+        "MLA: dims of a head that have rotary positions",
+        low=2,
+        high=1 << 14,
+        used_by=OF_DEEPSEEK,
     )
-    value_dim: int = key(
-        128, "numbers of a head's values", low=1, high=1 << 14, used_by=OF_DEEPSEEK
-    )
+    value_dim: int = key(128, "MLA: dims of a value head", low=1, high=1 << 14, used_by=OF_DEEPSEEK)
     interleaved: bool = key(
         True,
-        "rotate neighbouring numbers against each other, instead of the two halves",
+        "rotate pairs of neighbouring dims, instead of one half against the other",
         used_by=UsedBy({"model.family": ("deepseek_v3",)}),
     )
 
@@ -173,92 +177,97 @@ class ModelConfig:
         "deepseek_v3",
         "gpt_oss",
         "gpt2",
-    ] = key("llama", "the kind of layers, and the names at Hugging Face")
+    ] = key("llama", "architecture: the kind of layers, and the names of Hugging Face checkpoints")
     vocab_size: int | None = key(
-        None, "V; null: the vocabulary of the training data's tokenizer", low=1
+        None, "V, vocabulary size; null: that of the training data's tokenizer", low=1
     )
-    num_layers: int = key(4, "L", low=1, high=MAX_LAYERS)
+    num_layers: int = key(4, "L, number of layers", low=1, high=MAX_LAYERS)
     embed_dim: int = key(256, "D, model width", low=1, high=1 << 20)
     mlp_dim: int = key(704, "F, feed-forward width", low=1, high=1 << 22)
     num_heads: int = key(4, "N, query heads", low=1, high=1 << 14)
     num_kv_heads: int = key(4, "K, key/value heads; must divide num_heads", low=1, high=1 << 14)
-    head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2, high=1 << 14)
+    head_dim: int | None = key(
+        None, "H, size of a head; null: embed_dim / num_heads", low=2, high=1 << 14
+    )
     tie_embeddings: bool = key(False, "use the embedding table as the output head")
-    max_length: int = key(8192, "longest sequence that the model is meant for, tokens", low=1)
+    max_length: int = key(8192, "longest sequence that the model is meant for, in tokens", low=1)
     norm_eps: float = key(
-        1e-5, "added to the mean square, or to the variance, in norms", low=1e-12, high=1
+        1e-5, "epsilon of the norms, added to the mean square or to the variance", low=1e-12, high=1
     )
     window: int | None = key(
         None,
-        "tokens that a query sees in layers with a window, its own the last; null: all",
+        "sliding window: tokens that a query sees, itself included; null: no window",
         low=1,
         used_by=_LOCAL,
     )
     layer_types: tuple[LayerType, ...] = key(
         (),
-        "kinds of layers, repeated: sliding_attention has the window, full_attention has none; "
-        "empty: those of the family",
+        "attention types of the layers, repeated in this order; only sliding_attention uses "
+        "the window; empty: those of the family",
         used_by=UsedBy({"model.family": _ALTERNATING}),
     )
     query_pre_attn_scalar: float | None = key(
         None,
-        "scores are divided by its root; null: head_dim",
+        "attention scores are divided by the square root of this; null: head_dim",
         above=0,
         high=1e6,
         used_by=_GEMMA,
     )
     attention_softcap: float | None = key(
         None,
-        "bound of attention's scores, by tanh; null: none",
+        "soft cap on attention scores, by tanh; null: none",
         above=0,
         high=1e6,
         used_by=_GEMMA,
     )
     logit_softcap: float | None = key(
-        None, "bound of the logits, by tanh; null: none", above=0, high=1e6, used_by=_GEMMA
+        None, "soft cap on the logits, by tanh; null: none", above=0, high=1e6, used_by=_GEMMA
     )
     rope_theta: float = key(
-        500_000.0, "base of the rotary frequencies", low=1, high=1e15, used_by=_TURNED
+        500_000.0, "base of the rotary frequencies (RoPE)", low=1, high=1e15, used_by=_TURNED
     )
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = key(
-        "none", "how the rotary frequencies are stretched for long contexts", used_by=_TURNED
+        "none", "method that stretches the rotary frequencies for longer contexts", used_by=_TURNED
     )
     rope_factor: float = key(
         8.0,
-        "rope scaling: stretch of wavelengths; of longrope, of the context",
+        "rope scaling: factor by which wavelengths are stretched; with longrope, the factor "
+        "of the context length",
         low=1,
         high=1e6,
         used_by=_read_by("llama3", "linear", "dynamic", "yarn", "longrope"),
     )
     rope_low_freq_factor: float = key(
         1.0,
-        "rope scaling: below this many turns, stretch fully",
+        "rope scaling: frequencies with fewer turns in the original length than this are "
+        "stretched fully",
         above=0,
         high=1e6,
         used_by=_read_by("llama3"),
     )
     rope_high_freq_factor: float = key(
         4.0,
-        "rope scaling: above this many turns, do not stretch",
+        "rope scaling: frequencies with more turns in the original length than this are not "
+        "stretched",
         above=0,
         high=1e6,
         used_by=_read_by("llama3"),
     )
     rope_original_length: int = key(
         8192,
-        "rope scaling: context of the unstretched model, tokens",
+        "rope scaling: context length of the model before stretching, in tokens",
         low=1,
         used_by=_read_by("llama3", "dynamic", "yarn", "longrope"),
     )
-    rope: RopeConfig = key(RopeConfig(), "what single rope scalings read")
-    latent: LatentConfig = key(LatentConfig(), "attention over latents")
-    moe: MoeConfig = key(MoeConfig(), "experts of feed-forward blocks, as the weights have them")
+    rope: RopeConfig = key(RopeConfig(), "settings of single rope scalings")
+    latent: LatentConfig = key(LatentConfig(), "multi-head latent attention (MLA)")
+    moe: MoeConfig = key(MoeConfig(), "architecture of expert layers (MoE)")
     routing: RoutingConfig = key(
-        RoutingConfig(), "how experts are kept busy, and how their products are made"
+        RoutingConfig(), "run-time settings of experts: load balancing and kernel"
     )
     score: bool = key(
         False,
-        "a score of texts in the place of logits: a reward model",
+        "replace the logits by one score per text: a reward model",
         used_by=UsedBy(
             {"objective": ("reward",)},
             "{key}={value} is not used with {cause}. Set objective=reward, or leave it out.",
@@ -266,7 +275,7 @@ class ModelConfig:
     )
     value: bool = key(
         False,
-        "a value of each token beside logits, from zero weights",
+        "add a value head that predicts a value of each token; its weights start at zero",
         used_by=UsedBy(
             {"objective": ("ppo",)},
             "{key}={value} is not used with {cause}. Set objective=ppo, or leave it out.",
@@ -275,19 +284,23 @@ class ModelConfig:
     lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
     attention: Literal["auto", "eager", "xla", "cudnn", "triton", "mosaic", "flash", "ring"] = key(
         "auto",
-        "kernel: slow reference, XLA's blocks, three for GPUs, for TPUs, or for mesh.context; "
-        "auto: the one that suits the run",
+        "attention kernel: eager: slow reference; xla; cudnn, triton, mosaic: GPUs; flash: "
+        "TPUs; ring: with mesh.context; auto: the best one for the run",
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"
     )
     remat: Literal["none", "full", "dots", "dots_no_batch", "named"] = key(
-        "none", "what the backward pass computes again; see models/remat.py"
+        "none",
+        "activations that the backward pass recomputes: none; full: all inside a layer; dots,"
+        " dots_no_batch: all but matrix products (of weights only); named: all but model.kept",
     )
-    kept: KeptConfig = key(KeptConfig(), "what it finds stored with model.remat=named")
-    pipeline: PipelineConfig = key(PipelineConfig(), "rows on their way through mesh.stage")
+    kept: KeptConfig = key(
+        KeptConfig(), "activations kept for the backward pass with model.remat=named"
+    )
+    pipeline: PipelineConfig = key(PipelineConfig(), "pipeline schedule, with mesh.stage")
     loss_chunk: int = key(
-        2048, "tokens per device whose logits are in memory at one time; 0: all at once", low=0
+        2048, "tokens per device whose logits are in memory at the same time; 0: all at once", low=0
     )
 
 
@@ -383,7 +396,7 @@ def _latent_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def rotated_dim(model: ModelConfig) -> int:
-    """How many numbers of a head rotary positions turn."""
+    """Return how many numbers of a head the rotary embedding turns."""
     if model.family in DEEPSEEK:
         return model.latent.rope_dim
     return model.head_dim or model.embed_dim // model.num_heads

@@ -31,90 +31,104 @@ _SPLIT = UsedBy(
 class MoeConfig:
     """Experts of feed-forward blocks: what the weights decide."""
 
-    num_experts: int = key(8, "E, experts of a layer", low=1, high=4096, used_by=EXPERTS)
+    num_experts: int = key(8, "E, experts per layer", low=1, high=4096, used_by=EXPERTS)
     experts_per_token: int = key(
-        2, "experts that each token goes to", low=1, high=4096, used_by=EXPERTS
+        2, "top-k: experts that each token is routed to", low=1, high=4096, used_by=EXPERTS
     )
     expert_dim: int | None = key(
         None, "hidden units of an expert; null: model.mlp_dim", low=1, high=1 << 22, used_by=EXPERTS
     )
     shared_dim: int = key(
         0,
-        "hidden units of the expert that all tokens go to; 0: there is none",
+        "hidden units of the shared expert, which every token goes through; 0: no shared expert",
         low=0,
         high=1 << 22,
         used_by=UsedBy({"model.family": ("qwen2_moe", *DEEPSEEK)}),
     )
     normalize: bool = key(
         True,
-        "divide the scores of a token's experts by their sum",
+        "divide the router weights of a token's experts by their sum",
         used_by=UsedBy({"model.family": ("qwen2_moe", "qwen3_moe", "deepseek_v3")}),
     )
     scale: float = key(
         1.0,
-        "what the weights of a token's experts are multiplied with",
+        "factor of the router weights of a token's experts",
         above=0,
         high=1e6,
         used_by=OF_DEEPSEEK,
     )
-    num_groups: int = key(1, "groups of experts", low=1, high=4096, used_by=OF_DEEPSEEK)
+    num_groups: int = key(
+        1,
+        "group-limited routing: number of groups of experts",
+        low=1,
+        high=4096,
+        used_by=OF_DEEPSEEK,
+    )
     top_groups: int = key(
-        1, "groups that the experts of a token come from", low=1, high=4096, used_by=OF_DEEPSEEK
+        1,
+        "group-limited routing: number of groups that a token's experts may come from",
+        low=1,
+        high=4096,
+        used_by=OF_DEEPSEEK,
     )
     dense_layers: int = key(
-        0, "first layers without experts, of model.mlp_dim units", low=0, used_by=OF_DEEPSEEK
+        0,
+        "number of first layers with a dense feed-forward block of model.mlp_dim units",
+        low=0,
+        used_by=OF_DEEPSEEK,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingConfig:
-    """How experts are kept busy, and how their products are made: what a run decides."""
+    """Run-time settings of experts: load balancing, and the kernel of their products."""
 
     kernel: Literal["blocks", "ragged", "tokamax", "eager"] = key(
         "blocks",
-        "blocks of each expert's tokens; ragged: lax.ragged_dot, for TPUs; tokamax: TPUs, Hopper "
-        "GPUs; eager: reference",
+        "kernel of expert products: blocks: tokens of each expert in blocks; ragged: "
+        "lax.ragged_dot, for TPUs; tokamax: TPUs and Hopper GPUs; eager: slow reference",
         used_by=EXPERTS,
     )
     capacity_factor: float | None = key(
         None,
-        "an expert takes so many equal shares of a row's choices, and the rest is dropped; null: "
-        "none is",
+        "expert capacity in a row, as a multiple of tokens x experts_per_token / num_experts;"
+        " choices beyond it are dropped; null: no limit (dropless)",
         above=0,
         high=4096,
         used_by=EXPERTS,
     )
     balance: float = key(
         0.01,
-        "factor of the loss of uneven shares, which is 1 where they are equal",
+        "weight of the load-balancing loss, which is 1 if experts get equal shares of the tokens",
         low=0,
         high=1000,
         used_by=EXPERTS,
     )
     balance_scope: Literal["sequence", "micro_batch", "global"] = key(
         "sequence",
-        "tokens whose shares are compared: of a row, of a micro-batch, or of a whole step (one "
-        "forward pass more)",
+        "tokens over which expert load is balanced: a row, a micro-batch, or the whole step "
+        "(which needs one more forward pass)",
         used_by=(EXPERTS, _BALANCED),
     )
     z_loss: float = key(
         0.0,
-        "factor of the mean of logsumexp(router logits)^2; usual: 1e-3",
+        "weight of the router z-loss, the mean of logsumexp(router logits)^2; usual: 1e-3",
         low=0,
         high=1000,
         used_by=EXPERTS,
     )
     correction_rate: float = key(
         0.001,
-        "by how much a step changes what is added to an expert's scores, to even out shares",
+        "bias update rate of loss-free load balancing: how much a step changes the bias of an"
+        " expert's router score",
         low=0,
         high=1,
         used_by=UsedBy({"model.family": ("deepseek_v3",)}),
     )
     exchange_factor: float | None = key(
         1.5,
-        "choices that a device sends another at a time, in equal shares; the rest follows in "
-        "turns; null: all at once",
+        "most choices that a device sends to another one at a time, as a multiple of an equal"
+        " share; more are sent in further rounds; null: all at once",
         above=0,
         high=4096,
         used_by=(EXPERTS, _SPLIT),

@@ -10,7 +10,7 @@ from maxtrain.config.sections.grpo import FROM_REWARDS
 
 
 def _read_by(*trackers: str) -> UsedBy:
-    """What reads a key of some trackers: runs that have one of them."""
+    """Return the rule that only runs with one of these trackers read a key."""
     return UsedBy(
         {"observe.trackers[*]": trackers},
         f"{{key}}={{value}} is not used without {' or '.join(trackers)}. "
@@ -22,7 +22,7 @@ def _read_by(*trackers: str) -> UsedBy:
 
 @dataclasses.dataclass(frozen=True)
 class TrackingConfig:
-    """Where trackers show a run, and what they show besides its records."""
+    """Trackers that a run is sent to, and what they show besides its records."""
 
     project: str = key(
         "maxtrain",
@@ -34,20 +34,22 @@ class TrackingConfig:
     )
     tags: tuple[str, ...] = key(
         (),
-        "tags of the run in trackers; on MLflow NAME=VALUE, and NAME alone means true",
+        "tags of the run in trackers; on MLflow NAME=VALUE, where NAME alone means true",
         used_by=_read_by("wandb", "mlflow"),
     )
     system_metrics: bool = key(
         True,
-        "let trackers measure load and memory of this machine and its devices",
+        "let trackers measure load and memory of this host and its devices",
         used_by=_read_by("wandb", "mlflow"),
     )
     wandb_entity: str | None = key(
         None,
-        "user or team; null: WANDB_ENTITY, or that of the API key",
+        "Weights & Biases user or team; null: WANDB_ENTITY, or that of the API key",
         used_by=_read_by("wandb"),
     )
-    wandb_group: str | None = key(None, "group of runs; null: none", used_by=_read_by("wandb"))
+    wandb_group: str | None = key(
+        None, "Weights & Biases group of runs; null: none", used_by=_read_by("wandb")
+    )
     wandb_mode: Literal["online", "offline"] | None = key(
         None,
         "offline: only write to RUN/wandb, for `wandb sync`; null: WANDB_MODE, or online",
@@ -55,7 +57,7 @@ class TrackingConfig:
     )
     mlflow_uri: str | None = key(
         None,
-        "server or store; null: MLFLOW_TRACKING_URI, or the file mlflow.db in output_dir",
+        "MLflow server or store; null: MLFLOW_TRACKING_URI, or the file mlflow.db in output_dir",
         used_by=_read_by("mlflow"),
     )
 
@@ -65,21 +67,21 @@ class ObserveConfig:
     """Progress, curves, completions, traces and trackers."""
 
     progress: Literal["auto", "rich", "plain", "off"] = key(
-        "auto", "live line, plain lines, or none; auto: live in a terminal"
+        "auto", "progress display: live line, plain lines, or none; auto: live in a terminal"
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = key(
-        ("tensorboard",), "where records are shown besides metrics.jsonl, which always has them"
+        ("tensorboard",), "where records are sent, besides metrics.jsonl, which always has them"
     )
     tensorboard: bool | None = key(
         None,
-        "older spelling: true adds tensorboard to observe.trackers, false removes it; "
-        "null: no change",
+        "older spelling of a tracker: true adds tensorboard to observe.trackers, false "
+        "removes it; null: no change",
     )
-    plot: bool = key(True, "draw the curves to curves.png")
-    prompts: tuple[str, ...] = key((), "texts that the model completes at the end of the run")
+    plot: bool = key(True, "draw the curves of the run to curves.png")
+    prompts: tuple[str, ...] = key((), "prompts that the model completes at the end of the run")
     sample_interval: int = key(
         0,
-        "steps between completions of prompts while training; 0: only at the end",
+        "steps between completions of prompts during training; 0: only at the end",
         low=0,
         used_by=UsedBy(
             {
@@ -93,8 +95,8 @@ class ObserveConfig:
     )
     num_samples: int = key(
         4,
-        "first prompts of an evaluation set, or of those that are trained on, whose completions "
-        "are kept over time in samples.jsonl",
+        "number of prompts, the first of an evaluation set or of training, whose completions "
+        "are recorded in samples.jsonl",
         low=0,
         high=1000,
         used_by=UsedBy(
@@ -110,26 +112,26 @@ class ObserveConfig:
     )
     slow_host_factor: float = key(
         2.0,
-        "warn of a host that takes so many times as long as the others for its own part of steps, "
-        "in three records in a row; 0: never",
+        "straggler warning: a host takes this many times as long as the others for its own "
+        "part of steps, in three records in a row; 0: never",
         low=0,
         high=1e6,
     )
     profile: str | None = key(
         None,
-        "steps to trace, as in 10:12 (first and last), into RUN/profile for Perfetto and "
+        "steps to profile, such as 10:12 (first and last), into RUN/profile for Perfetto and "
         "TensorBoard; null: none",
     )
     peak_tflops: float | None = key(
         None,
-        "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU",
+        "peak TFLOP/s of one device, for MFU; null: from the table of devices, or measured on"
+        " a CPU",
         above=0,
         high=1e9,
     )
     compilation_cache: str | None = key(
         "~/.cache/maxtrain/jax",
-        "directory that keeps compiled programs between runs, but for several CPU devices; "
-        "null: none",
+        "directory of the compilation cache, not used with several CPU devices; null: none",
         path="local",
     )
     tracking: TrackingConfig = key(TrackingConfig(), "settings of trackers")

@@ -22,10 +22,10 @@ class GroupConfig:
         "no parameter may be in two groups",
     )
     lr_factor: float = key(
-        1.0, "multiplies the learning rate; 0: these parameters don't change", low=0, high=1e6
+        1.0, "factor of the learning rate; 0: these parameters do not change", low=0, high=1e6
     )
     weight_decay: float | None = key(
-        None, "weight decay of these, also of vectors; null: like the rest", low=0, high=1e6
+        None, "weight decay of this group, also for vectors; null: like the rest", low=0, high=1e6
     )
 
 
@@ -37,18 +37,19 @@ _BETAS = UsedBy({"optimizer.name": WITH_BETAS})
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """How gradients become updates. The learning rate over the run is the section `schedule`."""
+    """Update rule for gradients. The learning rate over the run is the section `schedule`."""
 
     name: Literal["adamw", "adam", "sgd", "momentum", "nesterov", "adafactor", "lion", "muon"] = (
         key(
             "adamw",
-            "update rule; muon: for the layers' matrices, AdamW for the rest; see docs/numerics.md",
+            "update rule; muon: for the matrices of layers, with AdamW for the rest; see "
+            "docs/numerics.md",
         )
     )
     learning_rate: float = key(3e-4, "peak learning rate", above=0)
     momentum: float = key(
         0.95,
-        "decay of the sum or mean of gradients",
+        "momentum: decay of the sum or mean of gradients",
         low=0,
         used_by=UsedBy({"optimizer.name": ("momentum", "nesterov", "muon")}),
     )
@@ -56,20 +57,20 @@ class OptimizerConfig:
     beta2: float = key(0.95, "decay of the mean of squared gradients", low=0, used_by=_BETAS)
     eps: float = key(
         1e-8,
-        "added to the root of the second moment",
+        "added to the root of the second moment (epsilon)",
         above=0,
         high=1e6,
         used_by=UsedBy({"optimizer.name": ("adamw", "adam", "muon")}),
     )
     weight_decay: float = key(
         0.1,
-        "weight decay of matrices; decoupled, but in the gradient for adam, sgd, momentum, "
-        "nesterov",
+        "weight decay of matrices; decoupled, except for adam, sgd, momentum and nesterov, "
+        "where it is part of the gradient",
         low=0,
         high=1e6,
     )
     no_decay: tuple[str, ...] = key(
-        (), "regular expressions: parameters whose path contains one have no weight decay"
+        (), "regular expressions: parameters whose path contains a match have no weight decay"
     )
     groups: dict[str, GroupConfig] = key(
         {}, "groups of parameters with their own settings, by a name that you choose"
@@ -78,34 +79,38 @@ class OptimizerConfig:
         1.0, "clip the global norm of the gradient to this; null: no clipping", above=0
     )
     clip_value: float | None = key(
-        None, "clip each number of the gradient to this, before clip_norm; null: no", above=0
+        None,
+        "clip each element of the gradient to this, before clip_norm; null: no clipping",
+        above=0,
     )
     clip_adaptive: float | None = key(
         None,
-        "clip the norm of each output's gradient to this times the norm of its weights, "
-        "before clip_norm; null: no",
+        "adaptive clipping: clip the norm of each output's gradient to this times the norm of"
+        " its weights, before clip_norm; null: none",
         above=0,
     )
     accumulation: int | Literal["auto"] = key(
         1,
-        "micro-batches in one step; must divide data.batch_size; "
-        "auto: the fewest whose step fits into memory",
+        "gradient accumulation: micro-batches in one step; must divide data.batch_size; auto:"
+        " the fewest that fit into memory",
         low=1,
     )
     normalize: Literal["tokens", "sequences", "constant"] = key(
         "tokens",
-        "what the loss is averaged over: targets, documents (each with the same weight), or all "
-        "positions, also those without a target",
+        "divisor of the loss: tokens: number of targets; sequences: each document has the "
+        "same weight; constant: all positions, with or without a target",
         used_by=OF_NEXT_TOKEN,
     )
     ema_decay: float | None = key(
         None,
-        "decay of the average of weights that evaluation and generation use; null: no average",
+        "decay of the moving average of the weights (EMA), which evaluation and generation "
+        "use; null: no average",
         above=0,
     )
     stochastic_rounding: bool = key(
         False,
-        "round updates up or down at random, so that they are right on average",
+        "stochastic rounding: round updates up or down at random, so that they are right on "
+        "average",
         used_by=UsedBy(
             {"precision.params": ("bfloat16",)},
             "{key}={value} is for bfloat16 weights, not {cause}. "
@@ -114,7 +119,8 @@ class OptimizerConfig:
     )
     zero: int = key(
         0,
-        "sharded over mesh.data: 1 optimizer state, 2 gradients too, 3 parameters too",
+        "ZeRO stage over mesh.data: 0: none; 1: shards the optimizer state; 2: gradients too;"
+        " 3: parameters too",
         low=0,
         high=3,
         used_by=UsedBy(
@@ -126,7 +132,7 @@ class OptimizerConfig:
     )
     on_host: bool = key(
         False,
-        "keep moments and averages in the memory of hosts; devices fetch them layer by layer",
+        "keep the optimizer state and EMA in host memory; devices fetch it layer by layer",
         used_by=UsedBy({"optimizer.name": BY_NUMBER}),
     )
 
@@ -165,9 +171,9 @@ def pattern_problem(key: str, pattern: str) -> Iterator[str]:
             warnings.simplefilter("error", FutureWarning)
             re.compile(pattern)
     except (re.error, FutureWarning, RecursionError, OverflowError) as error:
-        said = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         yield (
-            f"{key}={pattern} must be a regular expression, but: {said}. Set {key} to part of "
+            f"{key}={pattern} must be a regular expression, but: {message}. Set {key} to part of "
             "a path, such as attention, with special characters after a backslash."
         )
 

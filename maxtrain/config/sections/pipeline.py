@@ -13,25 +13,27 @@ _STAGED = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How rows go through the stages of the mesh."""
+    """Schedule of rows through the pipeline stages of the mesh."""
 
     micro_batches: int | None = key(
         None,
-        "parts of a micro-batch that follow each other through stages; null: a row of each device",
+        "pipeline micro-batches in each micro-batch of accumulation; null: one row of each "
+        "device at a time",
         low=1,
         high=1 << 20,
         used_by=_STAGED,
     )
     rounds: int = key(
         1,
-        "how often a row goes around: stages have so many blocks of layers each",
+        "blocks of layers in each stage, so that a row passes all stages this often "
+        "(interleaved schedule)",
         low=1,
         high=1 << 10,
         used_by=_STAGED,
     )
     schedule: Literal["gpipe", "1f1b"] = key(
         "gpipe",
-        "gpipe: all micro-batches forward, then all backward; 1f1b: each backward as soon as it "
-        "can be, so that stages keep few",
+        "gpipe: all micro-batches forward, then all backward; 1f1b: each backward pass as "
+        "soon as possible, so that stages hold fewer activations",
         used_by=_STAGED,
     )

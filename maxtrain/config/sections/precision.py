@@ -11,15 +11,21 @@ from data_pipeline.base.config_key import AllBut, UsedBy, key
 class PrecisionConfig:
     """Number formats. Norms, softmax, rope and the loss are always float32."""
 
-    params: Literal["float32", "bfloat16"] = key("float32", "master weights and optimizer state")
+    params: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of master weights and optimizer state"
+    )
     compute: Literal["float32", "bfloat16", "float16"] = key(
-        "bfloat16", "inputs of matrix products; they accumulate in float32"
+        "bfloat16", "dtype of the inputs of matrix products, which accumulate in float32"
     )
     activations: Literal["float32", "bfloat16"] = key(
-        "float32", "stored residual stream and results of products"
+        "float32", "dtype of stored activations: the residual stream and the results of products"
     )
-    accumulate: Literal["float32", "bfloat16"] = key("float32", "sums of micro-batches' gradients")
-    output: Literal["float32", "bfloat16"] = key("float32", "logits, before the softmax")
+    accumulate: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype in which gradients of micro-batches are accumulated"
+    )
+    output: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of the logits before the softmax"
+    )
 
 
 def activation_problems(precision: PrecisionConfig) -> Iterator[str]:
@@ -52,11 +58,11 @@ class LossScaleConfig:
     """Loss scaling, which keeps small gradients from underflow in float16."""
 
     mode: Literal["auto", "none", "static", "dynamic"] = key(
-        "auto", "auto: dynamic for precision.compute=float16, else none"
+        "auto", "loss scaling; auto: dynamic if precision.compute=float16, else none"
     )
     initial: float = key(
         2.0**16,
-        "scale of the first step, and of every step if static",
+        "loss scale of the first step, and of every step if static",
         above=0,
         used_by=(_SCALED, _AUTO_SCALED),
     )
@@ -77,12 +83,12 @@ class LossScaleConfig:
     )
     hysteresis: int = key(
         2,
-        "overflows since the scale last grew, before it is lowered",
+        "overflows after which the scale is lowered, counted since it last grew",
         low=1,
         used_by=(_DYNAMIC, _AUTO_SCALED),
     )
-    min: float = key(1.0, "smallest scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
-    max: float = key(2.0**32, "largest scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+    min: float = key(1.0, "smallest loss scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+    max: float = key(2.0**32, "largest loss scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
 
 
 def loss_scale_problems(loss_scale: LossScaleConfig, compute: str) -> Iterator[str]:

@@ -18,16 +18,19 @@ _NAMED = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class KeptConfig:
-    """What the backward pass finds stored of each layer, by name: qkv, attention, gate_up, or
-    product, which is the result of every product with weights."""
+    """Activations of each layer that the backward pass finds stored, by name: qkv, attention,
+    gate_up, or product, which is the result of every product with weights.
+    """
 
     on_device: tuple[str, ...] = key(
         ("attention",),
-        "of qkv, attention, gate_up and product, what stays in the device's memory",
+        "activations kept in device memory: qkv, attention, gate_up or product",
         used_by=_NAMED,
     )
     on_host: tuple[str, ...] = key(
-        (), "what goes to the host's memory and comes back, on TPUs and GPUs", used_by=_NAMED
+        (),
+        "activations kept in host memory and copied back for the backward pass, on TPUs and GPUs",
+        used_by=_NAMED,
     )
 
 

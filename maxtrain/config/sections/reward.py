@@ -12,16 +12,17 @@ _REWARD = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """How a model learns to score answers from pairs of them, of which one was preferred."""
+    """Reward model: training of a score on pairs of answers, of which one was preferred."""
 
     margin: bool = key(
         False,
-        "a chosen answer should win by the margin that its pair has in the data (prepare --margin)",
+        "require the chosen answer to win by the margin that the data has for its pair "
+        "(prepare --margin)",
         used_by=_REWARD,
     )
     centre_weight: float = key(
         0.0,
-        "weight of the squared sum of both rewards of a pair, which keeps rewards around 0; "
+        "weight of the squared sum of a pair's two rewards, which keeps rewards near 0; "
         "usual: 0.01",
         low=0,
         high=1000,

@@ -11,23 +11,26 @@ Axis = Literal["data", "stage", "fsdp", "context", "expert", "tensor"]
 
 @dataclasses.dataclass(frozen=True)
 class RulesConfig:
-    """Over which axes of the mesh a dim of parameters and of their optimizer state is split, where
-    they are stored; the first axis is the outermost. Axes of size 1 split nothing."""
+    """Sharding rules: the mesh axes that split each dim of parameters and of their optimizer state
+    in storage; the first axis is the outermost. Axes of size 1 split nothing.
+    """
 
-    embed: tuple[Axis, ...] = key(("fsdp", "expert"), "model width, in all matrices but experts'")
+    embed: tuple[Axis, ...] = key(
+        ("fsdp", "expert"), "model width, in all matrices except those of experts"
+    )
     expert_embed: tuple[Axis, ...] = key(("fsdp",), "model width, in matrices of experts")
     # Stages have parts of what is before and behind the layers.
-    vocab: tuple[Axis, ...] = key(("stage", "tensor"), "entries of the vocabulary")
-    positions: tuple[Axis, ...] = key((), "learned positions")
-    mlp: tuple[Axis, ...] = key(("tensor",), "hidden units")
-    heads: tuple[Axis, ...] = key(("tensor",), "heads of queries")
-    kv_heads: tuple[Axis, ...] = key(("tensor",), "heads of keys and values")
+    vocab: tuple[Axis, ...] = key(("stage", "tensor"), "vocabulary entries")
+    positions: tuple[Axis, ...] = key((), "learned position embeddings")
+    mlp: tuple[Axis, ...] = key(("tensor",), "hidden units of feed-forward blocks")
+    heads: tuple[Axis, ...] = key(("tensor",), "query heads")
+    kv_heads: tuple[Axis, ...] = key(("tensor",), "key/value heads")
     head_dim: tuple[Axis, ...] = key((), "dims of a head")
     latent: tuple[Axis, ...] = key(("fsdp", "expert"), "compressed queries, keys and values")
-    rank: tuple[Axis, ...] = key((), "the small dim of adapters, and what compresses")
+    rank: tuple[Axis, ...] = key((), "rank of adapters, and outputs of compressing matrices")
     norm: tuple[Axis, ...] = key((), "scales of norms, and biases of the model's width")
     # Over `expert`, experts are split by their number, and other weights as over `fsdp`.
-    exp: tuple[Axis, ...] = key(("expert",), "experts, by their number")
+    exp: tuple[Axis, ...] = key(("expert",), "experts")
     router: tuple[Axis, ...] = key((), "outputs of routers")
 
 

@@ -7,23 +7,25 @@ from data_pipeline.base.config_key import UsedBy, key
 
 
 def num_generations(default: int, help: str, *used_by: UsedBy) -> Any:
-    """How many completions a prompt has."""
+    """Declare the key for the number of completions of a prompt."""
     return key(default, help, low=1, high=1 << 16, used_by=used_by)
 
 
 def max_completion_length(*used_by: UsedBy) -> Any:
-    """Where a completion is cut."""
+    """Declare the key for the length at which a completion is cut."""
     return key(
         256,
-        "tokens of a completion at most; with its prompt, it fits into a row",
+        "longest completion in tokens; with its prompt, it must fit into a row",
         low=1,
         used_by=used_by,
     )
 
 
 def slots(*used_by: UsedBy) -> Any:
-    """How many completions are sampled side by side."""
-    return key(64, "completions that are sampled at once", low=1, high=1 << 16, used_by=used_by)
+    """Declare the key for the number of completions that are sampled side by side."""
+    return key(
+        64, "completions that are sampled at the same time", low=1, high=1 << 16, used_by=used_by
+    )
 
 
 def temperature(help: str, *used_by: UsedBy) -> Any:
@@ -32,10 +34,11 @@ def temperature(help: str, *used_by: UsedBy) -> Any:
 
 
 def num_iterations(*used_by: UsedBy) -> Any:
-    """How often a rollout is read."""
+    """Declare the key for the number of steps that train on each rollout."""
     return key(
         1,
-        "so many steps read their prompts together, and all of them train on all completions",
+        "steps that train on each rollout: they read their prompts together, and each of them"
+        " trains on all completions",
         low=1,
         high=1000,
         used_by=used_by,
@@ -43,12 +46,16 @@ def num_iterations(*used_by: UsedBy) -> Any:
 
 
 def keep_rollouts(*used_by: UsedBy) -> Any:
-    """Whether rollouts stay when no checkpoint needs them."""
+    """Declare the key that keeps rollouts when no checkpoint needs them."""
     return key(
-        False, "keep all rollouts of the run, not only those that checkpoints need", used_by=used_by
+        False,
+        "keep the files of all rollouts, not only of those that checkpoints need",
+        used_by=used_by,
     )
 
 
 def mask_truncated_completions(*used_by: UsedBy) -> Any:
-    """Whether completions that were cut train."""
-    return key(False, "completions that reach max_completion_length do not train", used_by=used_by)
+    """Declare the key that excludes truncated completions from training."""
+    return key(
+        False, "leave completions that reach max_completion_length out of the loss", used_by=used_by
+    )

@@ -10,21 +10,31 @@ from data_pipeline.base.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class PieceConfig:
-    """One piece of a schedule; rates are factors of the peak, optimizer.learning_rate."""
+    """One piece of a learning-rate schedule; rates are factors of the peak,
+    optimizer.learning_rate.
+    """
 
     name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial"] = (
-        key("linear", "its shape")
+        key("linear", "shape of the piece")
     )
     until: float | None = key(
-        None, "where it ends, counted from the start of the run; null: the run's end", above=0
+        None,
+        "end of the piece, counted from the start of the run; null: the end of the run",
+        above=0,
     )
-    unit: Literal["steps", "fraction"] = key("steps", "unit of `until`; fraction is of all steps")
+    unit: Literal["steps", "fraction"] = key(
+        "steps", "unit of `until`; fraction: share of all steps"
+    )
     start: float | None = key(
-        None, "factor of its first update; null: of the last one before it", low=0, high=1e6
+        None,
+        "rate of the first update, as a factor of the peak; null: the last rate of the piece "
+        "before",
+        low=0,
+        high=1e6,
     )
     end: float = key(
         0.0,
-        "factor of its last update; inverse_sqrt: the least",
+        "rate of the last update, as a factor of the peak; inverse_sqrt: the lowest rate",
         low=0,
         high=1e6,
         used_by=UsedBy(
@@ -35,7 +45,7 @@ class PieceConfig:
     )
     power: float = key(
         2.0,
-        "exponent of what is left",
+        "exponent of the polynomial: the share of updates that is left is raised to it",
         above=0,
         high=1000,
         used_by=UsedBy({"schedule.pieces[0].name": ("polynomial",)}),
@@ -68,14 +78,18 @@ class ScheduleConfig:
     name: Literal[
         "constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd", "pieces"
     ] = key(
-        "cosine", "shape after warm-up, see train_step/schedule.py; wsd: warm-up, stable, decay"
+        "cosine",
+        "learning-rate schedule after the warmup; wsd: stable, then linear decay; see "
+        "train_step/schedule.py",
     )
     warmup_steps: int = key(
-        100, "steps of linear warm-up; a tenth of the run, if not set for it and too long", low=0
+        100,
+        "steps of linear warmup; a tenth of the run if it is too long and not set for this run",
+        low=0,
     )
     min_lr_ratio: float = key(
         0.1,
-        "rate at the end of the decay, as a factor of the peak",
+        "learning rate at the end of the decay, as a share of the peak",
         low=0,
         high=1,
         used_by=(
@@ -89,33 +103,34 @@ class ScheduleConfig:
     )
     min_learning_rate: float | None = key(
         None,
-        "that rate itself, in place of min_lr_ratio; null: by min_lr_ratio",
+        "learning rate at the end of the decay, instead of min_lr_ratio; null: use min_lr_ratio",
         low=0,
         used_by=UsedBy({"schedule.name": TO_THE_LOWEST}),
     )
     decay_fraction: float = key(
         0.2,
-        "share of the run spent decaying",
+        "share of the run in which the learning rate decays",
         above=0,
         high=1,
         used_by=UsedBy({"schedule.name": ("wsd",)}),
     )
     power: float = key(
         2.0,
-        "exponent of what is left",
+        "exponent of the polynomial: the share of updates that is left is raised to it",
         above=0,
         high=1000,
         used_by=UsedBy({"schedule.name": ("polynomial",)}),
     )
     timescale: int | None = key(
         None,
-        "updates that halve the square; null: those before it began",
+        "updates of inverse_sqrt after which the rate is 1 / sqrt(2) of its start; null: the "
+        "number of updates before it",
         low=1,
         used_by=_INVERSE_SQRT,
     )
     pieces: tuple[PieceConfig, ...] = key(
         (),
-        "what follows the warm-up, in order",
+        "pieces of the schedule after the warmup, in order",
         used_by=UsedBy({"schedule.name": ("pieces",)}),
     )
 
@@ -131,12 +146,12 @@ def pieces_problems(schedule: ScheduleConfig) -> Iterator[str]:
 
 
 def warmup_fits(schedule: ScheduleConfig, num_steps: int) -> bool:
-    """Whether warm-up leaves room for what follows it."""
+    """Return whether the warmup leaves room for what follows it."""
     return not list(length_problems(schedule, num_steps))
 
 
 def length_problems(schedule: ScheduleConfig, num_steps: int) -> Iterator[str]:
-    """What does not fit into so many steps: the first that there is."""
+    """Yield what does not fit into `num_steps` steps: the first problem only."""
     warmup = f"schedule.warmup_steps={schedule.warmup_steps}"
     if schedule.warmup_steps >= num_steps:
         yield (
@@ -188,8 +203,9 @@ def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
 
 
 def _end(piece: PieceConfig, num_steps: int) -> int | None:
-    """The update that a piece ends before, counted from the start of the run; None: none is
-    said."""
+    """Return the update that a piece ends before, counted from the start of the run; None if the
+    piece has no end of its own.
+    """
     if piece.until is None:
         return None
     if piece.unit == "fraction":

@@ -8,17 +8,18 @@ from data_pipeline.base.config_key import key
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Which parameters train. The others are frozen: no gradient, no moments, saved once per
-    run."""
+    """Selection of the parameters that train. The others are frozen: no gradient, no moments, saved
+    once per run.
+    """
 
     only: tuple[str, ...] = key(
         (),
-        "regular expressions: train the parameters in whose path one is found; empty: all",
+        "regular expressions: train only parameters whose path contains a match; empty: all",
     )
     freeze: tuple[str, ...] = key(
-        (), "regular expressions: do not train the parameters in whose path one is found"
+        (), "regular expressions: freeze parameters whose path contains a match"
     )
     on_host: Literal["none", "frozen", "all"] = key(
         "none",
-        "which weights of layers lie in the memory of hosts; devices fetch them layer by layer",
+        "layer weights that are kept in host memory; devices fetch them layer by layer",
     )
