@@ -1,1 +1,2 @@
-"""Generation with a KV cache: many texts side by side, each as if it were alone."""
+"""Generation with a KV cache: many texts side by side, each with the same result as if it were
+alone."""

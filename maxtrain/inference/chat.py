@@ -1,4 +1,4 @@
-"""Conversations as the ids that a model answers to."""
+"""Chat prompts: conversations rendered as token ids that a model continues."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from data_pipeline.tokenizer import (
 
 Message = Mapping[str, Any]
 
-# An answer that no template writes by itself.
+# A placeholder answer that no template contains.
 _ANSWER = "maxtrain-answer"
-# Variables of templates that no request may set.
+# Variables of templates that requests cannot set.
 _OWN_VARIABLES = (
     "messages",
     "tools",
@@ -36,23 +36,23 @@ _OWN_VARIABLES = (
 
 
 class Chat:
-    """How conversations are written for a model.
+    """The chat template of a model, and the tokens that end an answer.
 
     Args:
-        tokenizer: of the model.
-        place: from where it came, as for `load_tokenizer`; chat_template.jinja and
-            tokenizer_config.json lie beside it.
-        template: a file, "chatml", or empty: the template beside the tokenizer.
-        date: YYYY-MM-DD, for templates that write it; empty: today.
-        system: the message of the system in conversations that have none; empty: none.
+        tokenizer: the model's tokenizer.
+        place: where the tokenizer was loaded from, as for `load_tokenizer`; chat_template.jinja and
+            tokenizer_config.json are beside it.
+        template: a file, "chatml", or empty for the template beside the tokenizer.
+        date: YYYY-MM-DD, for templates that write the date; empty: today.
+        system: the system message for conversations without one; empty: none.
 
     Attributes:
-        stop_ids: tokens that end an answer: the end of a document, the tokenizer's eos_token, those
-            of generation_config.json, and what the template writes behind an answer.
+        stop_ids: tokens that end an answer: the end-of-document token, the tokenizer's eos_token,
+            those of generation_config.json, and the token that the template writes after an answer.
 
     Raises:
-        DataError: there is no template, or it can't be used.
-        UsageError: the system's message has a special token, or can't be written in UTF-8.
+        DataError: there is no template, or it cannot be used.
+        UsageError: the system message has a special token, or cannot be written in UTF-8.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Chat:
         self.stop_ids = tuple(sorted(i for i in found if i is not None))
 
     def ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
-        """What the assistant's next turn follows.
+        """Return the token ids of a conversation, up to where the assistant's next turn begins.
 
         Raises:
-            UsageError: as of `text`.
+            UsageError: as for `text`.
         """
         return self.encode(self.text(messages, tools))
 
@@ -90,17 +90,18 @@ class Chat:
         tools: list[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text that the assistant's next turn follows, with special tokens.
+        """Return the text of a conversation, up to where the assistant's next turn begins, with
+        special tokens.
 
         Args:
-            messages: of the conversation. Arguments of tool calls may be JSON texts, as in OpenAI's
+            messages: the conversation. Arguments of tool calls may be JSON texts, as in OpenAI's
                 API; templates get the values.
             tools: definitions of functions, as in OpenAI's API.
             variables: more variables of the template, such as `enable_thinking`.
 
         Raises:
-            UsageError: messages that no conversation has, special tokens anywhere in what is
-                given, or something that the template refuses.
+            UsageError: the messages are no conversation, an argument contains special tokens, or
+                the template refuses the messages.
         """
         _check(messages)
         _check_texts("messages", list(messages), self._tokenizer.special)
@@ -110,9 +111,10 @@ class Chat:
             _check_texts("chat_template_kwargs", variables, self._tokenizer.special)
             template = _with_variables(template, variables)
         try:
-            # As `prepare` reads them, so that a model is asked in the form that it learnt.
+            # Messages are read as `prepare` reads them, so that prompts have the form of the
+            # training data.
             read, _ = split_untaught(read_messages(messages))
-            # Once more: JSON inside of text can spell a special token in another way.
+            # A second check, because JSON inside a text can spell a special token in another way.
             _check_texts("messages", read, self._tokenizer.special)
             return render(template, with_system(read, self._system), tools, prompt=True)
         except ChatError as error:
@@ -121,21 +123,23 @@ class Chat:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text of the template, in which special tokens become their ids."""
+        """Return the ids of a rendered template, in which special tokens become their ids."""
         ids, _, _ = self._tokenizer.locate(text)
         return ids.tolist()
 
     @property
     def source(self) -> str:
-        """The text of the template, or of both if there is another one for tools."""
+        """Return the text of the template, with that of a separate template for tools if there is
+        one."""
         return "\n".join(self._template.sources)
 
     def _dated(self) -> Template:
-        """The template with its date, which is another tomorrow if today's is what it writes."""
+        """Return the template with its date, computed anew because today's date changes."""
         return self._template._replace(date=self._date or _today())
 
     def end_of_turn(self) -> int | None:
-        """The special token that the template writes directly behind an answer, if it does."""
+        """Return the special token that the template writes directly after an answer; None: it
+        writes none."""
         messages = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": _ANSWER},
@@ -155,31 +159,34 @@ class Chat:
 
 
 def _today() -> str:
+    """Return today's date as YYYY-MM-DD."""
     return datetime.date.today().isoformat()
 
 
 def ends_of_generation(path: Any) -> list[int]:
-    """The ids of `eos_token_id`; empty if there is no such file.
+    """Return the ids of `eos_token_id` in a generation_config.json; empty if there is no such file.
 
-    DataError: they are no ids.
+    Raises a DataError if they are no ids.
     """
     if not path.exists():
         return []
     try:
         ids = loads(read_limited(path, MAX_FILE_BYTES)).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path}: is not a JSON object ({error}). Mend it.") from error
+        raise DataError(f"{path}: is not a JSON object ({error}). Write the file again.") from error
     if ids is None:
         return []
     if isinstance(ids, int):
         ids = [ids]
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise DataError(f"{path}: eos_token_id={ids!r} must be an id or a list of ids. Mend it.")
+        raise DataError(
+            f"{path}: eos_token_id={ids!r} must be an id or a list of ids. Correct the file."
+        )
     return ids
 
 
 def _check(messages: Sequence[Message]) -> None:
-    """UsageError: not a conversation that can be answered."""
+    """Raise a UsageError if the messages are no conversation that can be answered."""
     if not messages:
         raise UsageError("messages: is empty, but there must be something to answer. Add one.")
     for number, message in enumerate(messages):
@@ -187,16 +194,16 @@ def _check(messages: Sequence[Message]) -> None:
         if role not in ROLES:
             raise UsageError(
                 f"messages[{number}].role={role!r} must be one of {', '.join(ROLES)}. "
-                "Name who speaks."
+                "Use one of these roles."
             )
         content = message.get("content")
-        # A turn of tool calls may say nothing.
+        # A turn with tool calls may have no content.
         if content is None and message.get("tool_calls"):
             continue
         # `read_messages` joins the parts of a list.
         if not isinstance(content, str | list):
             raise UsageError(
-                f"messages[{number}].content={content!r} must be a text. Write what is said."
+                f"messages[{number}].content={content!r} must be a text. Set it to one."
             )
 
 
@@ -204,7 +211,7 @@ def _with_variables(template: Template, variables: Mapping[str, Any]) -> Templat
     """Return a template that gets more variables.
 
     Raises:
-        UsageError: a name cannot be given, since the template gets another value by it.
+        UsageError: a name is reserved for another variable of the template.
     """
     taken = {*_OWN_VARIABLES, *dict(template.tokens)}
     for name in variables:
@@ -217,7 +224,7 @@ def _with_variables(template: Template, variables: Mapping[str, Any]) -> Templat
 
 
 def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
-    """Check every text of what a template is given, keys included.
+    """Check every text in a template's variable, keys included.
 
     Raises:
         UsageError: a text has a special token or a lone surrogate.
@@ -239,6 +246,7 @@ def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
 
 
 def _check_special(where: str, text: str, special: Mapping[str, int]) -> None:
+    """Raise a UsageError if a text contains a special token."""
     for token in special:
         if token in text:
             raise UsageError(
@@ -248,7 +256,7 @@ def _check_special(where: str, text: str, special: Mapping[str, int]) -> None:
 
 
 def check_characters(where: str, text: str) -> None:
-    """UsageError: a text can't be written in UTF-8."""
+    """Raise a UsageError if a text cannot be written in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

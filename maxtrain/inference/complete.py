@@ -1,7 +1,7 @@
 """Completions: prompts in, new tokens or new text out.
 
 A text that grows beyond model.max_length is read again from its middle: the last max_length / 2
-tokens become the prompt of what follows, at positions from 0 on, which the model has been trained
+tokens become the prompt of the continuation, at positions from 0 on, which the model was trained
 on.
 """
 
@@ -18,17 +18,22 @@ from maxtrain.inference.sampling import Sampling, check_length
 from maxtrain.inference.text import TextStream
 from maxtrain.models.decoder import Decoder
 
-# Whether new tokens are the last of their row.
+# A function that returns whether a row ends with its new tokens.
 Stop = Callable[[list[int]], bool]
 
 
-# Texts that are continued at a time.
+# Most texts that are continued at a time.
 _MOST_SLOTS = 32
 
 
 class Speed(NamedTuple):
-    """The time that generation took: until the first tokens were there, with reading prompts and
-    compiling, and for the `tokens` that came after them."""
+    """The time that a generation took.
+
+    Attributes:
+        first_seconds: until the first tokens, with reading prompts and compilation.
+        tokens: tokens after the first ones.
+        seconds: time for these `tokens`.
+    """
 
     first_seconds: float
     tokens: int
@@ -51,19 +56,19 @@ def generate(
     report: Callable[[Speed], object] | None = None,
     stream: Callable[[int, list[int]], object] | None = None,
 ) -> list[list[int]]:
-    """New token ids that follow each prompt.
+    """Return new token ids that follow each prompt.
 
     Args:
-        model: on one device, or split over the current mesh.
-        prompts: ids, at least one each; lengths may differ. Of one beyond the model's max_length,
-            the end is read.
-        max_tokens: new tokens of each prompt, at most.
-        temperature, top_k, top_p, min_p, repetition_penalty: as of `Sampling`.
-        seed: of the random choices, in [0, 2**32). Those of a prompt depend on its number, too.
+        model: on one device, or sharded over the current mesh.
+        prompts: ids, at least one each; lengths may differ. Of a prompt beyond the model's
+            max_length, only the end is read.
+        max_tokens: most new tokens for each prompt.
+        temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
+        seed: random seed in [0, 2**32). Random choices for a prompt also depend on its number.
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it returns True.
-            One for all prompts, or one for each.
-        report: called at the end with the time that it took.
+            One function for all prompts, or one for each.
+        report: called at the end with the time that the generation took.
         stream: called with the number of a prompt and its new ids, as they come.
 
     Returns:
@@ -71,7 +76,7 @@ def generate(
 
     Raises:
         UsageError: an empty prompt, an id outside the vocabulary, or an option outside its range.
-        DivergedError: the model gives numbers that are not finite.
+        DivergedError: the model's log-probabilities are not finite.
     """
     check_length(max_tokens, seed)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -134,15 +139,15 @@ def generate(
 
 
 def _stop_of(stop: Stop | Sequence[Stop] | None, row: int) -> Stop | None:
-    """That of one prompt, as of `generate`."""
+    """Return the stop function of one prompt of `generate`."""
     if stop is None or callable(stop):
         return stop
     return stop[row]
 
 
 def in_window(ids: Sequence[int], max_length: int) -> list[int]:
-    """What the model reads of a text: all of it, or the last max_length / 2 tokens if it is longer
-    than max_length."""
+    """Return the ids that the model reads of a text: all, or the last max_length / 2 if the text is
+    longer than max_length."""
     if len(ids) <= max_length:
         return list(ids)
     return list(ids[-max(1, max_length // 2) :])
@@ -156,18 +161,19 @@ def complete(
     begin: Sequence[int] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Continuations of texts, without the prompts; each ends with its document.
+    """Continue texts, and return the continuations without the prompts; each ends with its
+    document.
 
     Args:
-        model: on one device, or split over the current mesh.
+        model: on one device, or sharded over the current mesh.
         tokenizer: the model's own.
         prompts: each the beginning of a document.
         begin: ids put before every prompt; None: the tokenizer's end-of-document id, if it has one,
             which ends the document before.
-        options: of `complete_ids`.
+        options: keyword arguments of `complete_ids`.
 
     Raises:
-        UsageError: as `generate`. An empty prompt is allowed if the tokenizer has an
+        UsageError: as for `generate`. An empty prompt is allowed if the tokenizer has an
             end-of-document id or `begin` is not empty.
     """
     end = []
@@ -191,13 +197,13 @@ def complete_ids(
     stream: Callable[[int, str], object] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Texts that follow ids.
+    """Return the texts that follow prompts of ids.
 
     Args:
-        model, tokenizer, prompts: as of `complete`, the prompts as ids.
+        model, tokenizer, prompts: as for `complete`, with the prompts as ids.
         stop: a text ends before any of these.
         stream: called with the number of a prompt and the next part of its text, as it comes.
-        options: of `generate`.
+        options: keyword arguments of `generate`.
     """
     rows = [_RowText(tokenizer, prompt, stop) for prompt in prompts]
 
@@ -218,7 +224,7 @@ def complete_ids(
 
 
 class _RowText:
-    """The text of one row, whose ids are looked at for stop texts before they are handed out."""
+    """The text of one row, which is searched for stop texts before it is handed out."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
         self.stream = TextStream(tokenizer, prompt, stop)
@@ -226,12 +232,12 @@ class _RowText:
         self._text = ""
 
     def has_stopped(self, ids: list[int]) -> bool:
-        """Whether these, all that the row has, contain a stop text."""
+        """Return whether all ids of the row contain a stop text."""
         self._text += self.stream.add(ids[self.stream.num_read :])
         return self.stream.has_stopped
 
     def take(self, new: list[int]) -> str:
-        """What can be said now that the row has these ids, too."""
+        """Add ids, and return the text that is certain now."""
         self._ids += new
         self.has_stopped(self._ids)
         part = self._text
@@ -250,7 +256,7 @@ def show(console: SafeConsole, prompts: Sequence[str], completions: Sequence[str
 
 
 def describe_speed(speed: Speed) -> str:
-    """A line about the time that a generation took."""
+    """Describe the time that a generation took, in one line."""
     first = f"{speed.first_seconds:.1f} s until the first tokens, compiling included"
     if not speed.tokens:
         return first

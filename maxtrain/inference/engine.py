@@ -1,24 +1,26 @@
-"""The engine of generation: prompts go in at any time, tokens come out as they are made.
+"""The generation engine: continuous batching with a KV cache.
 
-The engine has slots, which are the rows of one batch. A prompt is read into a slot of its own,
-piece by piece, and from then on its row takes part in decoding, in which each row gets one token at
-a time. Where texts are being made, they wait for one piece at most between two chunks of their
-tokens. A row that ends leaves its slot to the next prompt. Caches stay where they are: a slot
-remembers what it has read, and a prompt that begins like that is read from there on.
+Prompts are submitted at any time, and tokens come out as they are decoded.
 
-Caches are either rings, of which each slot has its own, as long as the longest text; or pages, of
-which there is a fixed number for all texts together, and of which texts that begin alike share
-those that are equal. A text gets a slot when there are pages for all that it may become, so that
-none is ever given up for want of memory.
+The engine has slots, which are the rows of one batch. A prompt is prefilled into a slot of its own,
+piece by piece. From then on its row takes part in decoding, in which each row gets one token at a
+time. While texts are being decoded, at most one piece of a prompt is prefilled between two chunks
+of their tokens. A row that ends leaves its slot to the next prompt. The caches stay: a slot
+remembers what it has read, and a prompt with the same prefix is read from there on.
+
+Caches are either rings or pages. Each slot has rings of its own, as long as the longest text. Of
+pages there is a fixed number for all texts together, and texts with an equal prefix share its
+pages. A text gets a slot only when there are pages for its longest possible continuation, so that
+none is ever evicted for lack of memory.
 
 Every program has one of a few shapes: prompts are read in pieces of 16, 32, ... tokens, and caches
-have room for 128, 256, ... columns. So nothing is compiled for a new length of a prompt. The
-numbers of a row depend, to rounding, on nothing in other rows; its random numbers depend on its
-seed, its number and how many tokens it has made.
+have room for 128, 256, ... columns. So no new prompt length needs a compilation. Up to rounding,
+the numbers of a row do not depend on other rows; its random numbers depend on its seed, its number
+and the number of its tokens.
 
-On several devices, the rows are split like those of a training batch, and heads like in training.
-On several processes, each has an engine, and all of them call it alike: what it does next depends
-on what was submitted, and on tokens, which all of them get.
+On several devices, rows are sharded like those of a training batch, and heads as in training. On
+several processes, each has an engine, and all of them make the same calls: what the engine does
+depends only on the submitted texts and on the tokens, which are equal everywhere.
 """
 
 from collections import deque
@@ -49,26 +51,26 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.lora_bank import num_sets
 from maxtrain.parallel.sharding import batch_shards
 
-# Of the shortest piece of a prompt, in tokens.
+# Tokens of the shortest piece of a prompt.
 _LEAST_PIECE = 16
-# Of a prompt, read at once.
+# Tokens of a prompt that are read at once by default.
 _PIECE = 512
-# Of the smallest caches, in columns.
+# Columns of the smallest caches.
 _LEAST_COLUMNS = 128
-# Rows whose pieces are read together.
+# Most rows whose pieces are read together.
 _MOST_READ = 8
 # Stop ids of a row in the smallest program.
 _LEAST_STOPS = 4
-# Of a row that is nobody's.
+# Settings of a row without a text.
 _NOBODYS = Sampling(temperature=0.0)
 
 
 class _Source(NamedTuple):
-    """A slot that remembers the beginning of a prompt.
+    """A slot that holds the prefix of a prompt in its caches.
 
     Args:
-        slot: None: there is none.
-        shared: how many tokens of it.
+        slot: the slot; None: there is none.
+        shared: number of tokens of the common prefix.
     """
 
     slot: Slot | None
@@ -76,23 +78,23 @@ class _Source(NamedTuple):
 
 
 class Engine:
-    """Continues texts side by side. For one thread.
+    """Continuous-batching engine that continues texts side by side. Not thread-safe.
 
     Args:
-        model: on one device, or split over the current mesh. Its arrays are used where they are.
+        model: on one device, or sharded over the current mesh. Its arrays are not copied.
         slots: texts that are decoded together; others wait. On a mesh, rounded up to a multiple of
-            what rows are split into.
-        chunk: tokens of each row between two looks at what has ended, and what waits.
-        piece: tokens of a prompt that are read at once, a power of two.
-        sharing: prompts that begin like a text that a slot remembers are read from there on. What
-            is remembered was computed with other shapes, perhaps, and is equal to rounding.
-        cache_tokens: that all texts together, with those remembered, have in the caches of layers
-            without a window, in pages; None: each slot has room for the longest text.
-        eager: all prompts with a slot are read before there are more tokens: best where many texts
-            are wanted as a whole, and nobody waits for the next token of one.
+            the number of batch shards.
+        chunk: tokens of each row between two checks for ended and waiting texts.
+        piece: most tokens of a prompt that are read at once, a power of two.
+        sharing: whether a prompt reuses the cached prefix of another text (prefix caching). Cached
+            values may have been computed with other shapes, and are equal up to rounding.
+        cache_tokens: number of tokens in the paged caches of layers without a window, for all texts
+            together, with remembered ones; None: each slot has room for the longest text.
+        eager: whether all prompts with a slot are read before decoding continues. This is best for
+            throughput, if nobody waits for the next token of a text.
 
     Raises:
-        ValueError: a size that is none.
+        ValueError: a size is out of range.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Engine:
         self._chunk = chunk
         self._eager = eager
         self._piece = piece
-        # What is remembered was rotated for another length.
+        # Cached keys would have been rotated for another length.
         ropes = model.layers.spec.ropes()
         self._sharing = sharing and not any(rope.follows_length for rope in ropes)
         self._graphdef, self._params = nnx.split(model)
@@ -160,14 +162,14 @@ class Engine:
         constraint: Constraint | None = None,
         scores_prompt: bool = False,
     ) -> Generation:
-        """A text to be continued, as soon as a slot is free.
+        """Submit a text to be continued as soon as a slot is free.
 
-        Args: as of `Generation`.
+        The arguments are the attributes of `Generation`.
 
         Raises:
-            UsageError: an empty prompt, one that is longer than the model's max_length, an id
-                outside the vocabulary, an option outside its range, or a text that may need more
-                pages than there are.
+            UsageError: an empty prompt, a prompt longer than the model's max_length, an id outside
+                the vocabulary, an option out of range, or a text that may need more pages than
+                there are.
         """
         check_length(max_tokens, seed)
         check_ids(prompt, self._vocab_size)
@@ -183,7 +185,7 @@ class Engine:
                 f"adapter={adapter} must be 0 (none), or the number of one of the "
                 f"{self._num_sets} sets of adapters that the model has."
             )
-        # No other id can come.
+        # Other ids cannot be generated.
         stop_ids = tuple(i for i in stop_ids if 0 <= i < self._vocab_size)
         seen = tuple(i for i in earlier if 0 <= i < self._vocab_size)
         for token, _ in sampling.logit_bias:
@@ -211,7 +213,7 @@ class Engine:
         return generation
 
     def _require_pages(self, generation: Generation) -> None:
-        """UsageError: there are too few pages for a text, even if it were alone."""
+        """Raise a UsageError if there are too few pages for a text, even if it were alone."""
         if self._pages is None:
             return
         columns = generation.num_columns(self.max_length)
@@ -223,7 +225,7 @@ class Engine:
             )
 
     def cancel(self, generation: Generation) -> None:
-        """Ends a text where it is, and frees its slot."""
+        """End a text where it is, and free its slot."""
         if generation.reason is not None:
             return
         generation.reason = "cancelled"
@@ -231,53 +233,56 @@ class Engine:
             self._waiting.remove(generation)
         for slot in self._slots:
             if slot.generation is generation:
-                # What was read has not been looked at before there is a new token.
+                # Cached values are only known to be finite once there is a new token.
                 slot.is_spoiled = not generation.ids
                 slot.leave()
 
     @property
     def num_waiting(self) -> int:
-        """Texts without a slot."""
+        """Return the number of texts without a slot."""
         return len(self._waiting)
 
     @property
     def num_active(self) -> int:
-        """Texts with a slot."""
+        """Return the number of texts with a slot."""
         return sum(slot.generation is not None for slot in self._slots)
 
     @property
     def num_slots(self) -> int:
+        """Return the number of slots."""
         return len(self._slots)
 
     @property
     def num_sets(self) -> int:
-        """Sets of adapters that the model has, numbered from 1 on."""
+        """Return the number of the model's sets of adapters, which are numbered from 1 on."""
         return self._num_sets
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of entries of the model's vocabulary."""
         return self._vocab_size
 
     @property
     def has_pages(self) -> bool:
-        """Whether caches are pages that texts share."""
+        """Return whether caches are pages that texts share."""
         return self._pages is not None
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text that the caches have room for."""
+        """Return the tokens of the longest text that the caches have room for."""
         if self._pages is None:
             return self.max_length
         return min(self.max_length, self._pages.count * PAGE)
 
     @property
     def least_piece(self) -> int:
-        """Tokens of the shortest piece of a prompt."""
+        """Return the tokens of the shortest piece of a prompt."""
         return _LEAST_PIECE
 
     @property
     def piece_lengths(self) -> list[int]:
-        """Lengths in tokens of the prompt pieces for which programs are compiled, ascending."""
+        """Return the lengths in tokens of the prompt pieces for which programs are compiled,
+        ascending."""
         return [1 << n for n in range(_LEAST_PIECE.bit_length() - 1, self._piece.bit_length())]
 
     def forget_idle(self) -> None:
@@ -288,16 +293,16 @@ class Engine:
                 self._forget(slot)
 
     def step(self) -> list[Generation]:
-        """Gives free slots to texts that wait, reads a piece of their prompts, then makes up to
+        """Give free slots to waiting texts, read a piece of their prompts, then decode up to
         `chunk` tokens of each row whose prompt is read.
 
         Returns:
-            Texts that have new tokens or have ended; empty: there is nothing to do.
+            the texts that have new tokens or have ended; empty: there is nothing to do.
 
         Raises:
-            Exception: of a device. If there was no room for a text that waited, it has ended as
-                failed. Otherwise all texts with a slot have, for their caches are gone. Others can
-                go on.
+            Exception: a device failed. If there was no room for a waiting text, that text has ended
+                as failed. Otherwise all texts with a slot have, because their caches are lost.
+                Other texts can continue.
         """
         try:
             self._clear([slot for slot in self._slots if slot.is_spoiled])
@@ -308,7 +313,7 @@ class Engine:
             raise
         try:
             self._read_prompts()
-            # Those that waited for a prompt that is read now.
+            # Admit texts that waited for the prefix of a prompt that is read now.
             self._admit()
             while self._eager and any(slot.is_reading for slot in self._slots):
                 self._read_prompts()
@@ -318,7 +323,7 @@ class Engine:
                 return []
             before = [generation for generation in active.values() if generation is not None]
             allowed = self._allowed(active)
-            # Those whose constraint can't be kept.
+            # Texts whose constraint cannot be satisfied.
             changed = [each for each in before if each.reason is not None]
             if not active:
                 return changed
@@ -333,7 +338,7 @@ class Engine:
             count = int((tokens[slot.number] >= 0).sum())
             ids = tokens[slot.number, :count].tolist()
             slot.is_spoiled = not np.isfinite(logprobs[slot.number, :count]).all()
-            # Each token is read when the one after it is made.
+            # A token enters the caches when the next one is decoded.
             slot.extend(as_ids([(generation.ids or generation.prompt)[-1], *ids[:-1]]))
             # The `stop` of another text may have cancelled this one.
             if slot.generation is generation:
@@ -344,7 +349,7 @@ class Engine:
         return changed
 
     def stream(self, generation: Generation) -> Iterator[list[int]]:
-        """New ids of a text as they come, until it ends; other texts go on meanwhile."""
+        """Yield new ids of a text as they come, until it ends; other texts continue meanwhile."""
         given = 0
         while True:
             new = generation.ids[given:]
@@ -356,16 +361,16 @@ class Engine:
             self.step()
 
     def run(self) -> None:
-        """Until all texts have ended."""
+        """Decode until all texts have ended."""
         while self.step():
             pass
 
     def _caches_are_gone(self) -> bool:
-        """Whether a program that failed had been given the caches."""
+        """Return whether a program that failed had received the donated caches."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._caches))
 
     def _abandon(self) -> None:
-        """Gives up all caches, and the texts that are in them."""
+        """Give up all caches, and the texts in them."""
         for slot in self._slots:
             if slot.generation is not None:
                 slot.generation.reason = "failed"
@@ -375,14 +380,15 @@ class Engine:
         self._columns = 0
 
     def _forget(self, slot: Slot) -> None:
-        """Nothing is in its caches, and its pages are free."""
+        """Mark a slot's caches as empty, and free its pages."""
         slot.forget()
         if self._pages is not None:
             self._pages.give_back(slot.pages)
             slot.pages = []
 
     def _clear(self, slots: list[Slot]) -> None:
-        """Zeros in the caches of these: what is not finite would reach texts that can't see it."""
+        """Write zeros to the caches of these slots, because non-finite values would reach texts
+        that must not see them."""
         if not slots:
             return
         assert self._caches is not None
@@ -392,7 +398,7 @@ class Engine:
             users = np.zeros(self._pages.count, np.int32)
             for slot in slots:
                 users[slot.pages] += 1
-            # What others have as well is cleared with the last of them.
+            # A page that other texts share is cleared with the last of them.
             is_page_kept = users < self._pages.num_users
         self._caches = programs.clear(self._room(), self._caches, is_row_kept, is_page_kept)
         for slot in slots:
@@ -401,8 +407,8 @@ class Engine:
     # Reading prompts.
 
     def _admit(self) -> None:
-        """Gives free slots to texts that wait, in their order. One that begins like a prompt that
-        is being read waits until that is read."""
+        """Give free slots to waiting texts, in their order. A text whose prefix is being read for
+        another text waits until that is done."""
         postponed: list[Generation] = []
         try:
             while self._waiting and self.num_active < len(self._slots):
@@ -416,14 +422,15 @@ class Engine:
                 ):
                     postponed.append(generation)
                 elif not self._seat(generation, ids, source):
-                    # There are no pages for it; it is not overtaken.
+                    # There are no pages for this text, and no later text overtakes it.
                     postponed.append(generation)
                     break
         finally:
             self._waiting.extendleft(reversed(postponed))
 
     def _is_being_read(self, ids: Int[np.ndarray, " N"], adapter: int, shared: int) -> bool:
-        """Whether more of these than are remembered are in a prompt that is being read."""
+        """Return whether a prompt that is being read shares a longer prefix than the remembered
+        one."""
         if not self._sharing:
             return False
         for slot in self._slots:
@@ -433,13 +440,13 @@ class Engine:
             soon = self._shareable(num_equal(ids, prompt))
             if soon < LEAST_SHARED or soon <= shared:
                 continue
-            # Rings may have forgotten the beginning by then.
+            # Rings may have overwritten the beginning by then.
             if self._still_has(len(prompt), soon):
                 return True
         return False
 
     def _best_source(self, ids: Int[np.ndarray, " N"], adapter: int) -> _Source:
-        """The slot that remembers most of the beginning of a prompt."""
+        """Return the slot that remembers the longest prefix of a prompt."""
         best = _Source(None, 0)
         if not self._sharing:
             return best
@@ -447,7 +454,7 @@ class Engine:
             if slot.adapter != adapter:
                 continue
             shared = num_equal(ids, slot.kept)
-            # A free slot that ends there can go on as it is.
+            # A free slot whose text ends there can continue without a copy.
             if slot.generation is not None or shared < len(slot.kept):
                 shared = self._shareable(shared)
             if shared < LEAST_SHARED or shared <= best.shared:
@@ -457,14 +464,14 @@ class Engine:
         return best
 
     def _shareable(self, shared: int) -> int:
-        """How many columns a slot can have from another one that has so many."""
+        """Return how many of `shared` columns another slot can reuse: whole pages only."""
         if self._pages is None:
             return shared
         return shared - shared % PAGE
 
     def _still_has(self, reach: int, shared: int) -> bool:
-        """Whether rings in which so many columns were written have all that a token at column
-        `shared` sees."""
+        """Return whether rings of `reach` written columns still hold everything that a token at
+        column `shared` attends to."""
         for window in self._windows:
             kept = ring_size(self._columns, window, self._piece)
             if reach - kept > max(0, shared - window + 1):
@@ -472,13 +479,13 @@ class Engine:
         return True
 
     def _seat(self, generation: Generation, ids: Int[np.ndarray, " N"], source: _Source) -> bool:
-        """Gives a text a slot, with what another slot remembers of its prompt; False: there are no
-        pages for it.
+        """Give a text a slot, with the remembered prefix of its prompt; False: there are no pages
+        for it.
 
         Args:
             generation: the text.
-            ids: of its prompt, without the last.
-            source: as of `_best_source`.
+            ids: the prompt without its last token.
+            source: from `_best_source`.
         """
         slot = self._free_slot(source)
         reach = 0
@@ -487,7 +494,7 @@ class Engine:
         if self._pages is not None and not self._take_pages(slot, generation, source):
             return False
         try:
-            # At least one column, for the first new token.
+            # One more column, for the first new token.
             self.make_room(len(ids) + 1)
             if source.slot is not None and source.slot is not slot:
                 self._copy(source.slot, slot)
@@ -506,8 +513,8 @@ class Engine:
         return True
 
     def _free_slot(self, source: _Source) -> Slot:
-        """A slot that is nobody's: rather one that remembers nothing, or what is long ago, and the
-        source itself last; but first, if the prompt goes on where that ends."""
+        """Return a free slot: preferably an empty or long unused one, and the source only last. But
+        if the prompt continues where the source ends, return the source."""
         slot = source.slot
         if slot is not None and slot.generation is None and source.shared == len(slot.kept):
             return slot
@@ -519,11 +526,11 @@ class Engine:
         return min(free, key=preference)
 
     def _take_pages(self, slot: Slot, generation: Generation, source: _Source) -> bool:
-        """Pages for all that a text may become, of which the first are those of the source. Where
-        too few are free, slots that are nobody's forget what they remember, the oldest first.
+        """Take pages for everything that a text may become, the first ones shared with the source.
+        If too few are free, idle slots forget their texts, the oldest first.
 
         Returns:
-            False: there are too few, even then; nothing has changed.
+            False: there are too few even then, and nothing has changed.
         """
         assert self._pages is not None
         shared: list[int] = []
@@ -542,12 +549,12 @@ class Engine:
         return True
 
     def _read_prompts(self) -> None:
-        """Reads pieces of prompts: one, where texts are being made that wait for it, and else until
-        one of them can begin."""
+        """Read pieces of prompts: one piece while texts are being decoded, else until one prompt is
+        complete."""
         while any(slot.is_reading for slot in self._slots):
             others_wait = any(slot.is_decoding for slot in self._slots)
             reading = [slot for slot in self._slots if slot.is_reading]
-            # By turns, so that a short prompt need not wait for the end of a long one.
+            # Prompts take turns, so that a short one does not wait for the end of a long one.
             reading.sort(key=lambda slot: (slot.read, slot.taken))
             length = self._next_length(reading[0])
             most = _MOST_READ
@@ -566,16 +573,16 @@ class Engine:
                 return
 
     def _next_length(self, slot: Slot) -> int:
-        """Of the next piece of a prompt, with its padding."""
+        """Return the padded length of the next piece of a prompt."""
         return min(self._piece, max(_LEAST_PIECE, _power_of_two(len(slot.unread))))
 
     def _read_pieces(self, slots: list[Slot], length: int) -> None:
-        """The next piece of each prompt, all of the same length."""
-        # A few numbers of rows, so that a few programs serve all.
+        """Read the next piece of each prompt, all of the same length."""
+        # Row counts are powers of two, so that few programs are compiled.
         rows = _power_of_two(len(slots))
         rows = -(-rows // batch_shards()) * batch_shards()
         piece = Piece(
-            # What is for no slot is dropped.
+            # Rows without a slot are dropped.
             targets=np.full(rows, len(self._slots), np.int32),
             tokens=np.zeros((rows, length), np.int32),
             counts=np.zeros(rows, np.int32),
@@ -615,45 +622,47 @@ class Engine:
             slot.read = self._num_read
 
     def _table(self, rows: int, slots: dict[int, Slot], new: int) -> Int[np.ndarray, "B M"] | None:
-        """The pages that some rows use when they get so many new columns; others use none.
+        """Return the page table of some rows once they have `new` more columns; other rows use no
+        pages.
 
         Args:
             rows: B.
-            slots: by the number of the row.
-            new: columns.
+            slots: slots by the number of the row.
+            new: number of new columns.
         """
         if self._pages is None:
             return None
         most = max(num_pages(len(slot.kept) + new) for slot in slots.values())
-        # A few sizes, so that a few programs serve all.
+        # Table widths are powers of two, so that few programs are compiled.
         table = np.zeros((rows, _power_of_two(most)), np.int32)
         for row, slot in slots.items():
             count = min(len(slot.pages), table.shape[1])
             table[row, :count] = slot.pages[:count]
-            # Nobody sees what is behind; of its own pages it is finite if the row is.
+            # Entries beyond a row's pages are masked. A page of its own keeps them finite if the
+            # row is.
             table[row, count:] = slot.pages[0]
         return table
 
     def _copy(self, source: Slot, target: Slot) -> None:
-        """What is in the rings of one slot, into those of another."""
+        """Copy the rings of one slot into those of another."""
         assert self._caches is not None
         if self._caches.keys() == self._paged:
             return
         rows = batch_shards()
         sources = np.full(rows, source.number, np.int32)
-        # What is for no slot is dropped.
+        # Rows without a slot are dropped.
         targets = np.full(rows, len(self._slots), np.int32)
         targets[0] = target.number
         self._caches = programs.copy_rows(self._room(), self._caches, sources, targets)
 
     def make_room(self, columns: int) -> None:
-        """Enlarge the caches to at least so many columns of each row, if they have fewer."""
+        """Enlarge the caches to at least this number of columns for each row."""
         if columns <= self._columns:
             return
-        # No row becomes longer than that.
+        # No row becomes longer.
         most = self.max_length
         if self._pages is not None:
-            # Rings are those of layers with a window alone.
+            # With pages, only layers with a window have rings.
             most = max((window + self._piece for window in self._windows), default=0)
         columns = _rounded(columns, most)
         if columns <= self._columns:
@@ -666,7 +675,7 @@ class Engine:
         self._columns = columns
 
     def _room(self) -> Room:
-        """Of the caches as they are."""
+        """Return the sizes of the present caches."""
         pages = None
         if self._pages is not None:
             pages = self._pages.count
@@ -676,14 +685,14 @@ class Engine:
 
     def _allowed(self, active: dict[Slot, Generation | None]) -> dict[Slot, np.ndarray]:
         """Return the tokens that may come next in the rows that have a constraint. A text whose
-        constraint allows none ends, and is taken out of `active`."""
+        constraint allows none ends, and is removed from `active`."""
         found = {}
         for slot, generation in list(active.items()):
             assert generation is not None
             if generation.constraint is None:
                 continue
             allowed = generation.constraint.allowed()
-            # Entries of the model that the tokenizer does not know.
+            # The model may have entries that the tokenizer does not know.
             allowed = np.pad(
                 allowed[: self._vocab_size], (0, max(0, self._vocab_size - len(allowed)))
             )
@@ -696,12 +705,12 @@ class Engine:
         return found
 
     def _decode(self, slots: list[Slot], allowed: dict[Slot, np.ndarray]) -> Made:
-        """More tokens of each row, behind them -1, and their log-probabilities.
+        """Decode more tokens of each row, padded with -1, with their log-probabilities.
 
         Args:
-            slots: of rows that decode.
-            allowed: the tokens that may come next in rows that have a constraint. There is one
-                token of each row then, since the constraint decides about the next one.
+            slots: the slots that decode.
+            allowed: the tokens that may come next in rows that have a constraint. Each row then
+                gets one token only, since the constraint decides about the next one.
         """
         wanted = {slot: self._wanted(slot) for slot in slots}
         if allowed:
@@ -729,7 +738,7 @@ class Engine:
     def _bias(
         self, slots: list[Slot], allowed: dict[Slot, np.ndarray]
     ) -> Float[np.ndarray, "B V"] | None:
-        """Return what is added to the logits of each row, if there is anything."""
+        """Return the biases added to the logits of each row; None: there are none."""
         bias = None
         for slot in slots:
             generation = slot.generation
@@ -746,7 +755,7 @@ class Engine:
         return bias
 
     def _wanted(self, slot: Slot) -> int:
-        """How many tokens the row of a slot may get now."""
+        """Return how many tokens the row of a slot may get now."""
         generation = slot.generation
         assert generation is not None
         left = generation.max_tokens - len(generation.ids)
@@ -793,7 +802,7 @@ class Engine:
         )
 
     def _history(self, slots: list[Slot]) -> History | None:
-        """Return which tokens each row has, if some row has a penalty for them."""
+        """Return which tokens each row has, if some row has a penalty for them; else None."""
         rows = []
         for slot in slots:
             generation = slot.generation
@@ -829,14 +838,15 @@ class Engine:
         logprobs: list[float],
         top: list[Alternatives],
     ) -> None:
-        """What decoding has made of the row of a slot, which is free then if that is the end."""
+        """Give decoded tokens to the text of a slot, and free the slot if the text ends."""
         generation.take(tokens, logprobs, self.max_length, top)
         if generation.reason is not None:
             slot.leave()
 
 
 def _alternatives(tokens: Any, logprobs: Any, slot: Slot, count: int) -> list[Alternatives]:
-    """Return the likeliest tokens in the place of each new token of a row, those that can come."""
+    """Return the likeliest tokens at the position of each new token of a row, without impossible
+    ones."""
     if not count:
         return []
     return _pairs(np.asarray(tokens)[slot.number], np.asarray(logprobs)[slot.number], count)
@@ -851,7 +861,7 @@ def _pairs(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> list[Alterna
 
 
 def _take_scores(slots: list[Slot], piece: Piece, scores: programs.Scores) -> None:
-    """Give the scores of a piece of each prompt to its text."""
+    """Add the scores of a piece of each prompt to its text."""
     logprobs = np.asarray(scores.logprobs)
     top_tokens = np.asarray(scores.top_tokens)
     top_logprobs = np.asarray(scores.top_logprobs)
@@ -865,26 +875,27 @@ def _take_scores(slots: list[Slot], piece: Piece, scores: programs.Scores) -> No
 
 
 def cache_room(slots: int, shards: int, columns: int, max_length: int) -> Room:
-    """The largest caches of an engine without pages, once a row has so many columns.
+    """Return the largest cache sizes of an engine without pages, once a row has this number of
+    columns.
 
     Args:
-        slots: as of `Engine`.
-        shards: parts that rows are split into.
+        slots: as for `Engine`.
+        shards: number of batch shards.
     """
     return Room(_rows(slots, shards), _rounded(columns, max_length), _PIECE, None, frozenset())
 
 
 def _rows(slots: int, shards: int) -> int:
-    """Slots, in which each shard has as many."""
+    """Collect the inputs of decoding for all rows."""
     return -(-slots // shards) * shards
 
 
 def _rounded(columns: int, most: int) -> int:
-    """Columns of caches, of which there are few numbers: each is compiled for."""
+    """Round a number of columns up to one of few sizes, because each size needs a compilation."""
     most = -(-most // _LEAST_COLUMNS) * _LEAST_COLUMNS
     return max(_LEAST_COLUMNS, min(_power_of_two(columns), most))
 
 
 def _power_of_two(count: int) -> int:
-    """The least that is not smaller; 1 for 0."""
+    """Return the smallest power of two that is not smaller; 1 for 0."""
     return 1 << max(0, count - 1).bit_length()

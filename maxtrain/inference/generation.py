@@ -19,46 +19,49 @@ Alternatives = list[tuple[int, float]]
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What the tokens of a text must be, given those before. For one text, and one thread."""
+    """The rule that the tokens of one text must follow, such as a grammar. Not thread-safe."""
 
     def allowed(self) -> Bool[np.ndarray, " V"]:
-        """Return which tokens may come next; none of them if the constraint cannot be kept."""
+        """Return which tokens may come next; none if the constraint cannot be satisfied."""
         ...
 
     def take(self, token: int) -> None:
-        """Note the next token, which was allowed."""
+        """Record the next token, which was allowed."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is as it must be, and nothing may follow."""
+        """Return whether the text satisfies the constraint, and nothing may follow."""
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """One text on its way.
+    """A text on its way through the engine.
 
     Attributes:
-        prompt: ids that it goes on from.
-        max_tokens: new tokens at most.
-        sampling: how they are chosen.
-        seed, row, before: what its random numbers depend on: token n has those of before + n.
-        earlier: ids that count as seen for the penalty, beside the prompt and new ones.
-        stop_ids: it ends before any of these.
-        stop: called with all new ids when there are more; it ends when that returns True.
-        adapter: number of the adapters that it is made with; 0: none.
-        constraint: what its tokens must be; None: any.
-        scores_prompt: the tokens of its prompt are scored, so that all of it is read anew.
-        ids: new ones, without the one that ended it.
-        logprobs: of each of `ids`, and of the one that ended it, if there is one; as of `Chosen`.
-        top: the likeliest tokens in the place of each of `ids`, as many as `sampling` wants.
-        prompt_logprobs: of each token of the prompt but the first, if it is scored: those of the
-            model, without any settings of sampling.
-        prompt_top: the likeliest tokens in the places of these.
-        ended_by: the stop id that it ended before.
-        reason: why it has ended; None: it has not. `window`: it has as many tokens as the model is
-            meant for. `failed`: a log-probability was not finite, or the engine failed.
+        prompt: ids that the text continues.
+        max_tokens: most new tokens.
+        sampling: settings of sampling.
+        seed, row, before: determine the random numbers: token n uses those of before + n.
+        earlier: ids that count as seen for the penalty, beside the prompt and the new ids.
+        stop_ids: the text ends before any of these.
+        stop: called with all new ids when there are more; the text ends when it returns True.
+        adapter: number of the set of adapters to use; 0: none.
+        constraint: rule for the tokens; None: any token is allowed.
+        scores_prompt: whether the tokens of the prompt are scored, so that no cached prefix is
+            used.
+        ids: new ids, without the stop id.
+        logprobs: log-probability of each of `ids`, and of the stop id if there is one; as in
+            `Chosen`.
+        top: the likeliest tokens at the position of each of `ids`, as many as
+            `sampling.top_logprobs`.
+        prompt_logprobs: log-probability of each prompt token but the first, if the prompt is
+            scored; by the model, without the settings of sampling.
+        prompt_top: the likeliest tokens at these positions.
+        ended_by: the stop id that ended the text.
+        reason: why the text has ended; None: it has not. `window`: the model's context length is
+            reached. `failed`: a log-probability was not finite, or the engine failed.
             `unconstrained`: its constraint allows no token.
     """
 
@@ -84,11 +87,12 @@ class Generation:
 
     @functools.cached_property
     def ids_to_read(self) -> Int[np.ndarray, " N"]:
-        """Of the prompt, all but the last, which is read when the first new token is made."""
+        """Return the prompt without its last token, which is read when the first new token is
+        decoded."""
         return np.array(self.prompt[:-1], np.int32)
 
     def ids_with_end(self) -> list[int]:
-        """Of all new tokens, with the one that ended it, if there is one."""
+        """Return all new tokens, with the stop id if there is one."""
         if self.ended_by is None:
             return list(self.ids)
         return [*self.ids, self.ended_by]
@@ -100,7 +104,7 @@ class Generation:
         max_length: int,
         top: Sequence[Alternatives] = (),
     ) -> None:
-        """New tokens, up to where the text ends."""
+        """Add new tokens, up to where the text ends."""
         for number, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             if not math.isfinite(logprob):
                 self.reason = "failed"
@@ -124,19 +128,19 @@ class Generation:
             if len(self.prompt) + len(self.ids) > max_length:
                 self.reason = "window"
                 break
-        # Also where it failed: it may have come to its end before.
+        # A failed text is checked as well, since it may have reached a stop before.
         if tokens and self.stop is not None and self.stop(list(self.ids)):
             self.reason = "stop"
 
     def num_columns(self, max_length: int) -> int:
-        """Columns of caches that it needs at most: its last token is not read."""
+        """Return the most columns of caches that the text needs; its last token is not read."""
         return min(len(self.prompt) + self.max_tokens - 1, max_length)
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
-    """UsageError: a prompt is empty, or has ids outside the vocabulary.
+    """Raise a UsageError if a prompt is empty, or has ids outside the vocabulary.
 
-    An embedding would silently read another row for such an id.
+    An embedding would silently read another row for an id outside the vocabulary.
     """
     if not prompt:
         raise UsageError(
@@ -151,5 +155,5 @@ def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
 
 
 def foreign_id(ids: Sequence[int], vocab_size: int) -> int | None:
-    """Return the place of the first id that a model does not have; None: it has all of them."""
+    """Return the index of the first id outside the vocabulary; None: there is none."""
     return next((place for place, i in enumerate(ids) if not 0 <= i < vocab_size), None)

@@ -1,4 +1,4 @@
-"""The engine's programs: what is compiled, with the caches going in and out."""
+"""The compiled programs of the engine, with the caches going in and out."""
 
 import functools
 from typing import NamedTuple
@@ -26,18 +26,19 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.lora_bank import with_chosen
 from maxtrain.parallel.sharding import constrain
 
-# Positions of a prompt whose logits are in memory at one time.
+# Number of prompt positions whose logits are in memory at a time.
 _SCORED_AT_ONCE = 16
 
 
 class Room(NamedTuple):
-    """Sizes of caches, known when a program is compiled.
+    """Sizes of the caches, known when a program is compiled.
 
     Args:
-        rows: of the batch.
-        columns: of a row, where it has rings.
-        most_tokens: of a row in one pass.
-        pages: that layers without a window have for all rows; None: they have rings.
+        rows: rows of the batch.
+        columns: columns of a row's rings.
+        most_tokens: most tokens of a row in one pass.
+        pages: number of pages of layers without a window, for all rows; None: these layers have
+            rings.
         paged: names of the layers that have pages.
     """
 
@@ -48,13 +49,14 @@ class Room(NamedTuple):
     paged: frozenset[str]
 
     def empty(self, model: Decoder) -> Caches:
+        """Return empty caches of these sizes."""
         return model.new_caches(self.rows, self.columns, self.most_tokens, self.pages)
 
 
 class Piece(NamedTuple):
-    """Tokens of prompts that are read together; as of `Decoder.extend`."""
+    """Pieces of prompts that are read together, as arguments of `Decoder.extend`."""
 
-    # Rows of the batch; those that are not there are dropped.
+    # Rows of the batch; rows out of range are dropped.
     targets: Int[np.ndarray, " R"]
     tokens: Int[np.ndarray, "R T"]
     counts: Int[np.ndarray, " R"]
@@ -62,12 +64,12 @@ class Piece(NamedTuple):
     whole_lengths: Int[np.ndarray, " R"]
     adapters: Int[np.ndarray, " R"]
     pages: Int[np.ndarray, "R M"] | None
-    # The token of the prompt behind each one, where prompts are scored; None: they are not.
+    # The next prompt token after each one, if prompts are scored; None: they are not.
     following: Int[np.ndarray, "R T"] | None
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens behind each one of a piece, and the likeliest ones there."""
+    """Log-probabilities of the token after each one of a piece, and the likeliest tokens there."""
 
     logprobs: Float[Array, "R T"]
     top_tokens: Int[Array, "R T K"]
@@ -75,19 +77,19 @@ class Scores(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What decoding needs of each row, and the host knows."""
+    """Inputs of decoding for each row."""
 
-    # The newest token, which is not in the caches yet.
+    # The newest token, which is not in the KV cache yet.
     last: Int[np.ndarray, " B"]
-    # Tokens in the caches.
+    # Number of tokens in the KV cache.
     lengths: Int[np.ndarray, " B"]
-    # Most tokens to make now; 0: none.
+    # Most tokens to decode now; 0: none.
     wanted: Int[np.ndarray, " B"]
-    # Seed and number of each.
+    # Seed and number of each row.
     seeds: UInt32[np.ndarray, "B 2"]
     # Number of the next token, for its random numbers.
     made: Int[np.ndarray, " B"]
-    # Those that end a row, filled up with -1.
+    # Stop ids of each row, padded with -1.
     stop_ids: Int[np.ndarray, "B I"]
     settings: Settings
     history: History | None
@@ -98,27 +100,27 @@ class Rows(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What decoding gives back."""
+    """Results of decoding."""
 
     caches: Caches
-    # Of each row the new ones, behind them -1.
+    # The new tokens of each row, padded with -1.
     tokens: Int[Array, "B N"]
     logprobs: Float[Array, "B N"]
-    # The likeliest tokens at the place of each; K is 0 if no row wants them.
+    # The likeliest tokens at each position; K is 0 if no row requests them.
     top_tokens: Int[Array, "B N K"]
     top_logprobs: Float[Array, "B N K"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def new_caches(graphdef: nnx.GraphDef, room: Room, params: nnx.State) -> Caches:
-    """Empty ones."""
+    """Create empty caches."""
     model: Decoder = nnx.merge(graphdef, params)
     return placed(room.empty(model), room.paged)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def enlarge(graphdef: nnx.GraphDef, room: Room, params: nnx.State, caches: Caches) -> Caches:
-    """The same with room for more columns."""
+    """Copy the caches into larger ones."""
     model: Decoder = nnx.merge(graphdef, params)
     shapes = jax.eval_shape(lambda: room.empty(model))
     return placed(enlarged(caches, shapes), room.paged)
@@ -128,8 +130,7 @@ def enlarge(graphdef: nnx.GraphDef, room: Room, params: nnx.State, caches: Cache
 def copy_rows(
     room: Room, caches: Caches, sources: Int[Array, " R"], targets: Int[Array, " R"]
 ) -> Caches:
-    """The caches with the rings of some rows as others were; targets that are not there are
-    dropped."""
+    """Copy the rings of source rows to target rows; targets out of range are dropped."""
     taken = take_rows(caches, sources, room.paged)
     return placed(put_rows(caches, taken, targets, room.paged), room.paged)
 
@@ -141,7 +142,7 @@ def clear(
     is_row_kept: Bool[Array, " B"],
     is_page_kept: Bool[Array, " P"] | None,
 ) -> Caches:
-    """The caches with zeros in all other rows and pages."""
+    """Write zeros to the rows and pages of the caches that are not kept."""
     return placed(cleared(caches, is_row_kept, is_page_kept, room.paged), room.paged)
 
 
@@ -155,8 +156,8 @@ def read_into(
     caches: Caches,
     piece: Piece,
 ) -> tuple[Caches, Scores | None]:
-    """The caches, with more tokens of some rows in them; and the scores of the tokens that follow,
-    with `num_top` of the likeliest, if the piece has them."""
+    """Read more tokens of some rows into the caches, and score the tokens that follow, with
+    `num_top` of the likeliest, if the piece has them."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(piece.adapters)))
     pages = None
     if piece.pages is not None:
@@ -179,7 +180,7 @@ def read_into(
 
 
 def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> Scores:
-    """Score a part of the positions at a time, since logits of all of them take much memory."""
+    """Score the positions part by part, since logits of all of them take much memory."""
 
     def one(part: tuple[Array, Array]) -> Scores:
         x, tokens = part
@@ -203,7 +204,7 @@ def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> Sc
 
 
 class _Step(NamedTuple):
-    """What goes from one token to the next."""
+    """The state between two tokens."""
 
     number: Int[Array, ""]
     last: Int[Array, " B"]
@@ -223,7 +224,7 @@ def decode(
     caches: Caches,
     rows: Rows,
 ) -> Made:
-    """Up to `chunk` more tokens of each row, one by one."""
+    """Decode up to `chunk` more tokens of each row."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(rows.adapters)))
     count = rows.last.shape[0]
     stop_ids = jnp.asarray(rows.stop_ids)
@@ -288,7 +289,7 @@ def decode(
     last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
     return Made(
         placed(last.made.caches, room.paged),
-        # Whole in each process.
+        # Results are replicated, so that each process can read them.
         constrain(last.made.tokens, None, None),
         constrain(last.made.logprobs, None, None),
         constrain(last.made.top_tokens, None, None, None),

@@ -1,4 +1,4 @@
-"""How the next token of each row is chosen, with settings of its own."""
+"""Sampling of the next token of each row, with settings of its own."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,30 +15,30 @@ from maxtrain.ops.gumbel_sample import draw
 LOWEST_TEMPERATURE = 1e-6
 # Positions are int32.
 _MOST_TOKENS = 1 << 31
-# As OpenAI has it.
+# The limit of OpenAI's API.
 MOST_TOP_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings of one text. Applied in this order: penalties, logit_bias, temperature, top_k,
-    top_p, min_p.
+    """Sampling settings of one text, applied in this order: penalties, logit_bias, temperature,
+    top_k, top_p, min_p.
 
     Args:
-        temperature: that logits are divided by, at least 1e-6; 0: always the likeliest token.
-        top_k: choose among so many of the likeliest tokens; None: among all.
-        top_p: and of these among the likeliest that together have this probability.
-        min_p: and of these among those with at least this part of the probability of the likeliest.
-        repetition_penalty: logits of tokens that the text has already, prompt included, are divided
-            by it where they are positive, and multiplied with it where they are negative.
-        presence_penalty: taken from the logits of all tokens that are among the new ones.
-        frequency_penalty: taken from the logit of each token once for each time that it is among
-            the new ones.
-        logit_bias: pairs of a token and what is added to its logit.
-        top_logprobs: so many of the likeliest tokens are reported beside each one that is chosen.
+        temperature: divisor of the logits, at least 1e-6; 0: always the likeliest token (greedy).
+        top_k: number of likeliest tokens to choose from; None: all.
+        top_p: of these, keep the likeliest tokens that together have this probability (nucleus).
+        min_p: of these, keep tokens with at least this share of the likeliest token's probability.
+        repetition_penalty: for tokens that the text has already, prompt included: divisor of
+            positive logits, and factor of negative ones.
+        presence_penalty: subtracted from the logits of all tokens that were generated already.
+        frequency_penalty: subtracted from the logit of each token once for each time that it was
+            generated.
+        logit_bias: pairs of a token and the number added to its logit.
+        top_logprobs: number of likeliest tokens that are reported beside each chosen one.
 
     Raises:
-        UsageError: a setting outside its range.
+        UsageError: a setting is out of range.
 
     Source: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751 (top_p); Nguyen et al. 2024,
         https://arxiv.org/abs/2407.01082 (min_p); Keskar et al. 2019,
@@ -58,25 +58,25 @@ class Sampling:
 
     def __post_init__(self) -> None:
         temperature = self.temperature
-        # NaN fails the comparison, too.
+        # NaN fails the comparison as well.
         if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
             rule = f"must be 0 or a number of at least {LOWEST_TEMPERATURE}"
-            mend = "Set 0 (the likeliest token) or 0.8"
-            raise UsageError(f"temperature={temperature} {rule}. {mend}.")
+            fix = "Set 0 (the likeliest token) or 0.8"
+            raise UsageError(f"temperature={temperature} {rule}. {fix}.")
         if self.top_k is not None and not self.top_k >= 1:
-            mend = "Set 40, for example, or leave it out"
-            raise UsageError(f"top_k={self.top_k} must be at least 1. {mend}.")
+            fix = "Set 40, for example, or leave it out"
+            raise UsageError(f"top_k={self.top_k} must be at least 1. {fix}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            mend = "Set 0.95, or leave it out"
-            raise UsageError(f"top_p={self.top_p} must be above 0 and at most 1. {mend}.")
+            fix = "Set 0.95, or leave it out"
+            raise UsageError(f"top_p={self.top_p} must be above 0 and at most 1. {fix}.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            mend = "Set 0.05, or leave it out"
-            raise UsageError(f"min_p={self.min_p} must be at least 0 and at most 1. {mend}.")
+            fix = "Set 0.05, or leave it out"
+            raise UsageError(f"min_p={self.min_p} must be at least 0 and at most 1. {fix}.")
         penalty = self.repetition_penalty
         if not 1e-3 <= penalty <= 1e6:
             rule = "must be from 0.001 to 1,000,000"
-            mend = "Set 1.1, or leave it out"
-            raise UsageError(f"repetition_penalty={penalty} {rule}. {mend}.")
+            fix = "Set 1.1, or leave it out"
+            raise UsageError(f"repetition_penalty={penalty} {rule}. {fix}.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -2 <= value <= 2:
@@ -95,19 +95,19 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens of the text have other logits than the model gives them."""
+        """Return whether a penalty changes the logits of tokens that the text has already."""
         by_count = self.presence_penalty != 0 or self.frequency_penalty != 0
         return by_count or self.repetition_penalty != 1
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens can't be chosen."""
+        """Return whether some tokens cannot be chosen."""
         by_probability = self.top_p not in (None, 1.0) or self.min_p not in (None, 0.0)
         return self.top_k is not None or by_probability
 
 
 def check_length(max_tokens: int, seed: int) -> None:
-    """UsageError: no such number of new tokens, or no such seed."""
+    """Raise a UsageError if the number of new tokens or the seed is out of range."""
     if not max_tokens >= 1:
         raise UsageError(f"max_tokens={max_tokens} must be at least 1. Set 64, for example.")
     if not max_tokens < _MOST_TOKENS:
@@ -118,7 +118,7 @@ def check_length(max_tokens: int, seed: int) -> None:
 
 
 class Settings(NamedTuple):
-    """Those of all rows, as arrays; what does not limit a row has a value that limits nothing."""
+    """Sampling settings of all rows, as arrays; disabled settings have a value without effect."""
 
     temperature: Float[np.ndarray, " B"]
     top_k: Int[np.ndarray, " B"]
@@ -130,7 +130,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[Sampling], vocab_size: int) -> "Settings":
-        """Of these rows."""
+        """Convert the settings of these rows."""
         count = len(rows)
         settings = cls(
             np.array([row.temperature for row in rows], np.float32),
@@ -153,38 +153,38 @@ class Settings(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What is compiled in: work that no row asks for is not done."""
+    """The parts that a decoding program has compiled in; parts that no row needs are left out."""
 
-    # Some row is not greedy.
+    # Whether some row is not greedy.
     samples: bool
-    # As many of the likeliest tokens are sorted; 0: no row leaves any out.
+    # Number of likeliest tokens that are sorted; 0: no row filters tokens.
     num_sorted: int
-    # Some row has a penalty.
+    # Whether some row has a penalty.
     penalises: bool
-    # So many of the likeliest tokens are reported.
+    # Number of likeliest tokens that are reported.
     num_top: int = 0
 
     @classmethod
     def for_rows(cls, rows: list[Sampling], vocab_size: int) -> "Program":
-        """The least that serves these rows."""
+        """Return the smallest program that serves these rows."""
         random = [row for row in rows if row.temperature > 0]
         num_sorted = 0
         for row in random:
             if row.filters:
                 num_sorted = max(num_sorted, row.top_k or vocab_size)
         if num_sorted:
-            # A few sizes, so that a few programs serve all.
+            # Sizes are powers of two, so that few programs are compiled.
             num_sorted = min(1 << (num_sorted - 1).bit_length(), vocab_size)
         num_top = 0
         if any(row.top_logprobs for row in rows):
-            # One size, so that one program serves all.
+            # There is one size only, so that few programs are compiled.
             num_top = min(MOST_TOP_LOGPROBS, vocab_size)
         penalises = any(row.penalises for row in rows)
         return cls(bool(random), num_sorted, penalises, num_top)
 
 
 def row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
-    """The key of each row, of its seed and its number."""
+    """Return the random key of each row, from its seed and its number."""
 
     def key(pair: Array) -> Array:
         return jax.random.fold_in(jax.random.key(pair[0]), pair[1])
@@ -193,7 +193,7 @@ def row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
 
 
 def token_keys(rows: Key[Array, " B"], numbers: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key that a token of each row is drawn by, from the keys of the rows and the tokens'
+    """Return the random key for a token of each row, from the keys of the rows and the tokens'
     numbers in them."""
     return jax.vmap(jax.random.fold_in)(rows, numbers)
 
@@ -206,9 +206,14 @@ class TopTokens(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The token of each row, and its log-probability in the distribution that it was drawn from;
-    of the likeliest token, in that of temperature 1. Penalties and biases count. `top`: the
-    likeliest tokens of the same distribution; None: the program reports none."""
+    """The chosen token of each row.
+
+    Attributes:
+        tokens: the tokens.
+        logprobs: their log-probabilities in the distribution that they were drawn from; for greedy
+            rows, in the distribution of temperature 1. Penalties and biases count.
+        top: the likeliest tokens of the same distribution; None: the program reports none.
+    """
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
@@ -219,8 +224,8 @@ class History(NamedTuple):
     """Which tokens each row has.
 
     Args:
-        seen: those of the prompt and the new ones.
-        counts: how often each is among the new ones.
+        seen: whether each token is in the prompt or was generated.
+        counts: how often each token was generated.
     """
 
     seen: Bool[Array, "B V"]
@@ -240,13 +245,13 @@ def choose(
     history: History | None = None,
     bias: Float[Array, "B V"] | None = None,
 ) -> Chosen:
-    """The next token of each row. A row's does not depend on the settings of others.
+    """Choose the next token of each row, independently of the settings of other rows.
 
     Args:
-        logits: of the next token, float32.
-        settings: of the rows.
-        keys: that random choices depend on.
-        program: made for settings of these kinds.
+        logits: logits of the next token, float32.
+        settings: settings of the rows.
+        keys: random keys of the rows.
+        program: the parts needed for these settings.
         history: which tokens each row has; None: the program penalises none.
         bias: added to the logits; minus infinity for tokens that must not come. None: zero.
     """
@@ -274,6 +279,7 @@ def choose(
 def _penalised(
     logits: Float[Array, "B V"], settings: Settings, history: History
 ) -> Float[Array, "B V"]:
+    """Apply the penalties to the logits."""
     penalty = settings.penalty[:, None]
     repeated = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(history.seen, repeated, logits)
@@ -289,7 +295,7 @@ def token_logprobs(logits: Float[Array, "*B V"], tokens: Int[Array, "*B"]) -> Fl
 
 
 def top_tokens(logits: Float[Array, "*B V"], count: int) -> Any:
-    """Return the likeliest tokens of each distribution, as of `TopTokens`."""
+    """Return the likeliest tokens of each distribution as `TopTokens`."""
     values, tokens = jax.lax.top_k(logits, count)
     whole = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return TopTokens(tokens.astype(jnp.int32), values - whole)
@@ -298,8 +304,8 @@ def top_tokens(logits: Float[Array, "*B V"], count: int) -> Any:
 def _filtered(
     logits: Float[Array, "B V"], settings: Settings, num_sorted: int
 ) -> Float[Array, "B V"]:
-    """Logits, with -inf where a row leaves a token out. Rows that leave out none are as they
-    were."""
+    """Set the logits of tokens that top_k, top_p or min_p exclude to -inf. Rows without these
+    settings are unchanged."""
     likeliest, ids = jax.lax.top_k(logits, num_sorted)
     rank = jnp.arange(num_sorted)
     kept = rank < jnp.asarray(settings.top_k)[:, None]
@@ -307,7 +313,7 @@ def _filtered(
     before = jnp.cumsum(weights, axis=-1) - weights
     kept &= before < jnp.asarray(settings.top_p)[:, None]
     kept &= weights >= jnp.asarray(settings.min_p)[:, None] * weights[:, :1]
-    # The likeliest token stays, also where top_p is rounded to 0.
+    # The likeliest token always stays, even if top_p is rounded to 0.
     kept = kept.at[:, 0].set(True)
     rows = jnp.arange(logits.shape[0])[:, None]
     limited = jnp.full_like(logits, -jnp.inf)

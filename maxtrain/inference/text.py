@@ -1,4 +1,4 @@
-"""Text of tokens as they come."""
+"""Incremental decoding of tokens into text."""
 
 import bisect
 import codecs
@@ -10,12 +10,12 @@ import numpy as np
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.tokenizer.base import Located
 
-# What a decoder writes for bytes that are not whole characters yet.
+# A decoder writes this character for bytes that are no complete character yet.
 _REPLACEMENT = "\ufffd"
-# Ids at the end of a prompt that are tried as the context of what follows it.
+# Shortest context at the end of a prompt that is tried for decoding new ids.
 _LEAST_CONTEXT = 8
-# Ends of a context that are tried: of a character that takes more tokens, all of the prompt is
-# read.
+# Number of ends of a context that are tried. For a character of more tokens, the whole prompt is
+# the context.
 _ENDS_TRIED = 5
 
 
@@ -23,10 +23,10 @@ class Token(NamedTuple):
     """A token that was chosen.
 
     Args:
-        id: its id.
-        logprob: its log-probability.
-        offset: characters of the new text before it.
-        top: the likeliest tokens in its place, if they are wanted.
+        id: the token's id.
+        logprob: the token's log-probability.
+        offset: number of characters of the new text before the token.
+        top: the likeliest tokens at its position, if they were requested.
     """
 
     id: int
@@ -36,11 +36,11 @@ class Token(NamedTuple):
 
 
 class VisibleTokens(Tokenizer):
-    """A tokenizer that also decodes some of its special tokens, which others leave out.
+    """A tokenizer that also decodes some special tokens, which other tokenizers leave out.
 
     Args:
         tokenizer: the tokenizer.
-        visible: texts of special tokens by their ids.
+        visible: the texts of these special tokens, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer, visible: Mapping[int, str]):
@@ -80,15 +80,15 @@ class VisibleTokens(Tokenizer):
 
 
 def decode_new(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text of new ids after a prompt."""
+    """Return the text of new ids after a prompt."""
     return _decode_after(tokenizer, prompt, tokenizer.decode(prompt), new)
 
 
 def _decode_after(
     tokenizer: Tokenizer, prompt: Sequence[int], head: str, new: Sequence[int]
 ) -> str:
-    """As `decode_new`; `head`: the text of the prompt."""
-    # Decoded without the prompt, some tokens lose their first space.
+    """Return the text of new ids after a prompt whose text is `head`."""
+    # Decoded without the prompt, some tokens would lose their leading space.
     whole = tokenizer.decode([*prompt, *new])
     if whole.startswith(head):
         return whole[len(head) :]
@@ -96,7 +96,7 @@ def _decode_after(
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """A text up to the first place where one of the texts of `stop` begins."""
+    """Return a text up to the first occurrence of a stop text."""
     end = len(text)
     for stop_text in stop:
         at = text.find(stop_text)
@@ -106,15 +106,15 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _is_settled(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """Whether the text of these ids is a beginning of the text of more of them, which is the same
-    behind any ids with this end."""
+    """Return whether the text of these ids cannot change when more ids follow, whatever precedes
+    them."""
     if not tokenizer.decodes_in_parts or not text or text.endswith(_REPLACEMENT):
         return False
     return not tokenizer.may_change(ids[-1])
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The end of a prompt, after which `decode_new` gives what it gives after the whole."""
+    """Return the shortest end of a prompt that is sufficient context for `decode_new`."""
     length = _LEAST_CONTEXT
     while tokenizer.decodes_in_parts and length < len(prompt):
         context = list(prompt[-length:])
@@ -130,7 +130,8 @@ def _starts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Return the number of characters of a text before each of its ids. Ids that are parts of one
     character have the same number.
 
-    Ids whose bytes are not known, or do not give the text, are taken to begin with it.
+    If the bytes of ids are unknown or do not give the text, all ids are assumed to start at its
+    beginning.
     """
     if len(ids) == 1:
         return [0]
@@ -150,7 +151,7 @@ def _starts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
         found.append(len(written) - (not is_open))
         written += decoder.decode(part[1:])
     written += decoder.decode(b"", final=True)
-    # Where it comes first, a token may lose its space.
+    # The first token may lose its leading space.
     lost = len(written) - len(text)
     if lost not in (0, 1) or written[lost:] != text:
         return [0] * len(ids)
@@ -158,14 +159,14 @@ def _starts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
 
 
 class _Growing:
-    """The text that `decode_new` gives, of which only the end is decoded when ids are added.
+    """The text of `decode_new`, updated incrementally: only its end is decoded when ids are added.
 
     Attributes:
-        start: characters of it that are forgotten.
-        settled: the text behind them that stays.
-        open: the text behind that, which may be another when more ids come.
-        certain: characters that stay, with those of `open` that do.
-        starts: for each id with settled text, the characters before it.
+        start: number of characters that are forgotten.
+        settled: the final text after them.
+        open: the text after that, which may change when more ids come.
+        certain: number of final characters, including those of `open`.
+        starts: for each id with settled text, the number of characters before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -180,7 +181,7 @@ class _Growing:
         self.starts: list[int] = []
 
     def add(self, new: int) -> None:
-        """One more id."""
+        """Add one more id."""
         self._ids.append(new)
         self.open = _decode_after(self._tokenizer, self._context, self._head, self._ids)
         if _is_settled(self._tokenizer, self._ids, self.open):
@@ -191,7 +192,7 @@ class _Growing:
         self.certain = max(self.certain, certain)
 
     def _settle(self) -> None:
-        """What is open stays, and is the context of what follows."""
+        """Make the open text final, and use it as context for the following ids."""
         self.starts += self.open_starts()
         self.settled += self.open
         self.open = ""
@@ -199,41 +200,40 @@ class _Growing:
         if head:
             self._context = self._ids
         else:
-            # A space alone, which is lost where it comes first.
+            # A single space would be lost at the beginning of a text.
             self._context = [*self._context, *self._ids]
             head = self._tokenizer.decode(self._context)
         self._head = head
         self._ids = []
 
     def open_starts(self) -> list[int]:
-        """Return the characters before each id whose text is open."""
+        """Return the number of characters before each id whose text is open."""
         before = self.start + len(self.settled)
         return [before + start for start in _starts(self._tokenizer, self._ids, self.open)]
 
     def text_from(self, at: int) -> str:
-        """All of it from a character on that is not forgotten."""
+        """Return the text from a character on that is not forgotten."""
         return (self.settled + self.open)[at - self.start :]
 
     def forget(self, before: int) -> None:
-        """Text before a character, as far as it is settled."""
+        """Forget settled text before a character."""
         count = min(before - self.start, len(self.settled))
         self.settled = self.settled[count:]
         self.start += count
 
 
 class TextStream:
-    """The text of one row, in parts. A part has whole characters, and nothing that may yet turn out
-    to be the beginning of a stop text; all parts together are the text that `decode_new` and
-    `before_stop` give.
+    """The text of one row, in parts. A part has complete characters, and nothing that may yet
+    become part of a stop text. All parts together are the text of `decode_new` and `before_stop`.
 
-    Where the tokenizer decodes in parts, an id costs the same however long the text is.
+    If the tokenizer decodes in parts, the cost of an id does not depend on the length of the text.
 
     Args:
-        tokenizer: of the ids.
+        tokenizer: the tokenizer of the ids.
         prompt: ids before the new ones.
-        stop: texts that it ends before.
-        find_end: takes each part, and returns how many of its characters belong to the text if the
-            text ends within it or with it, else None. None: only `stop` ends the text.
+        stop: texts that end the text; they are not part of it.
+        find_end: called with each part; returns how many of its characters belong to the text if
+            the text ends in it, else None. None: only `stop` ends the text.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class TextStream:
         self._find_end = find_end
         self._growing = _Growing(tokenizer, prompt)
         self._stop = tuple(stop)
-        # For each id, the characters that were certain with it.
+        # For each id, the number of characters that were certain with it.
         self._ends: list[int] = []
         self._parts: list[str] = []
         self._given = 0
@@ -254,13 +254,13 @@ class TextStream:
         self.has_stopped = False
 
     def add(self, ids: Sequence[int]) -> str:
-        """What can be said with these new ids."""
+        """Add ids, and return the text that is certain now."""
         if self.has_stopped:
             return ""
         for i in ids:
             self._growing.add(i)
             self._ends.append(self._growing.certain)
-        # No stop text begins in what was given.
+        # No stop text begins in the text that was returned before.
         waiting = self._growing.text_from(self._given)
         cut = before_stop(waiting, self._stop)
         if len(cut) < len(waiting):
@@ -269,7 +269,7 @@ class TextStream:
         return self._give(self._before_possible_stop(waiting))
 
     def finish(self) -> str:
-        """What is left when no more ids come."""
+        """Return the rest of the text when no more ids come."""
         if self.has_stopped:
             return ""
         self._is_finished = True
@@ -277,7 +277,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All of it up to now, without a stop text."""
+        """Return the whole text up to now, without a stop text."""
         given = "".join(self._parts)
         if self.has_stopped:
             return given
@@ -285,13 +285,13 @@ class TextStream:
 
     @property
     def num_read(self) -> int:
-        """How many ids were added."""
+        """Return the number of ids that were added."""
         return len(self._ends)
 
     @property
     def num_given(self) -> int:
-        """How many of the ids, from the first on, are those of the text that was given: as few as
-        have it, or all at the end, if that is no stop text."""
+        """Return how many ids make up the text that was returned; all of them at the end, unless a
+        stop text ended it."""
         if self._is_finished and not self.has_stopped:
             return len(self._ends)
         if self._given == 0:
@@ -300,13 +300,14 @@ class TextStream:
         return min(before + 1, len(self._ends))
 
     def offset(self, number: int) -> int:
-        """How many characters are before those of an id, by its number."""
+        """Return the number of characters before an id, by its index."""
         starts = self._growing.starts
         if number < len(starts):
             return starts[number]
         return self._growing.open_starts()[number - len(starts)]
 
     def _give(self, part: str) -> str:
+        """Return a part of the text, and record it."""
         end = self._find_end(part) if self._find_end is not None and part else None
         if end is not None:
             part = part[:end]
@@ -317,7 +318,7 @@ class TextStream:
         return part
 
     def _before_possible_stop(self, waiting: str) -> str:
-        """The beginning that stays, whatever follows, and has nothing of a stop text."""
+        """Return the certain beginning of a text that contains no part of a possible stop text."""
         text = waiting[: self._growing.certain - self._given]
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):

@@ -1,8 +1,8 @@
-"""Programs of the engine that ordinary requests need, compiled before these requests come.
+"""Warm-up of the engine: programs for ordinary requests are compiled before these requests come.
 
-A program is compiled for each size of the caches, each length of a piece of a prompt, and each kind
-of sampling. There are far too many for all of them. A warm-up is one small text of each ordinary
-kind, in caches with room for texts of `COLUMNS` tokens.
+A program is compiled for each size of the caches, each length of a prompt piece, and each kind of
+sampling. There are too many to compile all. A warm-up is one small text of each ordinary kind, in
+caches with room for texts of `COLUMNS` tokens.
 """
 
 import functools
@@ -14,7 +14,8 @@ from maxtrain.models.cache import PAGE
 
 # Tokens of the longest text for which programs are compiled.
 COLUMNS = 1024
-# Kinds of sampling, the most usual first. A bias of 0 is the program of JSON and of forced calls.
+# Kinds of sampling, the most usual first. JSON output and forced tool calls use the program with a
+# bias, here of 0.
 _GREEDY = Sampling(0.0)
 _SAMPLINGS = (
     _GREEDY,
@@ -67,11 +68,11 @@ def more_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[], 
 
 
 class _Texts:
-    """Texts whose only purpose is that their programs are compiled.
+    """Texts whose only purpose is to compile their programs.
 
     Args:
-        engine: that has nothing else to do meanwhile.
-        stop_ids: that all texts of the server have.
+        engine: an engine without other texts.
+        stop_ids: the stop ids of all texts of the server.
     """
 
     def __init__(self, engine: Engine, stop_ids: Sequence[int]):
@@ -80,11 +81,11 @@ class _Texts:
         self._most = min(COLUMNS, engine.longest_text)
 
     def has_room(self, length: int) -> bool:
-        """Whether a prompt of which so many tokens are read is within the limit."""
+        """Return whether a prompt of this length is within the limit."""
         return length + 1 + _NEW <= self._most
 
     def run(self, lengths: Sequence[int], kind: Sampling) -> None:
-        """Continue prompts that are read together, of which so many tokens are read each."""
+        """Continue prompts of these lengths that are read together."""
         self._engine.make_room(self._most)
         for number, length in enumerate(lengths):
             self._submit([self._token(number)] * (length + 1), kind)
@@ -92,8 +93,8 @@ class _Texts:
         self._engine.forget_idle()
 
     def run_later_turn(self, length: int) -> None:
-        """Continue a prompt that begins like a text that a slot remembers."""
-        # Pages are shared as a whole.
+        """Continue a prompt whose prefix a slot remembers."""
+        # Only whole pages are shared.
         shared = PAGE
         if not self.has_room(shared + length):
             return

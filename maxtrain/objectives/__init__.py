@@ -1,1 +1,1 @@
-"""What is minimised, recorded and evaluated: one file for each objective, all of one kind."""
+"""Training objectives: what is minimised, recorded and evaluated. One file for each objective."""

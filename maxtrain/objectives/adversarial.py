@@ -1,9 +1,9 @@
-"""Adversarial training: the loss also at the embeddings nearby where it is worst.
+"""Adversarial training: the loss is also minimised at nearby embeddings that maximise it.
 
 It wraps any objective. Each row's embeddings are moved by an offset of length `radius` at most,
 along the gradient of the row's own loss: in one step (FGM), or in several with projection back onto
-the ball (PGD). As an offset depends on its own row only, the batch may be split in any way. Costs
-`steps` forward and backward passes more, and one of the attacked batch.
+the ball (PGD). An offset depends on its own row only, so the batch may be split in any way. The
+cost is `steps` additional forward and backward passes, and one of the attacked batch.
 
 Source: Miyato et al., https://arxiv.org/abs/1605.07725, equation 5; Madry et al.,
     https://arxiv.org/abs/1706.06083.
@@ -28,17 +28,17 @@ from maxtrain.objectives.objective import (
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
-# PGD's steps together are this many radii long, so that the border is reached from anywhere.
+# The total length of PGD's steps in radii, so that the border can be reached from anywhere.
 _OVERSHOOT = 2.5
 
 
 def adversarial(objective: Objective, loss: LossConfig) -> Objective:
-    """The objective plus `loss.adversarial` times itself at the worst embeddings.
+    """Add to an objective `loss.adversarial` times itself at the worst embeddings nearby.
 
-    That is all of it, terms of layers too; what layers record and observe is of the embeddings as
-    they are.
+    This includes the terms of layers. Metrics and observations of layers come from the unmodified
+    embeddings.
 
-    Recorded as well: `adversarial`, nats per target there.
+    Also recorded: `adversarial`, the nats per target at the worst embeddings.
     """
 
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
@@ -55,9 +55,10 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
 def worst_offset(
     objective: Objective, models: Models, batch: Batch, scales: Scales, loss: LossConfig
 ) -> Float[Array, "B T D"]:
-    """What to add to the embeddings of each row; no gradient flows.
+    """Find the offset of each row's embeddings that maximises its loss; no gradient flows through
+    it.
 
-    Its Euclidean length is `loss.adversarial_radius` at most.
+    The offset's Euclidean length is at most `loss.adversarial_radius`.
     """
     frozen = {}
     for name, model in models.items():
@@ -81,8 +82,8 @@ def worst_offset(
 
 
 def _unit(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Each row divided by its length; a row of zeros, that has no target, stays one."""
-    # Scaled first: squares underflow.
+    """Divide each row by its length; a row of zeros, which has no target, stays zero."""
+    # Rows are scaled first, because squares would underflow.
     largest = jnp.abs(x).max((1, 2), keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1.0)
     return x / jnp.maximum(jnp.sqrt((x * x).sum((1, 2), keepdims=True)), 1e-30)

@@ -44,22 +44,22 @@ def distill(
     regularization: RegularizationConfig = NO_NOISE,
     beta: float = 0.5,
 ) -> Objective:
-    """weight * temperature^2 * divergence + (1 - weight) * cross-entropy of the next token.
+    """Build the objective weight * temperature^2 * divergence + (1 - weight) * cross-entropy.
 
-    The divergence is that of the policy's distribution of each target from the teacher's, both at
-    the temperature. The teacher reads the same tokens, and nothing is random for it.
+    The divergence compares the policy's and the teacher's distributions at each target, both at the
+    temperature. The teacher reads the same tokens, without noise.
 
     Args:
-        temperature: above 0; divides the logits of both models.
-        weight: from 0 to 1; of the divergence.
-        kind: `forward`: KL(teacher || policy); `reverse`: KL(policy || teacher); `jsd`: as of
-            `divergence`, with its `beta`.
-        loss, normalize, num_sources, regularization: as of `next_token`; the divergence is
-            normalized as the cross-entropy is.
-        beta: between 0 and 1, of `jsd`.
+        temperature: divisor of the logits of both models, above 0.
+        weight: weight of the divergence, from 0 to 1.
+        kind: `forward`: KL(teacher || policy); `reverse`: KL(policy || teacher); `jsd`: the
+            generalised Jensen-Shannon divergence of `divergence`, with its `beta`.
+        loss, normalize, num_sources, regularization: as for `next_token`; the divergence is
+            normalized like the cross-entropy.
+        beta: weight of the teacher in the mixture of `jsd`, between 0 and 1.
 
     Raises:
-        ValueError: a number or a name that is none of these.
+        ValueError: an argument is out of range.
     """
     require_divergence(temperature, kind, beta)
     _require_weight(weight)
@@ -110,18 +110,19 @@ def distill(
 
 
 def unit_of(temperature: float) -> str:
-    """Of a divergence at a temperature."""
+    """Return the unit of a divergence at a temperature."""
     if temperature == 1:
         return "nats per target"
     return f"nats per target at temperature {temperature:g}"
 
 
 def numbers_of(model: Decoder) -> Numbers:
-    """The number formats of a model's logits."""
+    """Return the number formats of a model's logits."""
     return Numbers(model.precision.compute, model.precision.output, model.spec.logit_softcap)
 
 
 def _require_weight(weight: float) -> None:
+    """Raise a ValueError if the weight is not from 0 to 1."""
     if not 0 <= weight <= 1:
         raise ValueError(
             f"weight={weight} must be from 0 to 1: it is the share of the divergence in the loss. "
@@ -130,7 +131,7 @@ def _require_weight(weight: float) -> None:
 
 
 def require_divergence(temperature: float, kind: str, beta: float) -> None:
-    """ValueError: numbers or a name that are none of a divergence; see `distill`."""
+    """Raise a ValueError if an argument of a divergence is out of range; see `distill`."""
     if not temperature > 0:
         raise ValueError(
             f"temperature={temperature} must be above 0: it divides the logits. "

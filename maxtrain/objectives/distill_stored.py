@@ -1,5 +1,5 @@
-"""Distillation from what is stored of a teacher: its likeliest tokens and the mass of all others,
-which `maxtrain teach` has kept beside the data. The teacher itself is not needed."""
+"""Distillation from stored teacher logits: each token's likeliest tokens and the mass of all
+others, which `maxtrain teach` has written beside the data. The teacher itself is not needed."""
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,11 @@ def distill_stored(
     num_sources: int = 0,
     regularization: RegularizationConfig = NO_NOISE,
 ) -> Objective:
-    """As `distill`, of the divergence that ops/top_divergence.py has.
+    """Build the objective of `distill` with the divergence of ops/top_divergence.py.
 
     Args:
-        config: the divergence, its weight, and how many entries there are of each token.
-        loss, normalize, num_sources, regularization: as of `next_token`.
+        config: the divergence, its weight, and the number of stored entries per token.
+        loss, normalize, num_sources, regularization: as for `next_token`.
     """
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - config.weight, "distill": config.weight}

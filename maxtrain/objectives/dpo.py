@@ -1,13 +1,13 @@
-"""Preferences: of two answers to a prompt, the chosen one becomes more likely than the rejected
-one.
+"""Direct preference optimisation: of two answers to a prompt, the chosen one becomes more likely
+than the rejected one.
 
-A row holds pairs as documents of their own, one after the other: documents 2 k - 1 and 2 k of a row
-are the chosen and the rejected answer of a pair, each behind its prompt, and the loss mask is 1 for
-the tokens of answers. So pairs are packed as any documents are, and a row depends on nothing in
-other rows.
+A row holds pairs as consecutive documents: documents 2 k - 1 and 2 k of a row are the chosen and
+the rejected answer of a pair, each after its prompt. The loss mask is 1 for the tokens of answers.
+So pairs are packed like other documents, and rows are independent of each other.
 
-Source: Rafailov et al., https://arxiv.org/abs/2305.18290; each loss names its own in
-    ops/preference.py.
+Source: Rafailov et al., https://arxiv.org/abs/2305.18290; ops/preference.py names the source of
+each
+    loss.
 """
 
 from typing import NamedTuple
@@ -44,29 +44,29 @@ PREFERENCE = Quantity("preference", "nats per pair")
 
 
 class Pairs(NamedTuple):
-    """The pairs of each row; of those that are none, numbers without a meaning."""
+    """The pairs of each row; missing pairs have meaningless numbers."""
 
     chosen: Answers
     rejected: Answers
-    # Both answers have targets.
+    # Whether both answers have targets.
     are_there: Bool[Array, "B P"]
 
 
 def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
-    """The mean over pairs of a loss of preferences, plus `sft_weight` times the cross-entropy of
-    the chosen answers, which is a mean over their tokens.
+    """Build the objective: the mean over pairs of a preference loss, plus `sft_weight` times the
+    mean cross-entropy over the tokens of chosen answers.
 
-    Recorded beside `nll`, which is of the targets of all answers:
-        reward_chosen, reward_rejected: beta * log(policy / reference), nats; with a loss that is
-            free of a reference, beta * the mean log-probability of a target.
+    Recorded beside `nll` of the targets of all answers: reward_chosen, reward_rejected: beta *
+        log(policy / reference), nats; with a loss that is free of a reference, beta * the mean
+        log-probability of a target.
         reward_margin: the difference of both.
         reward_accuracy: the share of pairs in which the chosen answer has the higher reward.
         chosen_nll: nats per target of the chosen answers.
         entropy: of the policy's distributions at the targets, nats.
 
     Args:
-        config: which loss, and its numbers.
-        regularization: what is random where the batch has keys.
+        config: the loss and its settings.
+        regularization: noise and dropout, applied if the batch has keys.
     """
     loss_of_pairs = LOSSES[config.loss_type]
     needs_reference = config.loss_type not in FREE_OF_REFERENCE
@@ -142,7 +142,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
 
 
 def _reference_log_probs(models: Models, batch: Batch) -> Float[Array, "B S"]:
-    """As `document_log_probs` of the reference, which the batch may have."""
+    """Return the reference's `document_log_probs`, from the batch if it has them."""
     if REFERENCE_SUM in batch:
         return numbers_of_documents(batch[REFERENCE_SUM], batch["segment_ids"])
     return document_log_probs(models[REFERENCE], batch)
@@ -154,8 +154,9 @@ def _pairs(
     mask: Float[Array, "B T"],
     batch: Batch,
 ) -> Pairs:
+    """Collect the log-probabilities of chosen and rejected answers."""
     lengths = sums_of_pairs(mask, batch["segment_ids"])
-    # Of an answer without targets nothing is used, but it may not divide by 0.
+    # Answers without targets are not used, but must not cause a division by 0.
     divisors = jnp.maximum(lengths, 1.0)
     answers = []
     for place in range(2):
@@ -166,7 +167,7 @@ def _pairs(
 
 
 def _rewards(pairs: Pairs, needs_reference: bool, beta: float) -> dict[str, Sum]:
-    """What is recorded of the rewards that the policy stands for."""
+    """Return the metrics of the policy's implicit rewards."""
     if needs_reference:
         chosen = beta * pairs.chosen.log_ratio
         rejected = beta * pairs.rejected.log_ratio

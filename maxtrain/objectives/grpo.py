@@ -1,12 +1,12 @@
-"""Reinforcement learning from groups of completions: GRPO and its kin.
+"""Reinforcement learning from groups of completions: GRPO and its variants.
 
-A batch holds completions behind their prompts, as documents that are packed into rows, with a loss
-mask that is 1 for the tokens of completions. What was sampled, and how well it did, comes with the
-batch: see rl/rollouts.py, which makes it.
+A batch holds completions after their prompts, as documents that are packed into rows. The loss mask
+is 1 for the tokens of completions. The samples and their advantages come with the batch;
+rl/rollouts.py makes it.
 
 Source: GRPO: Shao et al., https://arxiv.org/abs/2402.03300; Dr. GRPO: Liu et al.,
-    https://arxiv.org/abs/2503.20783; DAPO: Yu et al., https://arxiv.org/abs/2503.14476; the other
-    losses name theirs in ops/policy_loss.py.
+    https://arxiv.org/abs/2503.20783; DAPO: Yu et al., https://arxiv.org/abs/2503.14476;
+    ops/policy_loss.py names the sources of the other losses.
 """
 
 from collections.abc import Mapping
@@ -49,23 +49,23 @@ from maxtrain.ops.policy_loss import (
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
-# Arrays of a batch beside those of every batch, float32: of each token [B, T], and of each row [B].
-# By the policy, when the completion was taken up for training.
+# Additional arrays of a batch, float32: per token [B, T], and per row [B]. Log-probabilities by the
+# policy at the beginning of training on the completion:
 OLD = "old_log_probs"
-# By the sampler, while it decoded.
+# Log-probabilities by the sampler, while it decoded.
 SAMPLED = "sampled_log_probs"
-# By the reference; only where there is a weight on the divergence from it.
+# Log-probabilities by the reference; only if beta is not 0.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-# What `scored` finds beside log-probabilities: tokens, int32 [B, T].
+# Tokens that `scored` draws, int32 [B, T].
 DRAWN = "drawn"
-# Of each token's completion; with objective=ppo of the token itself.
+# The advantage of each token's completion; with objective=ppo of the token itself.
 ADVANTAGES = "advantages"
-# By the policy, when the completion was taken up: what was to be expected before the token; only
-# where it has values.
+# The policy's value before each token at the beginning of training on the completion; only if it
+# has a value head.
 VALUES = "old_values"
-# 1 in the first step that reads these completions: the policy is the old one still.
+# 1 in the first step that reads these completions, when the policy is still the old one.
 IS_FIRST = "is_first"
-# How many completions a row holds, also those that are masked.
+# Number of completions of a row, including masked ones.
 NUM_COMPLETIONS = "num_completions"
 
 
@@ -74,24 +74,21 @@ def grpo(
     regularization: RegularizationConfig = NO_NOISE,
     is_exact: bool = False,
 ) -> Objective:
-    """The mean of a loss of policies over tokens or completions, as `loss_type` says, plus beta
-    times the divergence from the reference.
+    """Build the objective: the mean of a policy loss over tokens or completions, as `loss_type`
+    says, plus beta times the divergence from the reference.
 
-    Recorded beside `nll`, which is that of the tokens that were sampled:
-        policy_loss: what is minimised, without the divergence.
-        kl: an estimate of the divergence from the reference; only with beta.
-        entropy: of the policy's distributions.
-        ratio: of the policy now and when the completions were taken up.
-        clipped_low, clipped_high: the share of tokens whose gradient is cut off.
-        sampler_gap: how far the sampler's log-probabilities are from those of training.
-        importance_weight, importance_capped: of the policy that took completions up over the one
-            that sampled them, and the share of tokens where it is bounded; only with
-            importance_sampling_cap.
+    Recorded beside `nll` of the sampled tokens: policy_loss: what is minimised, without the
+        divergence. kl: an estimate of the divergence from the reference; only with beta. entropy:
+        of the policy's distributions. ratio: of the policy now and when the completions were taken
+        up. clipped_low, clipped_high: the share of tokens whose gradient is cut off. sampler_gap:
+        how far the sampler's log-probabilities are from those of training. importance_weight,
+        importance_capped: of the policy that took completions up over the one that sampled them,
+        and the share of tokens where it is bounded; only with importance_sampling_cap.
 
     Args:
-        config: which loss, and its numbers.
-        regularization: what is random where the batch has keys.
-        is_exact: as of `pass_through`.
+        config: the loss and its settings.
+        regularization: noise and dropout, applied if the batch has keys.
+        is_exact: as for `pass_through`.
     """
     clip = clip_of(config)
     per_completion = config.loss_type in ("grpo", "gspo")
@@ -125,7 +122,7 @@ def grpo(
 
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
         if ADVANTAGES not in batch:
-            # Of an evaluation set: nobody sampled it.
+            # An evaluation set has no sampled completions.
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
@@ -177,12 +174,12 @@ def grpo(
 def of_completions(
     objective: Objective, has_reference: bool, more: Mapping[str, str] = MappingProxyType({})
 ) -> Objective:
-    """The objective with the arrays of a batch of completions, and with the models it is about.
+    """Return the objective with the arrays of a batch of completions, and the models it needs.
 
     Args:
-        objective: that learns from completions.
-        has_reference: the policy is compared with a reference.
-        more: arrays that it needs beside those of every such batch.
+        objective: an objective that learns from completions.
+        has_reference: whether the policy is compared with a reference.
+        more: additional arrays that the objective needs.
     """
     arrays = {
         OLD: "BT",
@@ -206,16 +203,16 @@ def pass_through(
     regularization: RegularizationConfig = NO_NOISE,
     is_exact: bool = False,
 ) -> tuple[Forward, TokenLogProbs]:
-    """The pass that trains, and the log-probabilities of targets.
+    """Run the forward pass that trains, and return the log-probabilities of targets.
 
     Args:
         policy: the model.
-        batch: what it reads.
-        temperature: divides the logits.
-        regularization: what is random where the batch has keys.
-        is_exact: the pass stores nothing for the backward pass, which computes all of it once more.
-            So it is the same program as `scored` inside another one. What is stored changes what a
-            compiler computes together, and with that the last bits.
+        batch: the batch to read.
+        temperature: divisor of the logits.
+        regularization: noise and dropout, applied if the batch has keys.
+        is_exact: whether the pass stores nothing for the backward pass, which recomputes it. Then
+            it has the same bits as `scored`, because stored values would change how the compiler
+            fuses operations.
     """
 
     def through() -> tuple[Forward, TokenLogProbs]:
@@ -230,14 +227,15 @@ def pass_through(
 def scored(
     models: Models, batch: Batch, temperature: float, keys: Key[Array, "B T"] | None = None
 ) -> dict[str, Array]:
-    """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
-    reference, and the policy's value if it has one; nothing is random.
+    """Return the log-probability of each target, [B, T], by the policy (OLD) and by the reference
+    if there is one, and the policy's values if it has a value head; without noise.
 
     Args:
-        models: the policy, and perhaps a reference.
-        batch: what they read.
-        temperature: divides the logits.
-        keys: also the tokens that the policy draws by these, in the place of targets (DRAWN).
+        models: the policy, and a reference if needed.
+        batch: the batch to read.
+        temperature: divisor of the logits.
+        keys: random keys to also draw a token from the policy at each target (DRAWN); None: draw
+            none.
     """
     names = {POLICY: OLD, REFERENCE: REFERENCE_LOG_PROBS}
     found = {}
@@ -248,7 +246,7 @@ def scored(
         hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
         found[name] = target_log_probs(model, hidden, batch, temperature).log_probs
         if role == POLICY and keys is not None:
-            # Apart, so that log-probabilities are computed as they are without it.
+            # A barrier, so that log-probabilities have the same bits as without draws.
             apart = jax.lax.optimization_barrier(hidden)
             found[DRAWN] = target_draws(model, apart, keys, batch, temperature)
         if role == POLICY and model.value is not None:
@@ -257,7 +255,7 @@ def scored(
 
 
 def clip_of(config: GrpoConfig) -> Clip:
-    """How far ratios count."""
+    """Return the clipping range of the config."""
     high = config.epsilon
     if config.epsilon_high is not None:
         high = config.epsilon_high

@@ -1,15 +1,16 @@
-"""Answers with a label: good ones become more likely than the reference finds them, bad ones less.
+"""KTO: labelled answers; good ones become more likely than under the reference, bad ones less.
 
-A row holds answers as documents, each behind its prompt; the loss mask is 1 for the tokens of
+A row holds answers as documents, each after its prompt. The loss mask is 1 for the tokens of
 answers, and the array `value` of a batch has the label of each position's document, 1 or -1.
 
-What an answer is measured against is z0, an estimate of how far the policy is from the reference:
-the mean log-ratio of answers behind prompts that they are no answers to, or 0 if that is below 0.
-It is found over the whole batch before the first gradient, with nothing random, and no gradient
-flows through it: so a gradient does not depend on how the batch is split.
+The baseline z0 estimates the divergence of the policy from the reference: the mean log-ratio of
+answers after mismatched prompts, but at least 0. It is computed over the whole batch before the
+first gradient, without noise, and no gradient flows through it. So a gradient does not depend on
+how the batch is split.
 
-Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As TRL has it, each prompt gets the
-    answer before it in the batch; here those that lie in one row stay there, so that none is cut.
+Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As in TRL, each prompt gets the
+previous
+    answer of the batch; here answers of one row stay in it, so that none is cut.
 """
 
 from typing import NamedTuple
@@ -45,27 +46,26 @@ _DIVERGENCE = "divergence"
 
 
 class _LogRatios(NamedTuple):
-    """log(policy / reference) of the answers of each row, nats; of other documents without a
-    meaning."""
+    """log(policy / reference) of the answers of each row, in nats; meaningless for other
+    documents."""
 
     values: Float[Array, "B S"]
-    # It has targets, and is no padding.
+    # Whether the document has targets and is no padding.
     are_there: Bool[Array, "B S"]
 
 
 def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
-    """The mean over answers of KTO's loss, from 0 to 1, each times the weight of its label.
+    """Build the objective: the mean over answers of KTO's loss, from 0 to 1, weighted by label.
 
-    Recorded beside `nll`, which is of the targets of all answers:
-        reward_chosen, reward_rejected: beta * log(policy / reference), nats, of good answers and of
-            bad ones.
+    Recorded beside `nll` of the targets of all answers: reward_chosen, reward_rejected: beta *
+        log(policy / reference), nats, of good answers and of bad ones.
         reward_accuracy: the share of answers that are above z0 and good, or below it and bad.
         kl: z0, nats; with `apo_zero_unpaired` there is none.
         entropy: of the policy's distributions at the targets, nats.
 
     Args:
         config: `kto`, or `apo_zero_unpaired`, whose z0 is 0.
-        regularization: what is random where the batch has keys.
+        regularization: noise and dropout, applied if the batch has keys.
     """
     has_divergence = config.loss_type == "kto"
     factors = {"preference": 1.0, LAYERS: 1.0}
@@ -141,7 +141,7 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
 
 
 def _divergence(models: Models, batch: Batch) -> dict[str, Sum]:
-    """The log-ratios of rows of mismatched answers."""
+    """Sum the log-ratios of rows of mismatched answers."""
     policy = models[POLICY]
     hidden = policy.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     found = target_log_probs(policy, hidden, batch)
@@ -152,6 +152,7 @@ def _divergence(models: Models, batch: Batch) -> dict[str, Sum]:
 
 
 def _log_ratios(log_probs: Float[Array, "B T"], models: Models, batch: Batch) -> _LogRatios:
+    """Compute the log-ratios of the documents of each row."""
     segments = batch["segment_ids"]
     mask = batch["loss_mask"].astype(jnp.float32)
     if REFERENCE_SUM in batch:
@@ -167,7 +168,7 @@ def _log_ratios(log_probs: Float[Array, "B T"], models: Models, batch: Batch) ->
 
 
 def _are_there(batch: Batch) -> Bool[Array, "B S"]:
-    """Which documents are answers with targets."""
+    """Return which documents are answers with targets."""
     mask = batch["loss_mask"].astype(jnp.float32)
     lengths = sums_of_documents(mask, batch["segment_ids"])
     # Padding is no document.

@@ -36,16 +36,17 @@ def next_token(
     num_sources: int = 0,
     regularization: RegularizationConfig = NO_NOISE,
 ) -> Objective:
-    """Cross-entropy of the next token, with label smoothing and z-loss if the config asks for them.
+    """Build the objective: cross-entropy of the next token, with optional label smoothing and
+    z-loss.
 
     Args:
-        loss: factors.
-        normalize: what the cross-entropy is a mean of. `tokens`: all targets weigh the same;
-            `sequences`: all documents of all rows do, whatever their length (a document that is cut
-            by a row's end counts in each row); `constant`: it is divided by the number of
-            positions, targets or not.
-        num_sources: also record the loss of each of so many sources, in `sources`; 0: don't.
-        regularization: what is random where the batch has keys.
+        loss: factors of label smoothing and z-loss.
+        normalize: what the cross-entropy is averaged over. `tokens`: all targets have the same
+            weight; `sequences`: all documents of all rows have the same weight (a document that is
+            cut by a row's end counts in each row); `constant`: divide by the number of positions,
+            targets or not.
+        num_sources: number of sources whose losses are also recorded, in `sources`; 0: none.
+        regularization: noise and dropout, applied if the batch has keys.
     """
     factors = {"nll": 1.0, LAYERS: 1.0}
     recorded = ()
@@ -70,13 +71,13 @@ def next_token(
 
 
 def num_targets(batch: Batch, normalize: str) -> Float[Array, ""]:
-    """What a sum over targets is divided by; `normalize` as of `next_token`."""
+    """Return the divisor of a sum over targets; `normalize` as for `next_token`."""
     mask = batch["loss_mask"].astype(jnp.float32)
     match normalize:
         case "tokens":
             return mask.sum()
         case "sequences":
-            # Counted, since weights of 1 / n add up to something near 1.
+            # Documents are counted, because weights of 1 / n only sum to approximately 1.
             return (_targets_of_documents(batch) > 0).sum().astype(jnp.float32)
         case "constant":
             return jnp.float32(mask.size)
@@ -85,14 +86,14 @@ def num_targets(batch: Batch, normalize: str) -> Float[Array, ""]:
 
 
 def target_weights(batch: Batch, normalize: str) -> Float[Array, "B T"]:
-    """How much each target counts in a sum that `num_targets` divides."""
+    """Return the weight of each target in a sum that `num_targets` divides."""
     if normalize == "sequences":
         return _sequences(batch)
     return batch["loss_mask"].astype(jnp.float32)
 
 
 def chunks_of(batch: Batch, model: Decoder) -> int:
-    """How many parts the sequences are cut in where there are logits."""
+    """Return the number of chunks that sequences are cut into for the logits."""
     rows, length = batch["targets"].shape
     # Rounded up.
     rows_of_shard = -(-rows // batch_shards())
@@ -102,7 +103,7 @@ def chunks_of(batch: Batch, model: Decoder) -> int:
 def target_log_probs(
     model: Decoder, hidden: Float[Array, "B T D"], batch: Batch, temperature: float = 1.0
 ) -> TokenLogProbs:
-    """The log-probability of each target, and the entropy of its distribution, by a model.
+    """Return the log-probability of each target, and the entropy of its distribution.
 
     Args:
         hidden: the model's last hidden states.
@@ -119,14 +120,13 @@ def target_draws(
     batch: Batch,
     temperature: float = 1.0,
 ) -> Int[Array, "B T"]:
-    """The token that each key draws in the place of each target, from the distribution that
-    `target_log_probs` is of."""
+    """Draw a token with each key at each target, from the distribution of `target_log_probs`."""
     form = _form(model, batch, temperature)
     return drawn_tokens(hidden, model.output_matrix(), keys, form)
 
 
 def _form(model: Decoder, batch: Batch, temperature: float) -> Form:
-    """Of the logits of a model."""
+    """Return the form in which a model's logits are computed."""
     return Form(
         chunks_of(batch, model),
         model.precision.compute,
@@ -137,8 +137,8 @@ def _form(model: Decoder, batch: Batch, temperature: float) -> Form:
 
 
 def document_log_probs(model: Decoder, batch: Batch) -> Float[Array, "B S"]:
-    """The sum of the log-probabilities of the targets of each document of each row by a model that
-    does not train, nats, at the number of its segment."""
+    """Return the log-probability of the targets of each document of each row in nats, by segment
+    number, without a gradient."""
     mask = batch["loss_mask"].astype(jnp.float32)
     hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     found = target_log_probs(model, hidden, batch).log_probs
@@ -146,8 +146,8 @@ def document_log_probs(model: Decoder, batch: Batch) -> Float[Array, "B S"]:
 
 
 def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:
-    """The pass through a model that trains: with what is random where the batch has keys, and
-    at the embeddings nearby that the batch may ask for."""
+    """Run the forward pass of a training model: with noise if the batch has keys, and with an
+    embedding offset if the batch has one."""
     noise = None
     lora = model.config.lora
     has_dropout = lora.rank is not None and lora.dropout > 0
@@ -170,7 +170,7 @@ def loss_of_hidden(
     normalize: str,
     num_sources: int,
 ) -> Result:
-    """The terms of `next_token`, of a pass through a model, and what its layers say."""
+    """Compute the terms of `next_token` from a forward pass, with those of the layers."""
     mask = batch["loss_mask"].astype(jnp.float32)
     z_scale = None
     if "z" in scales:
@@ -200,9 +200,9 @@ def loss_of_hidden(
 
 
 def _sequences(batch: Batch) -> Float[Array, "B T"]:
-    """The loss mask, divided by its sum over the token's own document in the row.
+    """Return the loss mask, divided by its sum over the token's own document in the row.
 
-    So every document with a target sums to 1.
+    So the weights of every document with a target sum to 1.
     """
     mask = batch["loss_mask"].astype(jnp.float32)
     sums = jnp.take_along_axis(_targets_of_documents(batch), batch["segment_ids"], axis=1)
@@ -210,5 +210,5 @@ def _sequences(batch: Batch) -> Float[Array, "B T"]:
 
 
 def _targets_of_documents(batch: Batch) -> Float[Array, "B S"]:
-    """The summed loss mask of each document of each row, by its segment."""
+    """Return the summed loss mask of each document of each row, by segment."""
     return sums_of_documents(batch["loss_mask"].astype(jnp.float32), batch["segment_ids"])

@@ -1,11 +1,12 @@
-"""What an objective is: the contract between those who write one and those who train with it.
+"""The interface of objectives, between the code that defines them and the code that trains with
+them.
 
 The loop and the step know an objective only by its terms: (total, weight) pairs, divided once.
 
-The loss of a batch is the sum over terms of factor * total / denominator. The denominators belong
-to the whole batch and are known before the first gradient is taken, so that a gradient is the same
-however the batch is split; and each term has its own, so that one term's gradient does not shrink
-because another one counts more tokens.
+The loss of a batch is the sum over terms of factor * total / denominator. Denominators belong to
+the whole batch and are known before the first gradient, so a gradient does not depend on how the
+batch is split. Each term has its own denominator, so one term's gradient does not shrink because
+another term counts more tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,55 +24,57 @@ from maxtrain.parallel.batches import PerToken
 
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"
-# What the policy is compared with.
+# The model that the policy is compared with.
 REFERENCE = "reference"
-# The array of a batch with what the reference gives the targets of each position's document, the
-# sum of their log-probabilities in nats, where that was found before.
+# The array of a batch with the stored reference log-probability, in nats, of the targets of each
+# position's document.
 REFERENCE_SUM = "reference_sum"
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
-# keys [B], of what is random; steps [B], the number of the step; and embedding_offset [B, T, D]
-# where an objective wants one
+# random keys [B]; steps [B], the number of the step; and embedding_offset [B, T, D] if an objective
+# uses one
 Batch = dict[str, Array]
 Models = Mapping[str, Decoder]
 Scales = Mapping[str, Array | float]
 
 
 class Result(NamedTuple):
-    """Of one micro-batch: the loss to be differentiated, and what is recorded.
+    """The result of one micro-batch: the loss to differentiate, and the metrics.
 
     The loss is the sum of scale * total over terms.
     """
 
     loss: Float[Array, ""]
-    # By the names of quantities; `sources` has one of each source.
+    # Sums by the names of metrics; `sources` has one entry for each source.
     sums: dict[str, Sum]
-    # Of the policy's layers, by the names of their quantities.
+    # Sums of the policy's layers, by the names of their metrics.
     of_layers: dict[str, Sum]
-    # What the policy's layers observed, by the path of the buffer that it is for.
+    # Observations of the policy's layers, by the path of the buffer that they update.
     observed: dict[str, Array]
 
 
-# The term of all that layers add to the loss.
+# The loss term of all auxiliary losses of layers.
 LAYERS = "layers"
 
 
 def num_tokens(batch: Batch) -> Float[Array, ""]:
-    """How many tokens a batch has, targets or not, which is what the layers' term is divided by."""
+    """Return how many tokens a batch has, targets or not. It divides the layers' term."""
     return (batch["segment_ids"] > 0).sum().astype(jnp.float32)
 
 
 def with_layers(
     loss: Float[Array, ""], sums: dict[str, Sum], out: Forward, scales: Scales
 ) -> Result:
-    """The result of a micro-batch, with what the policy's layers add to the loss and say.
+    """Return the result of a micro-batch, with the auxiliary losses and metrics of the policy's
+    layers.
 
     Args:
         loss, sums: the objective's own.
-        out: the pass through the policy that they are of.
-        scales: with that of LAYERS, which the objective's factors and denominators have.
+        out: the forward pass of the policy.
+        scales: the scale of each term; the objective's factors and denominators must include
+            LAYERS.
 
     Raises:
-        ValueError: a term and a number to record have one name.
+        ValueError: an auxiliary loss and a metric have one name.
     """
     twice = out.terms.keys() & out.stats.keys()
     if twice:
@@ -86,14 +89,14 @@ def with_layers(
 def with_terms(
     loss: Float[Array, ""], terms: Mapping[str, Sum], scales: Scales
 ) -> Float[Array, ""]:
-    """The loss with the terms that layers have."""
+    """Add the auxiliary losses of layers to the loss."""
     for term in terms.values():
         loss = loss + scales[LAYERS] * term.total
     return loss
 
 
 def also_said(result: Result, said: Said, scales: Scales) -> Result:
-    """The result, and what further layers of the policy say."""
+    """Add the auxiliary losses, metrics and observations of further layers to a result."""
     return Result(
         with_terms(result.loss, said.terms, scales),
         result.sums,
@@ -103,11 +106,12 @@ def also_said(result: Result, said: Said, scales: Scales) -> Result:
 
 
 class FirstPass(NamedTuple):
-    """What is found with the models over a whole batch, before its first gradient.
+    """A pass over the whole batch, without gradients, before its first gradient.
 
-    rows: from the whole batch, the arrays that the pass reads, whose first dim is rows.
-    measure: (models, some of these rows) -> sums, which add up over any split of the rows. The mean
-        of each is in the batch that `forward` gets, by its name, [B], and has no gradient.
+    Attributes:
+        rows: returns the arrays that the pass reads, from the whole batch; their first dim is rows.
+        measure: (models, some of these rows) -> sums, which add up over any split of the rows. The
+            mean of each is in the batch of `forward`, by its name, [B], without a gradient.
     """
 
     rows: Callable[[Batch], Batch]
@@ -115,29 +119,32 @@ class FirstPass(NamedTuple):
 
 
 def means_of_rows(sums: Mapping[str, Sum], rows: int) -> Batch:
-    """The mean of each sum for each row, [B]."""
+    """Broadcast the mean of each sum to all rows, [B]."""
     return {name: jnp.broadcast_to(found.mean(), (rows,)) for name, found in sums.items()}
 
 
 class Objective(NamedTuple):
-    """A loss of named terms.
+    """A loss of named terms, with its metrics.
 
-    factors: what each term's mean is multiplied with.
-    denominators: of the terms of a whole batch, from the batch alone; they must add up over any
-        split of its rows.
-    forward: (models, micro-batch, scales) -> Result, where scales holds factor / denominator for
-        each term. Its sums have at least the one that `counted` names. What the policy's layers say
-        is added by `with_layers`.
-    models: names of those that it needs, the policy among them. Only the policy is trained.
-    loss: the sum whose mean is the loss of a run: it is recorded as `loss`, drawn, watched for
-        anomalies, and tells which evaluation is the best. One of the sums that are also evaluated.
-    recorded: what is recorded of a step beside the loss, in the order of the record.
-    evaluated: what is recorded of an evaluation beside what is counted.
-    arrays: what a batch for training has beside what every batch has: float32, of each token ("BT")
-        or of each row ("B"), or several numbers of each token.
-    first_pass: what must be known of a whole batch before; None: nothing.
-    counted: the sum whose weight is the summed loss mask of the targets, and whose total is finite
-        if the loss is: `nll`, the negative log-likelihood of the targets, where there is one.
+    Attributes:
+        factors: the factor of each term's mean.
+        denominators: returns the denominator of each term from the whole batch; they must add up
+            over any split of its rows.
+        forward: (models, micro-batch, scales) -> Result. `scales` holds factor / denominator for
+            each term. The sums include the one that `counted` names. `with_layers` adds the terms
+            of the policy's layers.
+        models: names of the models that it needs, the policy among them. Only the policy is
+            trained.
+        loss: the metric whose mean is the loss of a run: it is recorded as `loss`, plotted, watched
+            for anomalies, and decides the best evaluation. It is one of the evaluated sums.
+        recorded: metrics of a step beside the loss, in the order of the record.
+        evaluated: metrics of an evaluation beside `counted`.
+        arrays: additional arrays of a training batch: float32, per token ("BT") or per row ("B"),
+            or several numbers per token.
+        first_pass: the pass over the whole batch that must come first; None: there is none.
+        counted: the sum whose weight is the summed loss mask of the targets, and whose total is
+            finite if the loss is: `nll`, the negative log-likelihood of the targets, if there is
+            one.
     """
 
     factors: Mapping[str, float]
@@ -152,9 +159,9 @@ class Objective(NamedTuple):
     counted: str = NLL.name
 
     def scales(self, batch: Batch, loss_scale: Array | float = 1.0) -> dict[str, Array]:
-        """factor * loss_scale / denominator of each term.
+        """Return factor * loss_scale / denominator of each term.
 
-        Where the whole batch has nothing of a term, the denominator is 1.
+        The denominator is 1 if the whole batch has nothing to count for a term.
         """
         counts = self.denominators(batch)
         scales = {}
@@ -164,8 +171,8 @@ class Objective(NamedTuple):
         return scales
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Sum]:
-        """What is evaluated: what is counted, and what `evaluated` names. Nothing is random. The
-        batch is a whole one to the first pass."""
+        """Evaluate `counted` and the metrics in `evaluated`, without noise. The first pass treats
+        this batch as the whole batch."""
         batch = {name: x for name, x in batch.items() if name not in ("keys", "steps")}
         if self.first_pass is not None:
             sums = self.first_pass.measure(models, self.first_pass.rows(batch))

@@ -1,10 +1,10 @@
-"""On-policy distillation: a model learns, on completions that it has sampled itself, the
-distributions of a frozen teacher.
+"""On-policy distillation: a model learns the distributions of a frozen teacher on completions that
+it sampled itself.
 
-A batch holds completions behind their prompts, as documents that are packed into rows, with a loss
-mask that is 1 for the tokens of completions: see rl/rollouts.py, which makes it. The loss is the
-divergence of both models' whole distributions at each of these tokens. No gradient goes through the
-sampling, as in the paper.
+A batch holds completions after their prompts, as documents that are packed into rows;
+rl/rollouts.py makes it. The loss mask is 1 for the tokens of completions. The loss is the
+divergence of both models' full distributions at each of these tokens. As in the paper, no gradient
+goes through the sampling.
 
 Source: Agarwal et al., https://arxiv.org/abs/2306.13649 (generalised knowledge distillation, all of
     it on-policy); Gu et al., https://arxiv.org/abs/2306.08543.
@@ -48,20 +48,20 @@ def on_policy(
     regularization: RegularizationConfig = NO_NOISE,
     beta: float = 0.5,
 ) -> Objective:
-    """temperature^2 * divergence of each token of completions from the teacher.
+    """Build the objective: temperature^2 * the divergence from the teacher at each token of
+    completions.
 
-    Recorded:
-        distill: the divergence, which is the loss of the run.
-        agreement: where both find the same token most likely.
-        entropy: of the policy's distributions, at the temperature.
+    Recorded: distill: the divergence, which is the loss of the run. agreement: share of targets
+        where both models have the same likeliest token. entropy: of the policy's distributions, at
+        the temperature.
 
     Args:
-        temperature, kind, beta: of the divergence, as of `distill`.
-        normalize: what it is a mean of, as of `next_token`.
-        regularization: what is random where the batch has keys.
+        temperature, kind, beta: as for `distill`.
+        normalize: what the divergence is averaged over, as for `next_token`.
+        regularization: noise and dropout, applied if the batch has keys.
 
     Raises:
-        ValueError: a number or a name that is none of these.
+        ValueError: an argument is out of range.
     """
     require_divergence(temperature, kind, beta)
     loss = Quantity("distill", unit_of(temperature))

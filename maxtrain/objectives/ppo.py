@@ -1,7 +1,7 @@
 """Reinforcement learning with a value of each token: PPO.
 
-A batch is one of objectives/grpo.py, but for advantages, which here are of each token, and it has
-values and returns beside them. They are computed when a rollout is made: see rl/returns.py.
+A batch has the arrays of objectives/grpo.py, but with an advantage for each token, and with values
+and returns. These are computed when a rollout is made: see rl/returns.py.
 
 Source: Schulman et al., https://arxiv.org/abs/1707.06347; for language models Ouyang et al.,
     https://arxiv.org/abs/2203.02155.
@@ -38,8 +38,8 @@ from maxtrain.ops.policy_loss import Clip, clipped_value_loss, policy_loss
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
-# Array of a batch beside those of GRPO, float32 of each token [B, T]: what a value should have
-# been, which is the advantage before it is whitened plus the value.
+# Additional array of a batch, float32 per token [B, T]: the target of the value, which is the
+# unwhitened advantage plus the value.
 RETURNS = "returns"
 
 
@@ -49,26 +49,25 @@ def ppo(
     regularization: RegularizationConfig = NO_NOISE,
     is_exact: bool = False,
 ) -> Objective:
-    """The clipped loss of the policy plus vf_coef times that of values, both means over tokens.
+    """Build the objective: the clipped policy loss plus vf_coef times the value loss, both means
+    over tokens.
 
-    The value of a token is that of what stands before it: both are of the same hidden state.
+    The value of a token is the value of the text before it, from the hidden state that predicts the
+        token.
 
-    Recorded beside `nll`, which is that of the tokens that were sampled:
-        policy_loss, value_loss: what is minimised, without the coefficient.
-        kl: of the policy and the reference; only with kl_coef. Its estimate is k1, whatever the
-            reward has.
-        entropy: of the policy's distributions.
-        ratio: of the policy now and when the completions were taken up.
-        clipped_low, clipped_high: the share of tokens whose gradient is cut off.
-        value_clipped: likewise of values.
-        value, returns: means.
-        sampler_gap: how far the sampler's log-probabilities are from those of training.
+    Recorded beside `nll` of the sampled tokens: policy_loss, value_loss: what is minimised, without
+        the coefficient. kl: of the policy and the reference; only with kl_coef. Its estimate is k1,
+        whatever the reward has. entropy: of the policy's distributions. ratio: of the policy now
+        and when the completions were taken up. clipped_low, clipped_high: the share of tokens whose
+        gradient is cut off. value_clipped: the share of tokens whose value loss is clipped. value,
+        returns: means. sampler_gap: how far the sampler's log-probabilities are from those of
+        training.
 
     Args:
-        config: the numbers of both losses.
-        temperature: divides the logits, as of the sampler.
-        regularization: what is random where the batch has keys.
-        is_exact: as of `pass_through` in grpo.py.
+        config: the settings of both losses.
+        temperature: divisor of the logits, as for the sampler.
+        regularization: noise and dropout, applied if the batch has keys.
+        is_exact: as for `pass_through` in grpo.py.
     """
     clip = Clip(config.cliprange, config.cliprange)
     factors = {"policy": 1.0, "value": config.vf_coef, LAYERS: 1.0}
@@ -94,13 +93,13 @@ def ppo(
 
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
         if ADVANTAGES not in batch:
-            # Of an evaluation set: nobody sampled it.
+            # An evaluation set has no sampled completions.
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out, found = pass_through(policy, batch, temperature, regularization, is_exact)
         values = policy.values(out.hidden)
-        # In the first step that reads them, the policy is the old one still.
+        # In the first step that reads the completions, the policy is still the old one.
         is_first = batch[IS_FIRST][:, None] > 0
         old = jnp.where(is_first, jax.lax.stop_gradient(found.log_probs), batch[OLD])
         old_values = jnp.where(is_first, jax.lax.stop_gradient(values), batch[VALUES])

@@ -1,4 +1,4 @@
-"""Objectives by the names that configs call them."""
+"""Registry of objectives by their names in the config."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from maxtrain.objectives.reward import reward
 
 
 class Settings(NamedTuple):
-    """What objectives are made of; each takes what it needs."""
+    """The config sections that objectives are built from; each uses what it needs."""
 
     loss: LossConfig
     distill: DistillConfig
@@ -36,12 +36,12 @@ class Settings(NamedTuple):
     grpo: GrpoConfig
     ppo: PpoConfig
     regularization: RegularizationConfig
-    # As of `next_token`.
+    # As for `next_token`.
     normalize: str
     num_sources: int
-    # As of `grpo`.
+    # As for `grpo`.
     is_exact: bool = False
-    # As of `reward`.
+    # As for `reward`.
     has_end_marks: bool = True
 
 
@@ -109,7 +109,7 @@ OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
 
 
 def make_objective(name: str, settings: Settings) -> Objective:
-    """The objective of this name, at the worst embeddings nearby too if the config says so."""
+    """Build the objective of this name, with adversarial training if the config says so."""
     objective = OBJECTIVES[name](settings)
     if settings.loss.adversarial:
         return adversarial(objective, settings.loss)

@@ -1,13 +1,12 @@
-"""Reward models: a score of answers, by which the chosen answer of a pair is above the rejected
-one.
+"""Reward models: a score of answers that ranks the chosen answer of a pair above the rejected one.
 
-Pairs lie in rows as those of objectives/dpo.py do. The model reads each answer as it is, behind its
-prompt, and the score at its last token is its reward. Where documents have end marks, the targets
-of a row are the tokens of its documents, of which the last is the end mark. Where they have none,
-as what a chat template wrote, the inputs of a row are the tokens of its documents.
+Pairs lie in rows as for objectives/dpo.py. The model reads each answer after its prompt, and the
+score at its last token is its reward. If documents have end-of-document tokens, the targets of a
+row are all tokens of its documents, ending with that token. If they have none, as in rendered
+chats, the inputs of a row are all tokens of its documents.
 
-Source: Ouyang et al., https://arxiv.org/abs/2203.02155; the loss and the regulariser name theirs in
-    ops/preference.py.
+Source: Ouyang et al., https://arxiv.org/abs/2203.02155; ops/preference.py names the sources of the
+    loss and the regulariser.
 """
 
 import jax
@@ -32,7 +31,7 @@ from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum, sums_of_pairs
 
 PREFERENCE = Quantity("preference", "nats per pair")
-# How much better the chosen answer of each position's pair is.
+# The array with the margin of each position's pair: how much better the chosen answer is.
 _MARGIN = "value"
 _TARGETS = "targets"
 
@@ -42,8 +41,8 @@ def reward(
     regularization: RegularizationConfig = NO_NOISE,
     has_end_marks: bool = True,
 ) -> Objective:
-    """The mean over pairs of Bradley and Terry's loss, plus `centre_weight` times the mean square
-    of the sums of their rewards.
+    """Build the objective: the mean over pairs of the Bradley-Terry loss, plus `centre_weight`
+    times the mean square of the sum of their rewards.
 
     Recorded:
         preference: the loss without the regulariser.
@@ -53,10 +52,10 @@ def reward(
 
     Args:
         config: weight of the regulariser, and whether the data's margins are read.
-        regularization: what is random where the batch has keys.
-        has_end_marks: whether the documents of the data have end marks.
+        regularization: noise and dropout, applied if the batch has keys.
+        has_end_marks: whether the documents of the data have end-of-document tokens.
     """
-    # The array that has all tokens of documents.
+    # The array that holds all tokens of the documents.
     tokens = "targets" if has_end_marks else "inputs"
     factors = {"preference": 1.0, LAYERS: 1.0}
     recorded = [
@@ -121,13 +120,13 @@ def reward(
 
 
 def _are_there(batch: Batch) -> Bool[Array, "B P"]:
-    """Which pairs have targets in both answers."""
+    """Return which pairs have targets in both answers."""
     mask = batch["loss_mask"].astype(jnp.float32)
     return (sums_of_pairs(mask, batch["segment_ids"]) > 0).all(-1)
 
 
 def _is_end(batch: Batch) -> Bool[Array, "B T"]:
-    """Where the documents of rows end."""
+    """Return where the documents of rows end."""
     segments = batch["segment_ids"]
     after = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
     return (segments > 0) & (segments != after)
