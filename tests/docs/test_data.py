@@ -24,9 +24,9 @@ def folder(tmp_path_factory):
             (folder / name / f"{number}.txt").write_text(
                 f"{name} " + " ".join(rng.choices(words, k=100))
             )
-    conversation, chat_map = blocks(TEXT, "json")
+    conversation, question, chat_map = blocks(TEXT, "json")
     (folder / "map.json").write_text(chat_map)
-    _write_questions(folder / "questions.jsonl")
+    _write_questions(folder / "questions.jsonl", question)
     (folder / "chat" / "a.jsonl").write_text(conversation * 40)
     (template,) = blocks(TEXT, "jinja")
     (folder / "plain.jinja").write_text(template)
@@ -43,11 +43,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def _write_questions(path):
-    """Columns for --map: the line that the text shows, and one like it."""
-    (shown,) = re.findall(r"^`(\{\"question\".*\})`:$", TEXT, re.MULTILINE)
+def _write_questions(path, shown):
+    """Write columns for --map: the line that the page shows, and a similar one."""
     other = json.loads(shown) | {"question": "1 + 1?", "hint": "", "answer": "2"}
-    path.write_text(f"{shown}\n{json.dumps(other)}\n")
+    path.write_text(f"{shown.strip()}\n{json.dumps(other)}\n")
 
 
 def _write_preferences(folder, rng, words):
