@@ -3,10 +3,10 @@
     python -m benchmarks.experts [--write] [--steps 300]
 
 A small model of eight experts, two for each token, learns a random table that gives each token from
-the two before it; some tokens are far more frequent than others. It is trained without anything that
-evens out the shares of experts, and with each kind. Then the forward and backward pass of one block
-of experts is timed with each kernel, beside a dense block with the units of a token's experts.
-tests/train_step/test_expert_balance.py uses `train`, too.
+the two before it; some tokens are far more frequent than others. It is trained without anything
+that evens out the shares of experts, and with each kind. Then the forward and backward pass of one
+block of experts is timed with each kernel, beside a dense block with the units of a token's
+experts. tests/train_step/test_expert_balance.py uses `train`, too.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from maxtrain.models.specs import LayerSpec, MlpSpec
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train_step.optimizer import make_optimizer
 from maxtrain.train_step.schedule import make_schedule
@@ -179,7 +179,7 @@ def block(spec: LayerSpec, embed_dim: int, compute: str) -> nnx.Module:
     config = ModelConfig(embed_dim=embed_dim, num_layers=2)
     init = Initializer(InitConfig(), config, "float32")
     make = FEED_FORWARDS[type(spec.mlp)]
-    return make(spec, embed_dim, init, Recipe.of(compute), nnx.Rngs(params=0))
+    return make(spec, embed_dim, init, MatmulPrecision.of(compute), nnx.Rngs(params=0))
 
 
 def seconds(run: Callable[[], Array], repeats: int) -> float:

@@ -1,5 +1,5 @@
-"""How fast weights of a Hugging Face directory are read, and imported whole, compared with the disk's
-own speed; and how much memory it takes.
+"""How fast weights of a Hugging Face directory are read, and imported whole, compared with the
+disk's own speed; and how much memory it takes.
 
     python -m benchmarks.imports [--mb 1000] [--rounds 3] [--directory DIR]
 
@@ -97,7 +97,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     leaves = dict(zip(leaf_names(abstract), jax.tree.leaves(abstract), strict=True))
     shapes = {}
     for entry in FAMILIES[config.family].table(config):
-        shapes |= entry.their_shapes([leaves[name].shape for name in entry.ours])
+        shapes |= entry.tensor_shapes([leaves[name].shape for name in entry.params])
     return shapes
 
 
@@ -108,8 +108,9 @@ def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], part: Part)
 
 
 def touch(num_bytes: int) -> None:
-    """Has the kernel use so much memory and give it back. A virtual machine gets memory that it has not
-    used lately from its host, at a fraction of a disk's speed: what is timed is to pay for none.
+    """Has the kernel use so much memory and give it back. A virtual machine gets memory that it has
+    not used lately from its host, at a fraction of a disk's speed: what is timed is to pay for
+    none.
 
     The memory is taken as numpy takes that of large arrays, in pages of 2 MiB: a kernel hands free
     blocks of that size to the host and takes small pages from others, so that small ones say
@@ -135,8 +136,8 @@ def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def one(what: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
-    """In a process of its own: seconds, and memory beyond what it had before, of reading the weights
-    or of the whole import, with the seconds of the steps of that."""
+    """In a process of its own: seconds, and memory beyond what it had before, of reading the
+    weights or of the whole import, with the seconds of the steps of that."""
     # As the command does: programs that were compiled before are kept.
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])

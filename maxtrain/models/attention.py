@@ -4,20 +4,20 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxtrain.models.cache import KVCache
-from maxtrain.models.context import WEIGHTS, Context, Noise
+from maxtrain.models.context import WEIGHTS, Context, TrainNoise
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import Linear
 from maxtrain.models.norm import head_norm, normalised
 from maxtrain.models.specs import AttentionSpec, LayerSpec
 from maxtrain.ops.attention import Dropout, attention, with_cache
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.dropout import fold
 from maxtrain.ops.names import QKV, named
 from maxtrain.ops.rope import apply_rope
 from maxtrain.parallel.sharding import constrain
 
 
-def dropout_of(noise: Noise | None) -> Dropout | None:
+def dropout_of(noise: TrainNoise | None) -> Dropout | None:
     """Of attention weights, if a step has it."""
     if noise is None or not noise.config.attention_dropout:
         return None
@@ -42,7 +42,7 @@ class Attention(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ):
         mixer = spec.mixer

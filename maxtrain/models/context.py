@@ -22,7 +22,7 @@ ROUTER = 1_000_004
 _ADAPTER = 1_000_005
 
 
-class Noise(NamedTuple):
+class TrainNoise(NamedTuple):
     """What is random in a training step."""
 
     config: RegularizationConfig
@@ -31,7 +31,7 @@ class Noise(NamedTuple):
     # How much of the noise of routers is left at this step, for each row.
     router_noise: Float[Array, "#B"] | float = 1.0
 
-    def layer(self, index: Int[Array, ""] | int, num_layers: int) -> "Noise":
+    def layer(self, index: Int[Array, ""] | int, num_layers: int) -> "TrainNoise":
         """That of one layer."""
         depth = (jnp.asarray(index, jnp.float32) + 1) / num_layers
         return self._replace(keys=fold(self.keys, index), depth=depth)
@@ -76,6 +76,6 @@ class Context(NamedTuple):
     rotations: Mapping[RopeSpec, Rotation]
     # Which of the tokens of this pass see each other.
     mask: Mask
-    noise: Noise | None = None  # in training; in a layer its own
+    noise: TrainNoise | None = None  # in training; in a layer its own
     # In generation: what this pass adds to the caches.
     extension: Extension | None = None

@@ -13,7 +13,7 @@ from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import attach
 from maxtrain.models.cache import Caches, Extension
-from maxtrain.models.context import Context, Noise, Rotation
+from maxtrain.models.context import Context, Rotation, TrainNoise
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import FEED_FORWARDS
 from maxtrain.models.linear import Linear
@@ -26,30 +26,30 @@ from maxtrain.models.summary import Summary
 from maxtrain.ops.attention.context_split import Split
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.cross_entropy import soft_capped
-from maxtrain.ops.dot import Recipe, dot
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.dot import MatmulPrecision, dot
+from maxtrain.ops.quantity import Metric
 from maxtrain.ops.rope import row_lengths
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.sharding import constrain, constrain_residual, gather_residual
 
 Ids = Int[Array, "B T"]
 
 
-class Forward(NamedTuple):
+class DecoderOut(NamedTuple):
     """What one pass through a decoder gives.
 
     Attributes:
         hidden: normalised last hidden states, of the type of activations.
-        terms: of the loss, each times its factor; summed over tokens and layers.
-        stats: what is recorded; summed over layers.
-        observed: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`; and
-            what summaries are made of.
+        aux_losses: of the loss, each times its factor; summed over tokens and layers.
+        metrics: what is recorded; summed over layers.
+        buffer_inputs: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`;
+            and what summaries are made of.
     """
 
     hidden: Float[Array, "B T D"]
-    terms: dict[str, Sum]
-    stats: dict[str, Sum]
-    observed: dict[str, Array]
+    aux_losses: dict[str, WeightedSum]
+    metrics: dict[str, WeightedSum]
+    buffer_inputs: dict[str, Array]
 
 
 class Decoder(nnx.Module):
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         D = config.embed_dim
         tied = config.tie_embeddings and not config.score
         draw = Initializer(init, config, precision.params)
-        recipe = Recipe.of(precision.compute, precision.activations)
+        recipe = MatmulPrecision.of(precision.compute, precision.activations)
         self.config = config
         self.spec = spec
         self.precision = precision
@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
         norm_role = "tied_norm" if tied else "norm"
         self.final_norm = Norm(D, spec.norm, draw, norm_role)
         # Logits are rounded to a type of their own.
-        of_logits = Recipe.of(precision.compute)
+        of_logits = MatmulPrecision.of(precision.compute)
         head = None
         score = None
         if config.score:
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         if self.score is not None:
             return self.scores(hidden)[..., None]
         if self.head is None:
-            logits = dot(hidden, self.output_matrix(), Recipe.of(self.precision.compute))
+            logits = dot(hidden, self.output_matrix(), MatmulPrecision.of(self.precision.compute))
         else:
             logits = self.head(hidden)
         logits = soft_capped(logits, self.spec.logit_softcap)
@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
         segment_ids: Ids | None = None,
         positions: Ids | None = None,
         offset: Float[Array, "B T D"] | None = None,
-        noise: Noise | None = None,
+        noise: TrainNoise | None = None,
     ) -> Float[Array, "B T D"]:
         """Normalised last hidden states, of the type of activations; as of `forward`."""
         return self.forward(tokens, segment_ids, positions, offset, noise).hidden
@@ -163,8 +163,8 @@ class Decoder(nnx.Module):
         segment_ids: Ids | None = None,
         positions: Ids | None = None,
         offset: Float[Array, "B T D"] | None = None,
-        noise: Noise | None = None,
-    ) -> Forward:
+        noise: TrainNoise | None = None,
+    ) -> DecoderOut:
         """Last hidden states, and what the layers say.
 
         Args:
@@ -191,13 +191,13 @@ class Decoder(nnx.Module):
         rotations = self._rotations(positions, row_lengths(positions, mask.q_segments > 0))
         context = Context(rotations, mask, noise)
         out = self._run(x, context, None)
-        observed = out.said.observed_in_model()
+        buffer_inputs = out.aux.buffer_inputs_in_model()
         hidden = gather_residual(constrain_residual(self.final_norm(out.x)))
         hidden = split.leave(hidden)
-        return Forward(hidden, out.said.terms, out.said.stats, observed)
+        return DecoderOut(hidden, out.aux.aux_losses, out.aux.metrics, buffer_inputs)
 
-    def quantities(self) -> tuple[Quantity, ...]:
-        """What the layers say in `terms` and `stats`, each name once.
+    def quantities(self) -> tuple[Metric, ...]:
+        """What the layers say in `aux_losses` and `metrics`, each name once.
 
         ValueError: two layers mean different numbers by one name.
         """
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
                     )
         return tuple(named.values())
 
-    def recorded(self) -> tuple[Quantity, ...]:
+    def recorded(self) -> tuple[Metric, ...]:
         """All numbers of the layers that a step records."""
         of_summaries = [number for summary in self.summaries() for number in summary.quantities]
         return (*self.quantities(), *of_summaries)

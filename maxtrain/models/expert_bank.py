@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxtrain.models.lora_bank import BankParam, ChosenAdapters
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.experts import Kernel, Order, expert_dot, grouped_dot
 
 
@@ -40,7 +40,7 @@ def added_by_pairs(
     pairs: Order,
     block: int,
     kernel: Kernel,
-    recipe: Recipe,
+    recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
     """What rows get from the adapters of their pair of expert and set, float32.
 
@@ -50,7 +50,7 @@ def added_by_pairs(
         block, kernel: as of `grouped_dot`.
         recipe: of the product.
     """
-    exact = Recipe.of(recipe.inputs)
+    exact = MatmulPrecision.of(recipe.inputs)
     low = grouped_dot(x, a.reshape(-1, *a.shape[2:]), pairs, block, kernel, exact)
     return grouped_dot(low, b.reshape(-1, *b.shape[2:]), pairs, block, kernel, exact)
 
@@ -60,7 +60,7 @@ def added_by_sets(
     a: Float[Array, "E S I R"],
     b: Float[Array, "E S R O"],
     numbers: Int[Array, " M"],
-    recipe: Recipe,
+    recipe: MatmulPrecision,
 ) -> Float[Array, "E M O"]:
     """The same where all experts have as many rows: the adapters of every set for all rows, of
     which those of other sets are left out.
@@ -68,7 +68,7 @@ def added_by_sets(
     Args:
         numbers: of each row's set.
     """
-    exact = Recipe.of(recipe.inputs)
+    exact = MatmulPrecision.of(recipe.inputs)
     out = jnp.zeros((*x.shape[:2], b.shape[-1]), jnp.float32)
     for number in range(1, a.shape[1]):
         low = expert_dot(x, a[:, number], exact)

@@ -15,7 +15,7 @@ from data_pipeline.base.errors import ConfigError
 from maxtrain.models.expert_bank import added_by_pairs, added_by_sets
 from maxtrain.models.mlp import gated
 from maxtrain.models.specs import MoeSpec
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.expert_all_to_all import Exchange, Weights, exchanged, room_of, to_experts
 from maxtrain.ops.experts import (
@@ -78,7 +78,7 @@ class Work(NamedTuple):
     """
 
     moe: MoeSpec
-    recipe: Recipe
+    recipe: MatmulPrecision
     capacity: int | None
 
 
@@ -280,10 +280,10 @@ def _by_chosen(
         added_by_pairs, pairs=pairs, block=block, kernel=kernel, recipe=recipe
     )
 
-    def grouped(inputs: Array, matrices: Array, recipe: Recipe) -> Array:
+    def grouped(inputs: Array, matrices: Array, recipe: MatmulPrecision) -> Array:
         return grouped_dot(inputs, matrices, order, block, kernel, recipe)
 
-    def quantized(inputs: Array, stored: Quantized, recipe: Recipe) -> Array:
+    def quantized(inputs: Array, stored: Quantized, recipe: MatmulPrecision) -> Array:
         return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
 
     def biased(y: Array, bias: Array) -> Array:
@@ -303,13 +303,15 @@ class _Products(NamedTuple):
         biased: what was made, and the biases of experts, added up; float32.
     """
 
-    with_matrices: Callable[[Array, Array, Recipe], Array]
-    with_quantized: Callable[[Array, Quantized, Recipe], Array]
+    with_matrices: Callable[[Array, Array, MatmulPrecision], Array]
+    with_quantized: Callable[[Array, Quantized, MatmulPrecision], Array]
     of_bank: Callable[[Array, Array, Array], Array]
     biased: Callable[[Array, Array], Array]
 
 
-def _product(x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products) -> Array:
+def _product(
+    x: Array, weights: Weights, name: str, recipe: MatmulPrecision, products: _Products
+) -> Array:
     """x times the weights of a name, and its bias."""
     out = _without_bias(x, weights, name, recipe, products)
     bias = weights.get(f"{name}.bias")
@@ -319,7 +321,7 @@ def _product(x: Array, weights: Weights, name: str, recipe: Recipe, products: _P
 
 
 def _without_bias(
-    x: Array, weights: Weights, name: str, recipe: Recipe, products: _Products
+    x: Array, weights: Weights, name: str, recipe: MatmulPrecision, products: _Products
 ) -> Array:
     """Where weights are quantised, what the adapter adds is a product of its own."""
     kernel = weights.get(f"{name}.kernel")
@@ -332,7 +334,7 @@ def _without_bias(
         return (out.astype(jnp.float32) + added).astype(recipe.result)
     stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
     out = products.with_quantized(x, stored, recipe)
-    exact = Recipe.of(recipe.inputs)
+    exact = MatmulPrecision.of(recipe.inputs)
     low = products.with_matrices(x, weights[f"{name}.a"], exact)
     added = products.with_matrices(low, weights[f"{name}.b"], exact)
     return (out.astype(jnp.float32) + added).astype(recipe.result)

@@ -1,10 +1,10 @@
 """From our parameters to another format's tensors and back: one table serves both directions.
 
-A table is a list of `Entry`: the paths of our parameters, the names of their tensors, and the steps
-between. Every step has `forward`, from ours to theirs, and `inverse`. Both take and give arrays
-that are read piece by piece, so that a device's part of a parameter is read from a file without the
-rest, and one tensor is written without the others. All steps but `Offset` move numbers without
-changing them: import after export gives the same bits, and so does export after import.
+A table is a list of `ParamMapping`: the paths of our parameters, the names of their tensors, and
+the steps between. Every step has `forward`, from ours to theirs, and `inverse`. Both take and give
+arrays that are read piece by piece, so that a device's part of a parameter is read from a file
+without the rest, and one tensor is written without the others. All steps but `Offset` move numbers
+without changing them: import after export gives the same bits, and so does export after import.
 
 No jax here: the tables are read before a device is started.
 """
@@ -417,19 +417,19 @@ def _added(array: LazyArray, value: float) -> LazyArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ParamMapping:
     """Parameters of ours that become tensors of theirs together.
 
     Args:
-        ours: paths; several if a `Join` is among the steps.
-        theirs: names, with one `{}` for each `Stack` among the steps; several if there is a
+        params: our paths; several if a `Join` is among the steps.
+        tensors: their names, with one `{}` for each `Stack` among the steps; several if there is a
             `Split`, in its order.
         steps: from ours to theirs.
         dtype: that their tensors have in any file; None: that of the file.
     """
 
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
+    params: tuple[str, ...]
+    tensors: tuple[str, ...]
     steps: tuple[Step, ...] = ()
     dtype: str | None = None
 
@@ -441,21 +441,21 @@ class Entry:
 
     def names(self, shapes: Sequence[Shape]) -> list[str]:
         """The names of the tensors, in the order of the steps' arrays."""
-        return [name.format(*place) for place in self.places(shapes) for name in self.theirs]
+        return [name.format(*place) for place in self.places(shapes) for name in self.tensors]
 
     def pattern(self) -> str:
         """The names for people, with N for a number."""
-        return " + ".join(self.theirs).replace("{}", "N")
+        return " + ".join(self.tensors).replace("{}", "N")
 
     def forward(self, arrays: Sequence[LazyArray]) -> dict[str, LazyArray]:
-        """Their tensors by name, from our parameters in the order of `ours`."""
+        """Their tensors by name, from our parameters in the order of `params`."""
         names = self.names([array.shape for array in arrays])
         current = list(arrays)
         for step in self.steps:
             current = step.forward(current)
         return dict(zip(names, current, strict=True))
 
-    def their_shapes(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
         """The shape of each tensor there, from those of our parameters."""
         tensors = self.forward([_shape_only(tuple(shape)) for shape in shapes])
         return {name: tensor.shape for name, tensor in tensors.items()}
@@ -473,10 +473,12 @@ class Entry:
         arrays = [theirs[name] for name in self.names(shapes)]
         for step, given in zip(reversed(self.steps), reversed(before)):
             arrays = step.inverse(arrays, given)
-        return dict(zip(self.ours, arrays, strict=True))
+        return dict(zip(self.params, arrays, strict=True))
 
 
-def tensors_in_order(table: Sequence[Entry], ours: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+def tensors_in_order(
+    table: Sequence[ParamMapping], ours: Mapping[str, LazyArray]
+) -> dict[str, LazyArray]:
     """All tensors of a table, in the order in which models list theirs: layer by layer.
 
     Args:
@@ -489,17 +491,17 @@ def tensors_in_order(table: Sequence[Entry], ours: Mapping[str, LazyArray]) -> d
         previous = table[max(index - 1, 0)]
         if not (_is_stacked(entry) and _is_stacked(previous)):
             first = index
-        arrays = [ours[name] for name in entry.ours]
+        arrays = [ours[name] for name in entry.params]
         places = entry.places([array.shape for array in arrays])
         tensors = iter(entry.forward(arrays).items())
         for place in places:
-            for name, tensor in itertools.islice(tensors, len(entry.theirs)):
+            for name, tensor in itertools.islice(tensors, len(entry.tensors)):
                 found.append(((first, place[:1], index), name, tensor))
     found.sort(key=_sort_key)
     return {name: tensor for _, name, tensor in found}
 
 
-def _is_stacked(entry: Entry) -> bool:
+def _is_stacked(entry: ParamMapping) -> bool:
     return any(isinstance(step, Stack) for step in entry.steps)
 
 

@@ -22,19 +22,19 @@ from maxtrain.models.moe import Moe
 from maxtrain.models.norm import norm_of
 from maxtrain.models.specs import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary
-from maxtrain.ops.dot import Recipe
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.dot import MatmulPrecision
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.sharding import constrain_residual, gather_residual
 
 
 class LayerOut(NamedTuple):
-    """What a layer gives back; `terms`, `stats` and `observed` as of its blocks."""
+    """What a layer gives back; `aux_losses`, `metrics` and `buffer_inputs` as of its blocks."""
 
     x: Float[Array, "B T D"]
     cache: KVCache | None
-    terms: dict[str, Sum]
-    stats: dict[str, Sum]
-    observed: dict[str, Array]
+    aux_losses: dict[str, WeightedSum]
+    metrics: dict[str, WeightedSum]
+    buffer_inputs: dict[str, Array]
 
 
 # By the type of `LayerSpec.mixer`, what makes the block.
@@ -52,7 +52,7 @@ class FeedForward(Protocol):
         spec: LayerSpec,
         embed_dim: int,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ) -> Callable[[Array, Context], MlpOut]: ...
 
@@ -75,7 +75,7 @@ class DecoderLayer(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ):
         self.attention_norm = norm_of(spec, "attention", embed_dim, init)
@@ -102,12 +102,12 @@ class DecoderLayer(nnx.Module):
         inputs = x
         if self.mlp_norm is not None:
             inputs = constrain_residual(self.mlp_norm(x))
-        said = self.mlp(gather_residual(inputs), context)
-        out = constrain_residual(said.x)
+        block = self.mlp(gather_residual(inputs), context)
+        out = constrain_residual(block.x)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
         if noise is not None:
             out = noise.added(out, 1)
         x = constrain_residual(x + out)
-        observed = {f"mlp.{path}": value for path, value in said.observed.items()}
-        return LayerOut(x, cache, said.terms, said.stats, observed)
+        buffer_inputs = {f"mlp.{path}": value for path, value in block.buffer_inputs.items()}
+        return LayerOut(x, cache, block.aux_losses, block.metrics, buffer_inputs)

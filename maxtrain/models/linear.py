@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.expert_bank import ExpertBank
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.lora import Adapter
 from maxtrain.models.lora_bank import AdapterBank
 from maxtrain.models.quantized import Kernel, QuantizedKernel, kernel_of
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.quantized import quantized_dot
 from maxtrain.parallel.sharding import Axes
 
@@ -39,7 +39,7 @@ class Linear(nnx.Module):
         inputs: dict[str, int],
         outputs: dict[str, int],
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         role: Role = "hidden",
         bias: bool = False,
     ):
@@ -65,7 +65,9 @@ class Linear(nnx.Module):
         assert isinstance(self.adapter, Adapter), "a bank has other weights for each row"
         return self.adapter.adapted(kernel)
 
-    def __call__(self, x: Float[Array, "..."], noise: Noise | None = None) -> Float[Array, "..."]:
+    def __call__(
+        self, x: Float[Array, "..."], noise: TrainNoise | None = None
+    ) -> Float[Array, "..."]:
         """[..., *inputs] -> [..., *outputs], of the recipe's type.
 
         Args:
@@ -96,7 +98,7 @@ class Linear(nnx.Module):
         adapter: Adapter,
         x: Float[Array, "*b i"],
         out: Float[Array, "*b o"],
-        noise: Noise | None,
+        noise: TrainNoise | None,
     ) -> Float[Array, "*b o"]:
         """The product `out` with what its adapter changes, float32.
 
@@ -143,7 +145,7 @@ class ExpertLinear(nnx.Module):
         inputs: dict[str, int],
         outputs: dict[str, int],
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         role: Role = "hidden",
         bias: bool = False,
     ):

@@ -19,9 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from maxtrain.config.schema import LoraConfig
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.init import Initializer
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.parallel.sharding import Axes
 
 
@@ -92,14 +92,14 @@ class Adapter(nnx.Module):
         self.dropout = lora.dropout
         self.place = place
 
-    def seen(self, x: Float[Array, "B *s"], noise: Noise | None) -> Float[Array, "B *s"]:
+    def seen(self, x: Float[Array, "B *s"], noise: TrainNoise | None) -> Float[Array, "B *s"]:
         """What A is multiplied with: x itself, or in training what dropout leaves of it."""
         if noise is None or not self.dropout:
             return x
         return noise.of_adapter(x, self.place, self.dropout)
 
     def added(
-        self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], recipe: Recipe
+        self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], recipe: MatmulPrecision
     ) -> Float[Array, "*b o"]:
         """The product with s (x A) B, float32.
 
@@ -109,7 +109,7 @@ class Adapter(nnx.Module):
             recipe: of the product.
         """
         a, b = self._matrices()
-        exact = Recipe.of(recipe.inputs)
+        exact = MatmulPrecision.of(recipe.inputs)
         return out.astype(jnp.float32) + self.scale * dot(dot(x, a, exact), b, exact)
 
     def scaled(

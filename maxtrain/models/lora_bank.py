@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 
 
@@ -49,7 +49,7 @@ class AdapterBank(nnx.Module):
         self.chosen = ChosenAdapters(jnp.zeros((*scale.shape[:-1], 1), jnp.int32))
 
     def __call__(
-        self, x: Float[Array, "B T I"], out: Float[Array, "B T O"], recipe: Recipe
+        self, x: Float[Array, "B T I"], out: Float[Array, "B T O"], recipe: MatmulPrecision
     ) -> Float[Array, "B T O"]:
         """The product with the adapters of each row.
 

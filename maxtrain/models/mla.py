@@ -12,7 +12,7 @@ from maxtrain.models.linear import Linear
 from maxtrain.models.norm import Norm
 from maxtrain.models.specs import LatentSpec, LayerSpec, NormSpec
 from maxtrain.ops.attention import attention, with_cache
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import QKV, named
 from maxtrain.ops.rope import apply_rope
@@ -38,7 +38,7 @@ class LatentAttention(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ):
         mixer = spec.mixer

@@ -14,10 +14,10 @@ from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import Linear
 from maxtrain.models.specs import Activation, LayerSpec, MlpSpec
 from maxtrain.models.summary import Summary
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.names import GATE_UP, named
 from maxtrain.ops.recompute import elementwise
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.sharding import constrain
 
 
@@ -27,12 +27,12 @@ class MlpOut(NamedTuple):
     x: Float[Array, "B T D"]
     # Of the loss, each times its factor, and summed over tokens: the sum over layers is divided by
     # the number of the batch's tokens.
-    terms: dict[str, Sum]
+    aux_losses: dict[str, WeightedSum]
     # What is recorded.
-    stats: dict[str, Sum]
+    metrics: dict[str, WeightedSum]
     # What buffers are updated from, by their path in the block, and summaries are made of, by their
     # names; summed over tokens.
-    observed: dict[str, Array]
+    buffer_inputs: dict[str, Array]
 
 
 # GELU in the form with tanh: Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415.
@@ -73,7 +73,7 @@ class Mlp(nnx.Module):
         spec: LayerSpec,
         embed_dim: int,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ):
         mlp = spec.mlp

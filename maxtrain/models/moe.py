@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.models.buffer import Buffer
-from maxtrain.models.context import ROUTER, Context, Noise
+from maxtrain.models.context import ROUTER, Context, TrainNoise
 from maxtrain.models.expert_bank import ExpertBank
 from maxtrain.models.expert_products import Layout, Taken, Work, share
 from maxtrain.models.init import Initializer, Role
@@ -21,9 +21,9 @@ from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.mlp import Mlp, MlpOut
 from maxtrain.models.specs import LayerSpec, MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.dropout import fold
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 from maxtrain.ops.routing import (
     Routing,
     capacity_of,
@@ -35,7 +35,7 @@ from maxtrain.ops.routing import (
     within_capacity,
     z_of,
 )
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.sharding import (
     LENGTH,
     RESIDUAL_LENGTH,
@@ -84,9 +84,9 @@ LOAD = Summary(
     "load",
     1,
     (
-        Quantity("expert_max_load", "equal shares, of the busiest expert of any layer"),
-        Quantity("expert_load_entropy", "of that of equal shares, mean over layers"),
-        Quantity("dead_experts", "experts of all layers without a token"),
+        Metric("expert_max_load", "equal shares, of the busiest expert of any layer"),
+        Metric("expert_load_entropy", "of that of equal shares, mean over layers"),
+        Metric("dead_experts", "experts of all layers without a token"),
     ),
     load_numbers,
 )
@@ -110,7 +110,7 @@ class Moe(nnx.Module):
         spec: LayerSpec,
         embed_dim: int,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         rngs: nnx.Rngs,
     ):
         moe = spec.mlp
@@ -120,7 +120,7 @@ class Moe(nnx.Module):
         expert_width = {"expert_embed": embed_dim}
         units = {"mlp": moe.width}
         biases = spec.biases
-        exact = Recipe.of("float32")
+        exact = MatmulPrecision.of("float32")
         self.router = Linear(
             rngs.params(), width, {"router": E}, init, exact, "head", "router" in biases
         )
@@ -165,8 +165,8 @@ class Moe(nnx.Module):
         logits = constrain(logits, "activation_batch", LENGTH, None)
         routing = self._route(logits, is_token)
         load = choices_of(routing.experts, moe.num_experts).sum(0)
-        terms = self._terms(routing, logits, is_token)
-        stats = {}
+        aux_losses = self._aux_losses(routing, logits, is_token)
+        metrics = {}
         places = jnp.zeros_like(routing.experts)
         sets = self._sets(x.shape[0], x.shape[1])
         taken = Taken(routing.experts, routing.weights, places, sets)
@@ -178,7 +178,7 @@ class Moe(nnx.Module):
             )
             kept = within_capacity(routing.experts, moe.num_experts, capacity)
             taken = Taken(kept.experts, routing.weights, kept.places, sets)
-            stats["expert_dropped"] = kept.dropped
+            metrics["expert_dropped"] = kept.dropped
         out = self._experts(x, taken, capacity, context.extension is not None)
         if self.shared is not None:
             shared = self.shared(x, context).x.astype(jnp.float32)
@@ -186,10 +186,10 @@ class Moe(nnx.Module):
                 of_gate = self.shared_gate(x.astype(jnp.float32), context.noise)
                 shared = shared * jax.nn.sigmoid(of_gate)
             out = out + shared
-        observed = {"load": load}
+        buffer_inputs = {"load": load}
         if self.correction is not None:
-            observed["correction"] = load
-        return MlpOut(out.astype(self.recipe.result), terms, stats, observed)
+            buffer_inputs["correction"] = load
+        return MlpOut(out.astype(self.recipe.result), aux_losses, metrics, buffer_inputs)
 
     def _sets(self, num_rows: int, length: int) -> Int[Array, "B T 1"]:
         """The number of the adapters that each token's row has; 0 where rows have none of their
@@ -201,7 +201,7 @@ class Moe(nnx.Module):
                 numbers = linear.adapter.of_rows(num_rows)
         return jnp.broadcast_to(numbers[:, None, None], (num_rows, length, 1))
 
-    def _logits(self, x: Float[Array, "B T D"], noise: Noise | None) -> Float[Array, "B T E"]:
+    def _logits(self, x: Float[Array, "B T D"], noise: TrainNoise | None) -> Float[Array, "B T E"]:
         """The router's, with noise in training."""
         inputs = x.astype(jnp.float32)
         if noise is None or noise.config.router_noise == "none":
@@ -230,22 +230,22 @@ class Moe(nnx.Module):
             best_of_group=moe.best_of_group,
         )
 
-    def _terms(
+    def _aux_losses(
         self, routing: Routing, logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]
-    ) -> dict[str, Sum]:
+    ) -> dict[str, WeightedSum]:
         """What the router adds to the loss."""
         choice = self.spec.routing
         count = is_token.sum().astype(jnp.float32)
-        terms = {}
+        aux_losses = {}
         if choice.balance:
             whole = None
             if self.whole_load is not None:
                 whole = self.whole_load[...]
             uneven = imbalance(routing, choice.balance_scope, whole)
-            terms["expert_balance_loss"] = Sum(choice.balance * uneven, count)
+            aux_losses["expert_balance_loss"] = WeightedSum(choice.balance * uneven, count)
         if choice.z_loss:
-            terms["router_z_loss"] = Sum(choice.z_loss * z_of(logits, is_token), count)
-        return terms
+            aux_losses["router_z_loss"] = WeightedSum(choice.z_loss * z_of(logits, is_token), count)
+        return aux_losses
 
     def _experts(
         self, x: Float[Array, "B T D"], taken: Taken, capacity: int | None, generates: bool

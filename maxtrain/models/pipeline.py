@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from maxtrain.config.schema import PipelineConfig
-from maxtrain.models.context import Context, Noise, Rotation
+from maxtrain.models.context import Context, Rotation, TrainNoise
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.sharding import (
@@ -213,7 +213,7 @@ def with_rows(context: Context, rows: Rows) -> Context:
         mask.in_order,
         mask.exchange,
     )
-    noise: Noise | None = context.noise
+    noise: TrainNoise | None = context.noise
     if noise is not None:
         assert rows.keys is not None
         assert rows.router_noise is not None

@@ -15,36 +15,38 @@ from maxtrain.models.layers import LayerOut
 from maxtrain.models.pipeline import form_for, pipelined
 from maxtrain.models.remat import rematerialized
 from maxtrain.models.stack import Stack
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.host_memory import on_device
 from maxtrain.parallel.sharding import stages
 
-Sums = dict[str, Sum]
+Sums = dict[str, WeightedSum]
 
 
-class Said(NamedTuple):
+class LayerAux(NamedTuple):
     """What layers give back beside activations."""
 
-    terms: Sums  # of the loss, added up over layers
-    stats: Sums  # what is recorded, added up over layers
+    aux_losses: Sums  # of the loss, added up over layers
+    metrics: Sums  # what is recorded, added up over layers
     # By the path of the buffer, such as `0.mlp.bias`; [R, ...] for a place in the period.
-    observed: dict[str, Array]
+    buffer_inputs: dict[str, Array]
 
-    def also(self, name: str, terms: Sums, stats: Sums, observed: dict[str, Array]) -> "Said":
-        """And what one more layer, or place in the period, says."""
-        by_path = {f"{name}.{path}": value for path, value in observed.items()}
-        return Said(
-            added_by_name(self.terms, terms),
-            added_by_name(self.stats, stats),
-            self.observed | by_path,
+    def merged(
+        self, name: str, aux_losses: Sums, metrics: Sums, buffer_inputs: dict[str, Array]
+    ) -> "LayerAux":
+        """These outputs with those of one more layer, or of one more place in the period."""
+        by_path = {f"{name}.{path}": value for path, value in buffer_inputs.items()}
+        return LayerAux(
+            added_by_name(self.aux_losses, aux_losses),
+            added_by_name(self.metrics, metrics),
+            self.buffer_inputs | by_path,
         )
 
-    def observed_in_model(self) -> dict[str, Array]:
-        """What was observed, by the path in the model."""
-        return {f"layers.{path}": value for path, value in self.observed.items()}
+    def buffer_inputs_in_model(self) -> dict[str, Array]:
+        """The inputs of buffers, by the path of the buffer in the model."""
+        return {f"layers.{path}": value for path, value in self.buffer_inputs.items()}
 
 
-NOTHING = Said({}, {}, {})
+NOTHING = LayerAux({}, {}, {})
 
 
 class StackOut(NamedTuple):
@@ -52,7 +54,7 @@ class StackOut(NamedTuple):
 
     x: Float[Array, "B T D"]
     caches: Caches | None
-    said: Said
+    aux: LayerAux
 
 
 class Inputs(NamedTuple):
@@ -63,13 +65,13 @@ class Inputs(NamedTuple):
     index: Array | None  # of the layer, where something is random
 
 
-class Kept(NamedTuple):
+class ScannedLayerOut(NamedTuple):
     """What is kept of a layer's output until all have run."""
 
     cache: KVCache | None
-    terms: Sums
-    stats: Sums
-    observed: dict[str, Array]
+    aux_losses: Sums
+    metrics: Sums
+    buffer_inputs: dict[str, Array]
 
 
 def run_layers(
@@ -95,7 +97,7 @@ def run_layers(
     if context.noise is not None:
         indices = jnp.arange(spec.num_layers)
     in_period = len(spec.period) * spec.repeats
-    run = _Run(stack, context, config, caches, indices)
+    run = _LayerScan(stack, context, config, caches, indices)
     for number, name in enumerate(stack.prefix_names()):
         x = run.single(name, number, x)
     x = run.period(x, len(spec.prefix))
@@ -104,10 +106,10 @@ def run_layers(
     new_caches = None
     if caches is not None:
         new_caches = {name: run.new_caches[name] for name in caches}
-    return StackOut(x, new_caches, run.said)
+    return StackOut(x, new_caches, run.aux)
 
 
-class _Run:
+class _LayerScan:
     """One pass through a stack, and what it has gathered so far."""
 
     def __init__(
@@ -124,7 +126,7 @@ class _Run:
         self._caches = caches
         self._indices = indices
         self.new_caches: Caches = {}
-        self.said = NOTHING
+        self.aux = NOTHING
 
     def single(self, name: str, number: int, x: Array) -> Array:
         """A layer of the prefix or of the rest."""
@@ -136,7 +138,7 @@ class _Run:
         out = layer(x, Inputs(params, self._cache(name), index))
         if out.cache is not None:
             self.new_caches[name] = out.cache
-        self.said = self.said.also(name, out.terms, out.stats, out.observed)
+        self.aux = self.aux.merged(name, out.aux_losses, out.metrics, out.buffer_inputs)
         return out.x
 
     def period(self, x: Array, first: int) -> Array:
@@ -154,16 +156,20 @@ class _Run:
             graphdefs.append(graphdef)
             inputs.append(Inputs(params, self._cache(name), index))
 
-        def through(x: Array, context: Context, inputs: list[Inputs]) -> tuple[Array, list[Kept]]:
+        def through(
+            x: Array, context: Context, inputs: list[Inputs]
+        ) -> tuple[Array, list[ScannedLayerOut]]:
             """Some repeats, one after the other."""
             layers = [self._function(graphdef, context, x.dtype) for graphdef in graphdefs]
 
-            def once(x: Array, parts: list[Inputs]) -> tuple[Array, list[Kept]]:
+            def once(x: Array, parts: list[Inputs]) -> tuple[Array, list[ScannedLayerOut]]:
                 kept = []
                 for layer, part in zip(layers, parts, strict=True):
                     out = layer(x, part)
                     x = out.x
-                    kept.append(Kept(out.cache, out.terms, out.stats, out.observed))
+                    kept.append(
+                        ScannedLayerOut(out.cache, out.aux_losses, out.metrics, out.buffer_inputs)
+                    )
                 return x, kept
 
             if self._config.scan_layers:
@@ -185,7 +191,7 @@ class _Run:
         for name, out in zip(names, stacked, strict=True):
             if out.cache is not None:
                 self.new_caches[name] = out.cache
-        self.said = said_in_period(names, stacked, self.said)
+        self.aux = aux_of_period(names, stacked, self.aux)
         return x
 
     def _function(
@@ -203,7 +209,7 @@ class _Run:
             params = jax.tree.map(on_device, inputs.params)
             out = nnx.merge(graphdef, params)(x, own, inputs.cache)
             # No gradient changes a buffer.
-            return out._replace(observed=jax.lax.stop_gradient(out.observed))
+            return out._replace(buffer_inputs=jax.lax.stop_gradient(out.buffer_inputs))
 
         if self._caches is not None:
             return layer
@@ -215,17 +221,19 @@ class _Run:
         return self._caches[name]
 
 
-def said_in_period(names: Sequence[str], stacked: Sequence[Kept], before: Said = NOTHING) -> Said:
+def aux_of_period(
+    names: Sequence[str], stacked: Sequence[ScannedLayerOut], before: LayerAux = NOTHING
+) -> LayerAux:
     """What the layers of the period say, and what was said before.
 
     Args:
         names: of the places in the period.
         stacked: what is kept of each place, [R, ...].
     """
-    said = before
+    aux = before
     for name, out in zip(names, stacked, strict=True):
-        said = said.also(name, _total(out.terms), _total(out.stats), out.observed)
-    return said
+        aux = aux.merged(name, _total(out.aux_losses), _total(out.metrics), out.buffer_inputs)
+    return aux
 
 
 def added_by_name(sums: Sums, more: Sums) -> Sums:

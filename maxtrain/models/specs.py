@@ -8,7 +8,7 @@ import dataclasses
 from typing import Literal
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 
 NORMS = (
     "attention",
@@ -317,15 +317,15 @@ class MoeSpec:
         products = 3 * (self.num_choices * self.width + self.shared_width)
         return embed_dim * (products + self.num_experts + self.shared_gate)
 
-    def quantities(self) -> tuple[Quantity, ...]:
+    def quantities(self) -> tuple[Metric, ...]:
         """What the block says."""
         found = []
         if self.routing.balance:
-            found.append(Quantity("expert_balance_loss", "nats per token"))
+            found.append(Metric("expert_balance_loss", "nats per token"))
         if self.routing.z_loss:
-            found.append(Quantity("router_z_loss", "nats per token"))
+            found.append(Metric("router_z_loss", "nats per token"))
         if self.routing.capacity_factor is not None:
-            found.append(Quantity("expert_dropped", "share of choices"))
+            found.append(Metric("expert_dropped", "share of choices"))
         return tuple(found)
 
 
@@ -417,7 +417,7 @@ class LayerSpec:
     norms: tuple[str, ...] = ("attention", "mlp")
     norm: NormSpec = NormSpec()
     biases: tuple[str, ...] = ()
-    quantities: tuple[Quantity, ...] = ()
+    quantities: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
         _require_known("norms", self.norms, NORMS)

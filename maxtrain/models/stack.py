@@ -17,7 +17,7 @@ from maxtrain.models.cache import PAGE, Caches, empty, ring_size
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import DecoderLayer
 from maxtrain.models.specs import LayerSpec, StackSpec
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 
 
 class Place(NamedTuple):
@@ -55,7 +55,7 @@ class Stack(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        recipe: Recipe,
+        recipe: MatmulPrecision,
         key: Key[Array, ""],
     ):
         self.spec = spec

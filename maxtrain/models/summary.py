@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 
 
 class Summary(NamedTuple):
@@ -22,7 +22,7 @@ class Summary(NamedTuple):
 
     name: str
     dims: int
-    quantities: tuple[Quantity, ...]
+    quantities: tuple[Metric, ...]
     function: Callable[[Array], Sequence[Array]]
 
 

@@ -25,8 +25,8 @@ from maxtrain.objectives.objective import (
     Result,
     Scales,
 )
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 # The total length of PGD's steps in radii, so that the border can be reached from anywhere.
 _OVERSHOOT = 2.5
@@ -45,10 +45,10 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
         clean = objective.forward(models, batch, scales)
         offset = worst_offset(objective, models, batch, scales, loss)
         attacked = objective.forward(models, batch | {"embedding_offset": offset}, scales)
-        sums = clean.sums | {"adversarial": Sum(*attacked.sums["nll"])}
+        sums = clean.sums | {"adversarial": WeightedSum(*attacked.sums["nll"])}
         return clean._replace(loss=clean.loss + loss.adversarial * attacked.loss, sums=sums)
 
-    recorded = (*objective.recorded, Quantity("adversarial", "nats per target"))
+    recorded = (*objective.recorded, Metric("adversarial", "nats per target"))
     return objective._replace(forward=forward, recorded=recorded)
 
 

@@ -28,8 +28,8 @@ from maxtrain.objectives.objective import (
     Scales,
 )
 from maxtrain.ops.divergence import KINDS, Numbers, Predictor, divergence
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 TEACHER = "teacher"
 
@@ -66,8 +66,8 @@ def distill(
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - weight, "distill": weight}
     compared = (
-        Quantity("distill", unit_of(temperature)),
-        Quantity("agreement", "share of targets"),
+        Metric("distill", unit_of(temperature)),
+        Metric("agreement", "share of targets"),
     )
 
     def denominators(batch: Batch) -> dict[str, Array]:
@@ -94,8 +94,8 @@ def distill(
         targets = learnt.sums["nll"].weight
         sums = {
             **learnt.sums,
-            "distill": Sum(found.divergence.sum(), targets),
-            "agreement": Sum(found.agreement.sum(), targets),
+            "distill": WeightedSum(found.divergence.sum(), targets),
+            "agreement": WeightedSum(found.agreement.sum(), targets),
         }
         return learnt._replace(loss=learnt.loss + found.loss, sums=sums)
 

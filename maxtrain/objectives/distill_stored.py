@@ -20,8 +20,8 @@ from maxtrain.objectives.next_token import (
 )
 from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
 from maxtrain.ops.divergence import Predictor
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.ops.top_divergence import Top, top_divergence
 from maxtrain.parallel.batches import PerToken
 
@@ -42,8 +42,8 @@ def distill_stored(
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - config.weight, "distill": config.weight}
     compared = (
-        Quantity("distill", unit_of(config.temperature)),
-        Quantity("agreement", "share of targets"),
+        Metric("distill", unit_of(config.temperature)),
+        Metric("agreement", "share of targets"),
     )
 
     def denominators(batch: Batch) -> dict[str, Array]:
@@ -67,8 +67,8 @@ def distill_stored(
         targets = learnt.sums["nll"].weight
         sums = {
             **learnt.sums,
-            "distill": Sum(found.divergence.sum(), targets),
-            "agreement": Sum(found.agreement.sum(), targets),
+            "distill": WeightedSum(found.divergence.sum(), targets),
+            "agreement": WeightedSum(found.agreement.sum(), targets),
         }
         sums = jax.lax.stop_gradient(sums)
         return learnt._replace(loss=learnt.loss + found.loss, sums=sums)

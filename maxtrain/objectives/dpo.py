@@ -37,10 +37,10 @@ from maxtrain.objectives.objective import (
     with_layers,
 )
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, by_pair, numbers_of_documents, sums_of_pairs
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum, by_pair, numbers_of_documents, sums_of_pairs
 
-PREFERENCE = Quantity("preference", "nats per pair")
+PREFERENCE = Metric("preference", "nats per pair")
 
 
 class Pairs(NamedTuple):
@@ -78,12 +78,12 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     factors = {"preference": 1.0, "chosen": sft_weight, LAYERS: 1.0}
     recorded = (
         PREFERENCE,
-        Quantity("reward_chosen", "nats per answer"),
-        Quantity("reward_rejected", "nats per answer"),
-        Quantity("reward_margin", "nats per pair"),
-        Quantity("reward_accuracy", "share of pairs"),
-        Quantity("chosen_nll", "nats per target"),
-        Quantity("entropy", "nats per target"),
+        Metric("reward_chosen", "nats per answer"),
+        Metric("reward_rejected", "nats per answer"),
+        Metric("reward_margin", "nats per pair"),
+        Metric("reward_accuracy", "share of pairs"),
+        Metric("chosen_nll", "nats per target"),
+        Metric("entropy", "nats per target"),
     )
 
     def denominators(batch: Batch) -> dict[str, Array]:
@@ -114,10 +114,10 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         count = pairs.are_there.sum().astype(jnp.float32)
         chosen_targets = jnp.where(pairs.are_there, pairs.chosen.length, 0.0).sum()
         sums = {
-            "nll": Sum(-(found.log_probs * mask).sum(), mask.sum()),
-            "preference": Sum(preference, count),
-            "chosen_nll": Sum(chosen_nll, chosen_targets),
-            "entropy": Sum((found.entropy * mask).sum(), mask.sum()),
+            "nll": WeightedSum(-(found.log_probs * mask).sum(), mask.sum()),
+            "preference": WeightedSum(preference, count),
+            "chosen_nll": WeightedSum(chosen_nll, chosen_targets),
+            "entropy": WeightedSum((found.entropy * mask).sum(), mask.sum()),
         }
         sums |= _rewards(pairs, needs_reference, config.beta)
         sums = jax.lax.stop_gradient(sums)
@@ -166,7 +166,7 @@ def _pairs(
     return Pairs(answers[0], answers[1], (lengths > 0).all(-1))
 
 
-def _rewards(pairs: Pairs, needs_reference: bool, beta: float) -> dict[str, Sum]:
+def _rewards(pairs: Pairs, needs_reference: bool, beta: float) -> dict[str, WeightedSum]:
     """Return the metrics of the policy's implicit rewards."""
     if needs_reference:
         chosen = beta * pairs.chosen.log_ratio
@@ -176,8 +176,8 @@ def _rewards(pairs: Pairs, needs_reference: bool, beta: float) -> dict[str, Sum]
         rejected = beta * pairs.rejected.mean_log_prob
     count = pairs.are_there.sum().astype(jnp.float32)
 
-    def over_pairs(values: Array) -> Sum:
-        return Sum(jnp.where(pairs.are_there, values, 0.0).sum(), count)
+    def over_pairs(values: Array) -> WeightedSum:
+        return WeightedSum(jnp.where(pairs.are_there, values, 0.0).sum(), count)
 
     return {
         "reward_chosen": over_pairs(chosen),

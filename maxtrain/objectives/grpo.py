@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from maxtrain.config.schema import GrpoConfig, RegularizationConfig
-from maxtrain.models.decoder import Decoder, Forward
+from maxtrain.models.decoder import Decoder, DecoderOut
 from maxtrain.objectives.next_token import (
     NO_NOISE,
     next_token,
@@ -46,8 +46,8 @@ from maxtrain.ops.policy_loss import (
     policy_loss,
     reference_divergence,
 )
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 # Additional arrays of a batch, float32: per token [B, T], and per row [B]. Log-probabilities by the
 # policy at the beginning of training on the completion:
@@ -96,19 +96,19 @@ def grpo(
     factors = {"policy": 1.0, LAYERS: 1.0}
     plain = next_token(regularization=regularization)
     recorded = [
-        Quantity("policy_loss", "mean over tokens or completions"),
-        Quantity("entropy", "nats per target"),
-        Quantity("ratio", "per target"),
-        Quantity("clipped_low", "share of targets"),
-        Quantity("clipped_high", "share of targets"),
-        Quantity("sampler_gap", "nats per target"),
+        Metric("policy_loss", "mean over tokens or completions"),
+        Metric("entropy", "nats per target"),
+        Metric("ratio", "per target"),
+        Metric("clipped_low", "share of targets"),
+        Metric("clipped_high", "share of targets"),
+        Metric("sampler_gap", "nats per target"),
     ]
     cap = config.importance_sampling_cap
     if cap is not None:
-        recorded.append(Quantity("importance_weight", "per target"))
-        recorded.append(Quantity("importance_capped", "share of targets"))
+        recorded.append(Metric("importance_weight", "per target"))
+        recorded.append(Metric("importance_capped", "share of targets"))
     if config.beta:
-        recorded.insert(1, Quantity("kl", "nats per target"))
+        recorded.insert(1, Metric("kl", "nats per target"))
 
     def divisor(batch: Batch) -> Array:
         if config.loss_type == "dr_grpo":
@@ -137,8 +137,8 @@ def grpo(
         of_policy = tokens.loss
         sums = {}
 
-        def mean_of(values: Array) -> Sum:
-            return Sum((values.astype(jnp.float32) * mask).sum(), mask.sum())
+        def mean_of(values: Array) -> WeightedSum:
+            return WeightedSum((values.astype(jnp.float32) * mask).sum(), mask.sum())
 
         if cap is not None:
             trust = importance_weights(
@@ -158,7 +158,7 @@ def grpo(
         gap = jnp.abs(batch[SAMPLED] - old)
         sums |= {
             "nll": mean_of(-found.log_probs),
-            "policy_loss": Sum((of_policy * weights).sum(), divisor(batch)),
+            "policy_loss": WeightedSum((of_policy * weights).sum(), divisor(batch)),
             "entropy": mean_of(found.entropy),
             "ratio": mean_of(tokens.ratio),
             "clipped_low": mean_of(tokens.clipped_low),
@@ -202,7 +202,7 @@ def pass_through(
     temperature: float,
     regularization: RegularizationConfig = NO_NOISE,
     is_exact: bool = False,
-) -> tuple[Forward, TokenLogProbs]:
+) -> tuple[DecoderOut, TokenLogProbs]:
     """Run the forward pass that trains, and return the log-probabilities of targets.
 
     Args:
@@ -215,7 +215,7 @@ def pass_through(
             fuses operations.
     """
 
-    def through() -> tuple[Forward, TokenLogProbs]:
+    def through() -> tuple[DecoderOut, TokenLogProbs]:
         out = noisy_forward(policy, batch, regularization)
         return out, target_log_probs(policy, out.hidden, batch, temperature)
 

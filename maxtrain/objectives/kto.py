@@ -38,10 +38,10 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.mismatched import mismatched
 from maxtrain.ops.preference import of_label
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, numbers_of_documents, sums_of_documents
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum, numbers_of_documents, sums_of_documents
 
-PREFERENCE = Quantity("preference", "per answer")
+PREFERENCE = Metric("preference", "per answer")
 _DIVERGENCE = "divergence"
 
 
@@ -71,14 +71,14 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     factors = {"preference": 1.0, LAYERS: 1.0}
     recorded = [
         PREFERENCE,
-        Quantity("reward_chosen", "nats per good answer"),
-        Quantity("reward_rejected", "nats per bad answer"),
-        Quantity("reward_accuracy", "share of answers"),
-        Quantity("entropy", "nats per target"),
+        Metric("reward_chosen", "nats per good answer"),
+        Metric("reward_rejected", "nats per bad answer"),
+        Metric("reward_accuracy", "share of answers"),
+        Metric("entropy", "nats per target"),
     ]
     first_pass = None
     if has_divergence:
-        recorded.insert(4, Quantity("kl", "nats per answer"))
+        recorded.insert(4, Metric("kl", "nats per answer"))
         first_pass = FirstPass(mismatched, _divergence)
 
     def denominators(batch: Batch) -> dict[str, Array]:
@@ -101,21 +101,21 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         each = weights * of_label(ratios.values, labels, zero, config.beta)
         preference = jnp.where(ratios.are_there, each, 0.0).sum()
 
-        def over(values: Array, answers: Array) -> Sum:
+        def over(values: Array, answers: Array) -> WeightedSum:
             total = jnp.where(answers, values, 0.0).sum()
-            return Sum(total, answers.sum().astype(jnp.float32))
+            return WeightedSum(total, answers.sum().astype(jnp.float32))
 
         rewards = config.beta * ratios.values
         is_right = (labels * (ratios.values - zero) > 0).astype(jnp.float32)
         good = ratios.are_there & (labels > 0)
         bad = ratios.are_there & (labels < 0)
         sums = {
-            "nll": Sum(-(found.log_probs * mask).sum(), mask.sum()),
+            "nll": WeightedSum(-(found.log_probs * mask).sum(), mask.sum()),
             "preference": over(each, ratios.are_there),
             "reward_chosen": over(rewards, good),
             "reward_rejected": over(rewards, bad),
             "reward_accuracy": over(is_right, ratios.are_there),
-            "entropy": Sum((found.entropy * mask).sum(), mask.sum()),
+            "entropy": WeightedSum((found.entropy * mask).sum(), mask.sum()),
         }
         if has_divergence:
             sums["kl"] = over(zero, ratios.are_there)
@@ -140,14 +140,14 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     )
 
 
-def _divergence(models: Models, batch: Batch) -> dict[str, Sum]:
+def _divergence(models: Models, batch: Batch) -> dict[str, WeightedSum]:
     """Sum the log-ratios of rows of mismatched answers."""
     policy = models[POLICY]
     hidden = policy.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     found = target_log_probs(policy, hidden, batch)
     ratios = _log_ratios(found.log_probs, models, batch)
     total = jnp.where(ratios.are_there, ratios.values, 0.0).sum()
-    measured = Sum(total, ratios.are_there.sum().astype(jnp.float32))
+    measured = WeightedSum(total, ratios.are_there.sum().astype(jnp.float32))
     return jax.lax.stop_gradient({_DIVERGENCE: measured})
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.config.schema import LossConfig, RegularizationConfig
-from maxtrain.models.context import Noise
-from maxtrain.models.decoder import Decoder, Forward
+from maxtrain.models.context import TrainNoise
+from maxtrain.models.decoder import Decoder, DecoderOut
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
@@ -22,8 +22,8 @@ from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.ops.gumbel_sample import drawn_tokens
 from maxtrain.ops.log_probs import Form, TokenLogProbs, token_log_probs
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, sums_of_documents
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum, sums_of_documents
 from maxtrain.parallel.sharding import batch_shards, length_shards
 
 PLAIN = LossConfig()
@@ -52,7 +52,7 @@ def next_token(
     recorded = ()
     if loss.z_loss:
         factors["z"] = loss.z_loss
-        recorded = (Quantity("z", "squared nats per target"),)
+        recorded = (Metric("z", "squared nats per target"),)
 
     def denominators(batch: Batch) -> dict[str, Array]:
         targets = batch["loss_mask"].astype(jnp.float32).sum()
@@ -145,7 +145,7 @@ def document_log_probs(model: Decoder, batch: Batch) -> Float[Array, "B S"]:
     return jax.lax.stop_gradient(sums_of_documents(found * mask, batch["segment_ids"]))
 
 
-def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:
+def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> DecoderOut:
     """Run the forward pass of a training model: with noise if the batch has keys, and with an
     embedding offset if the batch has one."""
     noise = None
@@ -156,13 +156,13 @@ def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationCo
         if regularization.router_noise_steps is not None:
             passed = batch["steps"].astype(jnp.float32) / regularization.router_noise_steps
             left = jnp.maximum(1.0 - passed, 0.0)
-        noise = Noise(regularization, batch["keys"], router_noise=left)
+        noise = TrainNoise(regularization, batch["keys"], router_noise=left)
     offset = batch.get("embedding_offset")
     return model.forward(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
 
 
 def loss_of_hidden(
-    out: Forward,
+    out: DecoderOut,
     model: Decoder,
     batch: Batch,
     scales: Scales,
@@ -189,13 +189,13 @@ def loss_of_hidden(
         softcap=model.spec.logit_softcap,
     )
     targets = mask.sum(-1)
-    sums = {"nll": Sum(tokens.nll.sum(), targets.sum())}
+    sums = {"nll": WeightedSum(tokens.nll.sum(), targets.sum())}
     if loss.z_loss:
-        sums["z"] = Sum(tokens.z.sum(), targets.sum())
+        sums["z"] = WeightedSum(tokens.z.sum(), targets.sum())
     if num_sources:
         totals = jax.ops.segment_sum(tokens.nll, batch["source"], num_sources)
         counts = jax.ops.segment_sum(targets, batch["source"], num_sources)
-        sums["sources"] = Sum(totals, counts)
+        sums["sources"] = WeightedSum(totals, counts)
     return with_layers(tokens.loss, sums, out, scales)
 
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxtrain.models.decoder import Decoder, Forward
-from maxtrain.models.scan_layers import Said, added_by_name
-from maxtrain.ops.quantity import NLL, Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.models.decoder import Decoder, DecoderOut
+from maxtrain.models.scan_layers import LayerAux, added_by_name
+from maxtrain.ops.quantity import NLL, Metric
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.batches import PerToken
 
 # The model that is trained; every other one is frozen as a whole.
@@ -45,11 +45,11 @@ class Result(NamedTuple):
 
     loss: Float[Array, ""]
     # Sums by the names of metrics; `sources` has one entry for each source.
-    sums: dict[str, Sum]
+    sums: dict[str, WeightedSum]
     # Sums of the policy's layers, by the names of their metrics.
-    of_layers: dict[str, Sum]
+    of_layers: dict[str, WeightedSum]
     # Observations of the policy's layers, by the path of the buffer that they update.
-    observed: dict[str, Array]
+    buffer_inputs: dict[str, Array]
 
 
 # The loss term of all auxiliary losses of layers.
@@ -62,7 +62,7 @@ def num_tokens(batch: Batch) -> Float[Array, ""]:
 
 
 def with_layers(
-    loss: Float[Array, ""], sums: dict[str, Sum], out: Forward, scales: Scales
+    loss: Float[Array, ""], sums: dict[str, WeightedSum], out: DecoderOut, scales: Scales
 ) -> Result:
     """Return the result of a micro-batch, with the auxiliary losses and metrics of the policy's
     layers.
@@ -76,18 +76,18 @@ def with_layers(
     Raises:
         ValueError: an auxiliary loss and a metric have one name.
     """
-    twice = out.terms.keys() & out.stats.keys()
+    twice = out.aux_losses.keys() & out.metrics.keys()
     if twice:
         raise ValueError(
             f"layers give {sorted(twice)} both as a term of the loss and as a number to record. "
             "Give the number another name: terms are recorded, too."
         )
-    loss = with_terms(loss, out.terms, scales)
-    return Result(loss, sums, out.terms | out.stats, out.observed)
+    loss = with_terms(loss, out.aux_losses, scales)
+    return Result(loss, sums, out.aux_losses | out.metrics, out.buffer_inputs)
 
 
 def with_terms(
-    loss: Float[Array, ""], terms: Mapping[str, Sum], scales: Scales
+    loss: Float[Array, ""], terms: Mapping[str, WeightedSum], scales: Scales
 ) -> Float[Array, ""]:
     """Add the auxiliary losses of layers to the loss."""
     for term in terms.values():
@@ -95,13 +95,13 @@ def with_terms(
     return loss
 
 
-def also_said(result: Result, said: Said, scales: Scales) -> Result:
+def with_layer_aux(result: Result, aux: LayerAux, scales: Scales) -> Result:
     """Add the auxiliary losses, metrics and observations of further layers to a result."""
     return Result(
-        with_terms(result.loss, said.terms, scales),
+        with_terms(result.loss, aux.aux_losses, scales),
         result.sums,
-        added_by_name(result.of_layers, said.terms | said.stats),
-        result.observed | said.observed_in_model(),
+        added_by_name(result.of_layers, aux.aux_losses | aux.metrics),
+        result.buffer_inputs | aux.buffer_inputs_in_model(),
     )
 
 
@@ -115,10 +115,10 @@ class FirstPass(NamedTuple):
     """
 
     rows: Callable[[Batch], Batch]
-    measure: Callable[[Models, Batch], dict[str, Sum]]
+    measure: Callable[[Models, Batch], dict[str, WeightedSum]]
 
 
-def means_of_rows(sums: Mapping[str, Sum], rows: int) -> Batch:
+def means_of_rows(sums: Mapping[str, WeightedSum], rows: int) -> Batch:
     """Broadcast the mean of each sum to all rows, [B]."""
     return {name: jnp.broadcast_to(found.mean(), (rows,)) for name, found in sums.items()}
 
@@ -151,9 +151,9 @@ class Objective(NamedTuple):
     denominators: Callable[[Batch], dict[str, Array]]
     forward: Callable[[Models, Batch, Scales], Result]
     models: tuple[str, ...] = (POLICY,)
-    loss: Quantity = NLL
-    recorded: tuple[Quantity, ...] = ()
-    evaluated: tuple[Quantity, ...] = ()
+    loss: Metric = NLL
+    recorded: tuple[Metric, ...] = ()
+    evaluated: tuple[Metric, ...] = ()
     arrays: Mapping[str, str | PerToken] = MappingProxyType({})
     first_pass: FirstPass | None = None
     counted: str = NLL.name
@@ -170,7 +170,7 @@ class Objective(NamedTuple):
             scales[name] = factor * loss_scale / jnp.where(count > 0, count, 1.0)
         return scales
 
-    def evaluate(self, models: Models, batch: Batch) -> dict[str, Sum]:
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, WeightedSum]:
         """Evaluate `counted` and the metrics in `evaluated`, without noise. The first pass treats
         this batch as the whole batch."""
         batch = {name: x for name, x in batch.items() if name not in ("keys", "steps")}

@@ -35,8 +35,8 @@ from maxtrain.objectives.objective import (
     with_layers,
 )
 from maxtrain.ops.divergence import Predictor, divergence
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 _TARGETS = "targets"
 
@@ -64,11 +64,11 @@ def on_policy(
         ValueError: an argument is out of range.
     """
     require_divergence(temperature, kind, beta)
-    loss = Quantity("distill", unit_of(temperature))
+    loss = Metric("distill", unit_of(temperature))
     recorded = (
         loss,
-        Quantity("agreement", "share of targets"),
-        Quantity("entropy", "nats per target"),
+        Metric("agreement", "share of targets"),
+        Metric("entropy", "nats per target"),
     )
 
     def denominators(batch: Batch) -> dict[str, Array]:
@@ -94,10 +94,10 @@ def on_policy(
         )
         targets = mask.sum()
         sums = {
-            "distill": Sum(found.divergence.sum(), targets),
-            "agreement": Sum(found.agreement.sum(), targets),
-            "entropy": Sum(found.entropy.sum(), targets),
-            _TARGETS: Sum(found.divergence.sum(), targets),
+            "distill": WeightedSum(found.divergence.sum(), targets),
+            "agreement": WeightedSum(found.agreement.sum(), targets),
+            "entropy": WeightedSum(found.entropy.sum(), targets),
+            _TARGETS: WeightedSum(found.divergence.sum(), targets),
         }
         return with_layers(found.loss, jax.lax.stop_gradient(sums), out, scales)
 

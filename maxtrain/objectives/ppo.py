@@ -35,8 +35,8 @@ from maxtrain.objectives.objective import (
     with_layers,
 )
 from maxtrain.ops.policy_loss import Clip, clipped_value_loss, policy_loss
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 # Additional array of a batch, float32 per token [B, T]: the target of the value, which is the
 # unwhitened advantage plus the value.
@@ -73,19 +73,19 @@ def ppo(
     factors = {"policy": 1.0, "value": config.vf_coef, LAYERS: 1.0}
     plain = next_token(regularization=regularization)
     recorded = [
-        Quantity("policy_loss", "mean over targets"),
-        Quantity("value_loss", "half a squared reward per target"),
-        Quantity("entropy", "nats per target"),
-        Quantity("ratio", "per target"),
-        Quantity("clipped_low", "share of targets"),
-        Quantity("clipped_high", "share of targets"),
-        Quantity("value_clipped", "share of targets"),
-        Quantity("value", "reward per target"),
-        Quantity("returns", "reward per target"),
-        Quantity("sampler_gap", "nats per target"),
+        Metric("policy_loss", "mean over targets"),
+        Metric("value_loss", "half a squared reward per target"),
+        Metric("entropy", "nats per target"),
+        Metric("ratio", "per target"),
+        Metric("clipped_low", "share of targets"),
+        Metric("clipped_high", "share of targets"),
+        Metric("value_clipped", "share of targets"),
+        Metric("value", "reward per target"),
+        Metric("returns", "reward per target"),
+        Metric("sampler_gap", "nats per target"),
     ]
     if config.kl_coef:
-        recorded.insert(2, Quantity("kl", "nats per target"))
+        recorded.insert(2, Metric("kl", "nats per target"))
 
     def denominators(batch: Batch) -> dict[str, Array]:
         count = num_targets(batch, "tokens")
@@ -109,8 +109,8 @@ def ppo(
         returns = batch[RETURNS]
         errors, is_clipped = clipped_value_loss(values, old_values, returns, config.cliprange_value)
 
-        def mean_of(of_tokens: Array) -> Sum:
-            return Sum((of_tokens.astype(jnp.float32) * mask).sum(), mask.sum())
+        def mean_of(of_tokens: Array) -> WeightedSum:
+            return WeightedSum((of_tokens.astype(jnp.float32) * mask).sum(), mask.sum())
 
         sums = {
             "nll": mean_of(-found.log_probs),

@@ -27,10 +27,10 @@ from maxtrain.objectives.objective import (
     with_layers,
 )
 from maxtrain.ops.preference import bradley_terry, off_centre
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, sums_of_pairs
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum, sums_of_pairs
 
-PREFERENCE = Quantity("preference", "nats per pair")
+PREFERENCE = Metric("preference", "nats per pair")
 # The array with the margin of each position's pair: how much better the chosen answer is.
 _MARGIN = "value"
 _TARGETS = "targets"
@@ -60,14 +60,14 @@ def reward(
     factors = {"preference": 1.0, LAYERS: 1.0}
     recorded = [
         PREFERENCE,
-        Quantity("reward_chosen", "per answer"),
-        Quantity("reward_rejected", "per answer"),
-        Quantity("reward_margin", "per pair"),
-        Quantity("reward_accuracy", "share of pairs"),
+        Metric("reward_chosen", "per answer"),
+        Metric("reward_rejected", "per answer"),
+        Metric("reward_margin", "per pair"),
+        Metric("reward_accuracy", "share of pairs"),
     ]
     if config.centre_weight:
         factors["off_centre"] = config.centre_weight
-        recorded.insert(1, Quantity("off_centre", "squared reward per pair"))
+        recorded.insert(1, Metric("off_centre", "squared reward per pair"))
 
     def denominators(batch: Batch) -> dict[str, Array]:
         count = _are_there(batch).sum().astype(jnp.float32)
@@ -86,8 +86,8 @@ def reward(
         are_there = _are_there(batch)
         count = are_there.sum().astype(jnp.float32)
 
-        def over_pairs(values: Array) -> Sum:
-            return Sum(jnp.where(are_there, values, 0.0).sum(), count)
+        def over_pairs(values: Array) -> WeightedSum:
+            return WeightedSum(jnp.where(are_there, values, 0.0).sum(), count)
 
         sums = {
             "preference": over_pairs(bradley_terry(chosen, rejected, margin)),
@@ -101,7 +101,7 @@ def reward(
             sums["off_centre"] = over_pairs(off_centre(chosen, rejected))
             loss += scales["off_centre"] * sums["off_centre"].total
         targets = batch["loss_mask"].astype(jnp.float32).sum()
-        sums[_TARGETS] = Sum(sums["preference"].total, targets)
+        sums[_TARGETS] = WeightedSum(sums["preference"].total, targets)
         return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
 
     arrays = {}

@@ -10,7 +10,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
 from maxtrain.observe.panels import REWARD, Curves, has_rewards, panels_of
 from maxtrain.observe.series import LEAST_SMOOTHED, columns, evaluation_series, smooth
-from maxtrain.ops.quantity import NLL, Quantity
+from maxtrain.ops.quantity import NLL, Metric
 
 _PANEL_INCHES = 1.2
 # Letters in a line of small print.
@@ -35,7 +35,7 @@ def plot_curves(
     left_out: Sequence[Sequence[int]] = (),
     resumes: Sequence[int] = (),
     changes: Sequence[int] = (),
-    loss: Quantity = NLL,
+    loss: Metric = NLL,
 ) -> None:
     """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which
     appears in one piece. Of a run that learns from rewards, draw these instead of the loss, and the

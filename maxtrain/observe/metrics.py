@@ -51,7 +51,7 @@ from data_pipeline.base.errors import DataError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.run_state import LogMark
 from maxtrain.observe.jsonl_logs import put_aside
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -284,7 +284,7 @@ def same(a: Any, b: Any) -> bool:
     return a.hex() == b.hex() if isinstance(a, float) and isinstance(b, float) else a == b
 
 
-def require_free_names(quantities: Iterable[Quantity]) -> None:
+def require_free_names(quantities: Iterable[Metric]) -> None:
     """What objectives and layers record has names of its own.
 
     Raises:

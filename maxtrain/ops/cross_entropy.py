@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.head import HeadGradient, gathered
 
@@ -90,7 +90,7 @@ def plain_cross_entropy(
 ) -> TokenLoss:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `cross_entropy`."""
-    logits = soft_capped(dot(hidden, head, Recipe.of(form.dtype)), form.softcap)
+    logits = soft_capped(dot(hidden, head, MatmulPrecision.of(form.dtype)), form.softcap)
     logits = logits.astype(form.logits).astype(jnp.float32)
     nll = token_nll(logits, targets)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -172,7 +172,7 @@ def _forward(
         total, dhead = carry
         x, target, weight, weight_of_z = part
         x = x.astype(form.dtype)
-        logits = soft_capped(dot(x, low, Recipe.of(form.dtype)), form.softcap)
+        logits = soft_capped(dot(x, low, MatmulPrecision.of(form.dtype)), form.softcap)
         capped = logits
         logits = logits.astype(form.logits).astype(jnp.float32)
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)

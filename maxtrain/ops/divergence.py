@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.head import HeadGradient, gathered
 
@@ -191,7 +191,7 @@ class Logits(NamedTuple):
 
 def model_logits(hidden: Array, head: Array, numbers: Numbers) -> Logits:
     """The logits of a model, from its last hidden states and its output matrix."""
-    exact = dot(hidden, head, Recipe.of(numbers.compute))
+    exact = dot(hidden, head, MatmulPrecision.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
     return Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 

@@ -42,7 +42,7 @@ from maxtrain.ops.names import PRODUCT, named
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class MatmulPrecision:
     """The types of one product and of its backward pass.
 
     Args:
@@ -56,13 +56,15 @@ class Recipe:
     result: str = "float32"
 
     @classmethod
-    def of(cls, dtype: str, result: str = "float32") -> "Recipe":
+    def of(cls, dtype: str, result: str = "float32") -> "MatmulPrecision":
         """All that is multiplied is rounded to one type."""
         return cls(inputs=dtype, gradient=dtype, result=result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dot(x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: Recipe) -> Float[Array, "*b o"]:
+def dot(
+    x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: MatmulPrecision
+) -> Float[Array, "*b o"]:
     """x @ w.
 
     Args:
@@ -79,7 +81,9 @@ def dot(x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: Recipe) -> Floa
     return out.astype(recipe.result)
 
 
-def _forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    x: Array, w: Array, recipe: MatmulPrecision
+) -> tuple[Array, tuple[Array, Array, Array]]:
     rounded = x.astype(recipe.inputs)
     out = contract("...i,io->...o", rounded, w.astype(recipe.inputs))
     out = named(out.astype(recipe.result), PRODUCT)
@@ -87,7 +91,7 @@ def _forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple[Array, Ar
     return out, (rounded, w, like_x)
 
 
-def _backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Array]:
+def _backward(recipe: MatmulPrecision, saved: tuple, g: Array) -> tuple[Array, Array]:
     x, w, like_x = saved
     g = g.astype(recipe.gradient)
     batch = "abcdefgh"[: x.ndim - 1]

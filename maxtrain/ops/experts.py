@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import PRODUCT, named
 from maxtrain.ops.quantized import Quantized, again, dequantize
@@ -189,7 +189,7 @@ def grouped_dot(
     order: Order,
     block: int,
     kernel: Kernel,
-    recipe: Recipe,
+    recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
     """Each row times the matrix of its expert; rows behind those of the last expert are 0.
 
@@ -211,7 +211,7 @@ def grouped_dot(
 
 
 def _forward(
-    x: Array, w: Array, order: Order, block: int, kernel: Kernel, recipe: Recipe
+    x: Array, w: Array, order: Order, block: int, kernel: Kernel, recipe: MatmulPrecision
 ) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
     out = grouped_dot(rounded, w, order, block, kernel, recipe)
@@ -220,7 +220,7 @@ def _forward(
 
 
 def _backward(
-    block: int, kernel: Kernel, recipe: Recipe, saved: tuple, g: Array
+    block: int, kernel: Kernel, recipe: MatmulPrecision, saved: tuple, g: Array
 ) -> tuple[Array, Array, None]:
     x, w, order, like_x = saved
     g = g.astype(recipe.gradient)
@@ -321,7 +321,7 @@ def _precision(x: Array) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def expert_dot(
-    x: Float[Array, "E R I"], w: Float[Array, "E I O"], recipe: Recipe
+    x: Float[Array, "E R I"], w: Float[Array, "E I O"], recipe: MatmulPrecision
 ) -> Float[Array, "E R O"]:
     """Each expert's rows times its matrix, where all experts have as many; types as in
     `ops.dot`."""
@@ -329,13 +329,13 @@ def expert_dot(
     return out.astype(recipe.result)
 
 
-def _expert_forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple]:
+def _expert_forward(x: Array, w: Array, recipe: MatmulPrecision) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
     out = named(expert_dot(rounded, w, recipe), PRODUCT)
     return out, (rounded, w, jnp.zeros((), x.dtype))
 
 
-def _expert_backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Array]:
+def _expert_backward(recipe: MatmulPrecision, saved: tuple, g: Array) -> tuple[Array, Array]:
     x, w, like_x = saved
     g = g.astype(recipe.gradient)
     dx = contract("ero,eio->eri", g, w.astype(recipe.gradient))
@@ -353,7 +353,7 @@ def quantized_grouped_dot(
     order: Order,
     block: int,
     kernel: Kernel,
-    recipe: Recipe,
+    recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
     """`grouped_dot` with quantised weights [E, I, O], which have no gradient. With "blocks" those
     of one expert at a time are there in full."""
@@ -362,14 +362,14 @@ def quantized_grouped_dot(
 
 
 def _quantized_forward(
-    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: Recipe
+    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: MatmulPrecision
 ) -> tuple[Array, tuple]:
     out = quantized_grouped_dot(x, weights, order, block, kernel, recipe)
     return named(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
 
 
 def _quantized_backward(
-    block: int, kernel: Kernel, recipe: Recipe, saved: tuple, g: Array
+    block: int, kernel: Kernel, recipe: MatmulPrecision, saved: tuple, g: Array
 ) -> tuple[Array, None, None]:
     weights, order, like_x = saved
     weights, g = again(weights, g.astype(recipe.gradient))
@@ -405,7 +405,7 @@ def _quantized_product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_expert_dot(
-    x: Float[Array, "E R I"], weights: Quantized, recipe: Recipe
+    x: Float[Array, "E R I"], weights: Quantized, recipe: MatmulPrecision
 ) -> Float[Array, "E R O"]:
     """`expert_dot` with quantised weights, which have no gradient."""
     matrices = dequantize(weights, recipe.inputs)
@@ -413,12 +413,16 @@ def quantized_expert_dot(
     return out.astype(recipe.result)
 
 
-def _quantized_expert_forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
+def _quantized_expert_forward(
+    x: Array, weights: Quantized, recipe: MatmulPrecision
+) -> tuple[Array, tuple]:
     out = named(quantized_expert_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 
 
-def _quantized_expert_backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, None]:
+def _quantized_expert_backward(
+    recipe: MatmulPrecision, saved: tuple, g: Array
+) -> tuple[Array, None]:
     weights, like_x = saved
     weights, g = again(weights, g)
     matrices = dequantize(weights, recipe.gradient)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.head import HeadGradient, gathered
 
@@ -95,7 +95,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: Array, low_head: Array, form: Form) -> _Logits:
-    exact = soft_capped(dot(x, low_head, Recipe.of(form.dtype)), form.softcap)
+    exact = soft_capped(dot(x, low_head, MatmulPrecision.of(form.dtype)), form.softcap)
     rounded = exact.astype(form.logits).astype(jnp.float32)
     return _Logits(exact, rounded / form.temperature)
 

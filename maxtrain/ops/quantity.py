@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 
-class Quantity(NamedTuple):
+class Metric(NamedTuple):
     """One number that is recorded beside the loss, of a sum over the whole batch of a step, or over
     a whole evaluation."""
 
@@ -16,4 +16,4 @@ class Quantity(NamedTuple):
 
 
 # Of the next token: the loss of most runs.
-NLL = Quantity("nll", "nats per token")
+NLL = Metric("nll", "nats per token")

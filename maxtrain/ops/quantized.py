@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import PRODUCT, named
 
@@ -160,7 +160,7 @@ def again(weights: Quantized, g: Array) -> tuple[Quantized, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_dot(
-    x: Float[Array, "*b i"], weights: Quantized, recipe: Recipe
+    x: Float[Array, "*b i"], weights: Quantized, recipe: MatmulPrecision
 ) -> Float[Array, "*b o"]:
     """x @ weights, which have no gradient; types as in `ops.dot`. The backward pass keeps the codes
     alone, and makes weights of them again."""
@@ -169,12 +169,12 @@ def quantized_dot(
     return out.astype(recipe.result)
 
 
-def _forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
+def _forward(x: Array, weights: Quantized, recipe: MatmulPrecision) -> tuple[Array, tuple]:
     out = named(quantized_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 
 
-def _backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, None]:
+def _backward(recipe: MatmulPrecision, saved: tuple, g: Array) -> tuple[Array, None]:
     weights, like_x = saved
     weights, g = again(weights, g)
     matrix = dequantize(weights, recipe.gradient)

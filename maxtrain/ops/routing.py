@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 
 Noise = Literal["none", "jitter", "gaussian", "gumbel"]
 Scope = Literal["sequence", "micro_batch", "global"]
@@ -209,7 +209,7 @@ class Kept(NamedTuple):
 
     experts: Int[Array, "B T C"]
     places: Int[Array, "B T C"]
-    dropped: Sum
+    dropped: WeightedSum
 
 
 def within_capacity(experts: Int[Array, "B T C"], num_experts: int, capacity: int) -> Kept:
@@ -232,7 +232,7 @@ def within_capacity(experts: Int[Array, "B T C"], num_experts: int, capacity: in
     return Kept(
         kept.reshape(experts.shape),
         jnp.where(fits, places, 0).reshape(experts.shape),
-        Sum(dropped, is_choice.sum().astype(jnp.float32)),
+        WeightedSum(dropped, is_choice.sum().astype(jnp.float32)),
     )
 
 

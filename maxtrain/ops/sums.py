@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-class Sum(NamedTuple):
+class WeightedSum(NamedTuple):
     """A total and its weight, to be added up first and divided once, at the end; several at once
     where there are dims."""
 

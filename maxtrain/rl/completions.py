@@ -11,7 +11,7 @@ from maxtrain.inference.sampling import Sampling
 from maxtrain.rl.rollout import Rollout
 
 
-class Wanted(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A completion that is asked for.
 
     Attributes:
@@ -24,12 +24,12 @@ class Wanted(NamedTuple):
     row: int
     before: int = 0
 
-    def continued(self, ids: Sequence[int]) -> "Wanted":
+    def continued(self, ids: Sequence[int]) -> "GenerationRequest":
         """The same behind its first tokens; of one that is asked for from its beginning on."""
-        return Wanted((*self.ids, *ids), self.row, len(ids))
+        return GenerationRequest((*self.ids, *ids), self.row, len(ids))
 
 
-class Manner(NamedTuple):
+class GenerationConfig(NamedTuple):
     """How completions are made.
 
     Attributes:
@@ -70,29 +70,29 @@ class Completion(NamedTuple):
 
 def complete(
     engine: Engine,
-    wanted: Sequence[Wanted],
-    manner: Manner,
+    requests: Sequence[GenerationRequest],
+    generation: GenerationConfig,
     sign_of_life: Callable[[], object] = lambda: None,
 ) -> list[Generation]:
     """All of these, made together.
 
     Args:
         engine: of the model; nothing else is asked of it meanwhile.
-        wanted: which.
-        manner: how.
+        requests: which.
+        generation: how.
         sign_of_life: called every few tokens. What it raises ends all of it.
     """
     made = []
-    for each in wanted:
+    for each in requests:
         made.append(
             engine.submit(
                 each.ids,
-                manner.longest - each.before,
-                manner.sampling,
-                seed=manner.seed,
+                generation.longest - each.before,
+                generation.sampling,
+                seed=generation.seed,
                 row=each.row,
                 before=each.before,
-                stop_ids=manner.stop_ids,
+                stop_ids=generation.stop_ids,
             )
         )
     while engine.step():

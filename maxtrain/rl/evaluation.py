@@ -19,7 +19,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample, as_text
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.rl.advantages import weighted_sum
-from maxtrain.rl.completions import Completion, Manner, Wanted, complete
+from maxtrain.rl.completions import Completion, GenerationConfig, GenerationRequest, complete
 from maxtrain.rl.prompts import Prompt, read_prompt, read_together
 from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.reward_numbers import reward_numbers
@@ -92,7 +92,7 @@ class Answers(NamedTuple):
         return found
 
 
-class Asking:
+class RewardedPromptEvaluator:
     """Asks a model for completions, and rewards them.
 
     Args:
@@ -168,10 +168,10 @@ def likeliest(
         slots: completions that are made at once.
         sign_of_life: called every few tokens. What it raises ends it.
     """
-    manner = Manner(Sampling(temperature=0.0), longest, tuple(stop_ids))
-    wanted = [Wanted(prompt.ids, row) for row, prompt in enumerate(prompts)]
+    generation = GenerationConfig(Sampling(temperature=0.0), longest, tuple(stop_ids))
+    requests = [GenerationRequest(prompt.ids, row) for row, prompt in enumerate(prompts)]
     engine = Engine(model, slots=slots, eager=True)
-    return complete(engine, wanted, manner, sign_of_life)
+    return complete(engine, requests, generation, sign_of_life)
 
 
 def first_prompts(shards: TokenShards, count: int) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """How a rollout is made: prompts -> completions -> rewards -> advantages -> log-probabilities.
 
-Rewards are computed in a thread, so that steps may be made between `begin` and `finish`. With
+Rewards are computed in a thread, so that steps may be made between `start` and `collect`. With
 grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
 of prompts that the plan reads later. These are completed by the weights that are about to train,
 also where older ones have sampled the rest one rollout ahead: each token has the log-probability of
@@ -35,7 +35,7 @@ from maxtrain.rl.sampler import Sampler
 from maxtrain.train_step.state import TrainState
 
 
-class Begun(NamedTuple):
+class PendingRollout(NamedTuple):
     """A rollout as it was sampled, and its rewards on their way; None: it gets none."""
 
     steps: range
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
     rewards: concurrent.futures.Future[Counted] | None = None
 
 
-class RolloutMaker:
+class RolloutWorker:
     """Makes rollouts. All processes call its functions in the same order.
 
     Args:
@@ -83,7 +83,7 @@ class RolloutMaker:
         """Ends the processes of rewards."""
         self._rewarder.close()
 
-    def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
+    def start(self, steps: range, state: TrainState, about: dict[str, Any]) -> PendingRollout:
         """Samples completions of what these steps read, and begins with their rewards.
 
         `about`: more that is known of the rollout.
@@ -93,36 +93,36 @@ class RolloutMaker:
         slots = self._slots(prompts)
         sampled = self._sampler.sampled(prompts, steps.start, 0, state, slots)
         self._progress.phase("")
-        return self._begun(steps, prompts, sampled._replace(about=sampled.about | about))
+        return self._pending(steps, prompts, sampled._replace(about=sampled.about | about))
 
-    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+    def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
         """Likewise, where completions were sampled by an earlier launch."""
-        return self._begun(steps, self._prompts(steps), sampled)
+        return self._pending(steps, self._prompts(steps), sampled)
 
-    def finish(self, begun: Begun, state: TrainState, about: dict[str, Any]) -> Rollout:
+    def collect(self, pending: PendingRollout, state: TrainState, about: dict[str, Any]) -> Rollout:
         """The rollout with rewards, advantages and the log-probabilities by the weights of this
         state.
 
         `about`: more that is known of it.
         """
         self._progress.phase("computing rewards")
-        assert begun.rewards is not None
-        failpoints.hit("rewards", begun.steps.start + 1)
-        counted = self._rewarder.finish(begun.rewards)
+        assert pending.rewards is not None
+        failpoints.hit("rewards", pending.steps.start + 1)
+        counted = self._rewarder.collect(pending.rewards)
         self._report_failures(counted.scores)
         require_rewards(counted.scores, "completions of this rollout")
-        numbers = _numbers(begun.rollout, counted.scores)
+        numbers = _numbers(pending.rollout, counted.scores)
         if self._ppo is None:
             signals = self._has_signal(counted.scores)
             numbers["groups_without_signal"] = float((~signals).mean())
-        of_first = completions_of(begun.rollout.taken([0]))
+        of_first = completions_of(pending.rollout.taken([0]))
         texts = [
-            as_text(begun.prompts[0].original),
-            self._rewarder.rewards.texts(begun.prompts[:1], of_first)[0],
+            as_text(pending.prompts[0].original),
+            self._rewarder.rewards.texts(pending.prompts[:1], of_first)[0],
         ]
-        rollout = begun.rollout
+        rollout = pending.rollout
         if self._config.dynamic_sampling:
-            rollout, counted, more = self._filled(begun, counted, state)
+            rollout, counted, more = self._filled(pending, counted, state)
             numbers |= more
         scores = counted.scores
         rollout = rollout._replace(rewards=scores.values)
@@ -135,23 +135,23 @@ class RolloutMaker:
             )
             rollout = rollout._replace(advantages=found.values)
         self._progress.phase("scoring")
-        failpoints.hit("scoring", begun.steps.start + 1)
+        failpoints.hit("scoring", pending.steps.start + 1)
         began = time.perf_counter()
         rollout = self._sampler.with_scores(rollout, state)
         if self._ppo is not None:
             masks = self._config.mask_truncated_completions
             rollout, of_values = with_returns(rollout, scores.weights, self._ppo, masks)
             numbers |= of_values
-        first_seconds = begun.rollout.about["sampling_seconds"]
+        first_seconds = pending.rollout.about["sampling_seconds"]
         numbers = {"sampling_seconds": first_seconds} | numbers
         numbers |= {
-            "sampled_tokens_per_second": float(begun.rollout.lengths.sum()) / first_seconds,
+            "sampled_tokens_per_second": float(pending.rollout.lengths.sum()) / first_seconds,
             "reward_seconds": counted.seconds,
             "scoring_seconds": time.perf_counter() - began,
         }
         for name in ("sampling_passes", "tokens_replaced"):
-            if name in begun.rollout.about:
-                numbers[name] = float(begun.rollout.about[name])
+            if name in pending.rollout.about:
+                numbers[name] = float(pending.rollout.about[name])
         self._progress.phase("")
         about = about | {
             "names": list(scores.names),
@@ -177,8 +177,8 @@ class RolloutMaker:
                 style="yellow",
             )
 
-    def _begun(self, steps: range, prompts: list[Prompt], sampled: Rollout) -> Begun:
-        return Begun(steps, prompts, sampled, self._rewarder.begin(prompts, sampled))
+    def _pending(self, steps: range, prompts: list[Prompt], sampled: Rollout) -> PendingRollout:
+        return PendingRollout(steps, prompts, sampled, self._rewarder.start(prompts, sampled))
 
     def _prompts(self, steps: range) -> list[Prompt]:
         """Those that the plan reads at these steps."""
@@ -193,16 +193,16 @@ class RolloutMaker:
         return has_signal(scores.values, self._config.num_generations, scores.weights)
 
     def _filled(
-        self, begun: Begun, counted: Counted, state: TrainState
+        self, pending: PendingRollout, counted: Counted, state: TrainState
     ) -> tuple[Rollout, Counted, dict[str, float]]:
         """A rollout in which groups without a signal are replaced, as far as rounds of sampling
         have found others; its rewards; and what is recorded of it."""
-        rollout = begun.rollout
+        rollout = pending.rollout
         scores = counted.scores
         reward_seconds = counted.seconds
         sampling_seconds = 0.0
-        count = len(begun.prompts)
-        later = later_prompts(self._data, begun.steps)
+        count = len(pending.prompts)
+        later = later_prompts(self._data, pending.steps)
         for _ in range(self._config.dynamic_sampling):
             missing = count - int(self._has_signal(scores).sum())
             if missing <= 0:
@@ -210,10 +210,10 @@ class RolloutMaker:
             prompts = read_together(itertools.islice, later, missing)
             before = len(rollout.prompt_lengths)
             self._progress.phase(f"sampling {missing:,} more prompts")
-            slots = self._slots(begun.prompts)
-            more = self._sampler.sampled(prompts, begun.steps.start, before, state, slots)
+            slots = self._slots(pending.prompts)
+            more = self._sampler.sampled(prompts, pending.steps.start, before, state, slots)
             sampling_seconds += more.about["sampling_seconds"]
-            counted = self._rewarder.finish(self._rewarder.begin(prompts, more))
+            counted = self._rewarder.collect(self._rewarder.start(prompts, more))
             reward_seconds += counted.seconds
             rollout = rollout.joined(more)
             scores = joined(scores, counted.scores)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from data_pipeline.base.errors import DataError
 from data_pipeline.loader.loader import HostBatch
 from maxtrain.objectives.objective import Batch
-from maxtrain.rl.maker import Begun
+from maxtrain.rl.maker import PendingRollout
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.rollouts import RolloutParts, weights_of
 from maxtrain.rl.store import RolloutStore
@@ -37,7 +37,7 @@ class ReplayedRollouts:
         self._store = store
         self._again = again
         # What was sampled for the next rollout, where that is done ahead.
-        self._ahead: Begun | None = None
+        self._ahead: PendingRollout | None = None
         self.different: dict[int, list[str]] = {}
         self.num_compared = 0
         self.not_made: list[int] = []
@@ -93,11 +93,11 @@ class ReplayedRollouts:
         if stored.about["scored_by"] != weights:
             found.append(WEIGHTS)
         if self._again:
-            begun = self._sampled(steps, stored, state, weights)
-            if begun is None:
+            pending = self._sampled(steps, stored, state, weights)
+            if pending is None:
                 self.not_made.append(steps.start + 1)
             else:
-                fresh = self._parts.finish(begun, step, state, weights)
+                fresh = self._parts.collect(pending, step, state, weights)
                 found += self._compared(stored, fresh)
             self._ahead = self._sampled_ahead(steps, state, weights, stop)
         if found:
@@ -105,12 +105,12 @@ class ReplayedRollouts:
 
     def _sampled(
         self, steps: range, stored: Rollout, state: TrainState, weights: str
-    ) -> Begun | None:
+    ) -> PendingRollout | None:
         """What is sampled for these steps by the weights that had sampled what is stored; None:
         they are gone."""
         after = stored.about["sampled_after"]
         if after == steps.start:
-            return self._parts.begin(steps, after, state, weights)
+            return self._parts.start(steps, after, state, weights)
         ahead = self._ahead
         if ahead is None or ahead.steps != steps:
             return None
@@ -120,7 +120,7 @@ class ReplayedRollouts:
 
     def _sampled_ahead(
         self, steps: range, state: TrainState, weights: str, stop: int
-    ) -> Begun | None:
+    ) -> PendingRollout | None:
         """What is sampled for the steps behind these, if it was sampled by these weights and they
         are to be made; else None."""
         if steps.stop >= stop:
@@ -128,7 +128,7 @@ class ReplayedRollouts:
         ahead = self._parts.batches.steps_of(steps.stop)
         if self._load(ahead).about["sampled_after"] != steps.start:
             return None
-        return self._parts.begin(ahead, steps.start, state, weights)
+        return self._parts.start(ahead, steps.start, state, weights)
 
     def _compared(self, stored: Rollout, fresh: Rollout) -> list[str]:
         """Names of arrays that are not the same, bit for bit."""

@@ -74,7 +74,7 @@ class Rewarder:
             # The reward after the one that was ended has started them again.
             self.rewards.close()
 
-    def begin(
+    def start(
         self, prompts: Sequence[Prompt], rollout: Rollout
     ) -> concurrent.futures.Future[Counted]:
         """Begins with the rewards of the completions of these prompts, of which each process has
@@ -89,8 +89,8 @@ class Rewarder:
         self._unfinished.append(own)
         return own
 
-    def finish(self, pending: concurrent.futures.Future[Counted]) -> Counted:
-        """The rewards of all completions, with those of other processes; waits for what `begin` has
+    def collect(self, pending: concurrent.futures.Future[Counted]) -> Counted:
+        """The rewards of all completions, with those of other processes; waits for what `start` has
         begun.
 
         Raises:

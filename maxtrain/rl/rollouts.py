@@ -29,14 +29,14 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.rl.batches import RolloutBatches
-from maxtrain.rl.maker import Begun, RolloutMaker
+from maxtrain.rl.maker import PendingRollout, RolloutWorker
 from maxtrain.rl.prompts import first_of_each, read_together
 from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.rewarder import Rewarder
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout
 from maxtrain.rl.sampler import Sampler, stop_ids
 from maxtrain.rl.store import RolloutStore
-from maxtrain.rl.unrewarded import UnrewardedMaker
+from maxtrain.rl.unrewarded import UnrewardedRolloutWorker
 from maxtrain.train_step.state import TrainState, policy_variables
 
 
@@ -68,16 +68,16 @@ class RolloutParts:
         ends = stop_ids(data.tokenizer, data.shards[0])
         settings = require_settings(config)
         sampler = Sampler(settings, config.seed, ends, self.batches, mesh, graphdefs, clock)
-        self._maker: RolloutMaker | UnrewardedMaker
+        self._maker: RolloutWorker | UnrewardedRolloutWorker
         if config.objective in FROM_REWARDS:
             ppo = None
             if config.objective == "ppo":
                 ppo = config.ppo
             prompts = read_together(first_of_each, data)
             rewarder = Rewarder(config.grpo, data.tokenizer, column_names(prompts))
-            self._maker = RolloutMaker(config.grpo, ppo, data, sampler, rewarder, progress)
+            self._maker = RolloutWorker(config.grpo, ppo, data, sampler, rewarder, progress)
         else:
-            self._maker = UnrewardedMaker(settings, data, sampler, progress)
+            self._maker = UnrewardedRolloutWorker(settings, data, sampler, progress)
 
     def close(self) -> None:
         """Ends the processes of rewards."""
@@ -86,10 +86,10 @@ class RolloutParts:
     @property
     def rewards(self) -> Rewards:
         """Of completions."""
-        assert isinstance(self._maker, RolloutMaker), "of an objective that has rewards"
+        assert isinstance(self._maker, RolloutWorker), "of an objective that has rewards"
         return self._maker.rewards
 
-    def begin(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
+    def start(self, steps: range, step: int, state: TrainState, weights: str) -> PendingRollout:
         """Samples what these steps read, by the weights after `step` steps, whose digest is
         `weights`."""
         about = {
@@ -98,15 +98,17 @@ class RolloutParts:
             "weights": weights,
             "sampled_after": step,
         }
-        return self._maker.begin(steps, state, about)
+        return self._maker.start(steps, state, about)
 
-    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+    def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
         """Likewise, where it was sampled before."""
-        return self._maker.begun_before(steps, sampled)
+        return self._maker.resume_pending(steps, sampled)
 
-    def finish(self, begun: Begun, step: int, state: TrainState, weights: str) -> Rollout:
+    def collect(
+        self, pending: PendingRollout, step: int, state: TrainState, weights: str
+    ) -> Rollout:
         """The whole rollout, with scores by the weights after `step` steps."""
-        rollout = self._maker.finish(begun, state, {"scored_by": weights})
+        rollout = self._maker.collect(pending, state, {"scored_by": weights})
         numbers = rollout.about["numbers"]
         behind = step - rollout.about["sampled_after"]
         about = {"numbers": numbers | {"steps_behind": float(behind)}}
@@ -157,7 +159,7 @@ class Rollouts:
         # The last one that was read, and the steps that it is for.
         self._newest: tuple[range, Rollout] | None = None
         # The next one, with grpo.staleness.
-        self._ahead: Begun | None = None
+        self._ahead: PendingRollout | None = None
 
     def close(self) -> None:
         """Ends the processes of rewards."""
@@ -200,8 +202,8 @@ class Rollouts:
         weights = weights_of(state)
         rollout = self._stored(steps, step, weights)
         if rollout is None:
-            begun = self._begun(steps, step, state, weights)
-            rollout = self._parts.finish(begun, step, state, weights)
+            pending = self._pending(steps, step, state, weights)
+            rollout = self._parts.collect(pending, step, state, weights)
             self._store.save(self._store.path(steps.start), rollout)
             failpoints.hit("stored", steps.start + 1)
             self._remove_old(steps)
@@ -233,7 +235,7 @@ class Rollouts:
             raise DamagedRolloutError("it is of other prompts or settings")
         return stored
 
-    def _begun(self, steps: range, step: int, state: TrainState, weights: str) -> Begun:
+    def _pending(self, steps: range, step: int, state: TrainState, weights: str) -> PendingRollout:
         """What is sampled for these steps: ahead, or now."""
         if self._ahead is not None and self._ahead.steps == steps:
             return self._ahead
@@ -243,10 +245,10 @@ class Rollouts:
             path = self._store.path_as_sampled(steps.start)
             try:
                 sampled = self._ahead_of(path, steps, self._scored_by(before))
-                return self._parts.begun_before(steps, sampled)
+                return self._parts.resume_pending(steps, sampled)
             except DamagedRolloutError as damage:
                 self._tell_made_again(path, damage, step, before.start)
-        return self._parts.begin(steps, step, state, weights)
+        return self._parts.start(steps, step, state, weights)
 
     def _scored_by(self, steps: range) -> str:
         """The digest of the weights that scored the rollout of these steps. DamagedRolloutError: it
@@ -260,21 +262,21 @@ class Rollouts:
 
     def _sampled_ahead(
         self, ahead: range, step: int, rollout: Rollout, state: TrainState, weights: str
-    ) -> Begun:
+    ) -> PendingRollout:
         """What is sampled for the steps behind those of a rollout, by the weights that it was
         scored by; stored."""
         path = self._store.path_as_sampled(ahead.start)
         before = self._batches.steps_of(step)
         try:
             sampled = self._ahead_of(path, ahead, rollout.about["scored_by"])
-            return self._parts.begun_before(ahead, sampled)
+            return self._parts.resume_pending(ahead, sampled)
         except DamagedRolloutError as damage:
             if path.exists() or step != before.start:
                 self._tell_made_again(path, damage, step, before.start)
-        begun = self._parts.begin(ahead, step, state, weights)
-        self._store.save(path, begun.rollout)
+        pending = self._parts.start(ahead, step, state, weights)
+        self._store.save(path, pending.rollout)
         failpoints.hit("ahead", ahead.start + 1)
-        return begun
+        return pending
 
     def _ahead_of(self, path: Path, steps: range, weights: str) -> Rollout:
         """What was sampled ahead for these steps, by weights with this digest.

@@ -46,7 +46,7 @@ from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.micro_batches import micro_batches, whole_batch
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.rl.batches import COMPLETION, NUMBER, RolloutBatches
-from maxtrain.rl.completions import Completion, Manner, Wanted, complete
+from maxtrain.rl.completions import Completion, GenerationConfig, GenerationRequest, complete
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.rollout import Rollout
 from maxtrain.train_step.state import TrainState, policy_variables
@@ -114,31 +114,33 @@ class Sampler:
             jax.block_until_ready(state)
         model: Decoder = nnx.merge(structure, policy_variables(state))
         engine = Engine(model, slots=slots, eager=True)
-        manner = Manner(
+        generation = GenerationConfig(
             Sampling(temperature=config.temperature),
             config.max_completion_length,
             self._stop_ids,
             _seed_of_step(self._seed, step),
         )
-        wanted = []
+        requests = []
         for number, prompt in enumerate(prompts, before):
             for sample in range(config.num_generations):
-                wanted.append(Wanted(prompt.ids, number * config.num_generations + sample))
+                requests.append(
+                    GenerationRequest(prompt.ids, number * config.num_generations + sample)
+                )
 
         def sign_of_life() -> None:
             failpoints.hit("sampling", step + 1)
             self._sign_of_life()
 
-        def completed(wanted: Sequence[Wanted]) -> list[Completion]:
-            made = complete(engine, wanted, manner, sign_of_life)
+        def completed(requests: Sequence[GenerationRequest]) -> list[Completion]:
+            made = complete(engine, requests, generation, sign_of_life)
             _require_finite(all(each.reason != "failed" for each in made), step)
             return [Completion.of(each) for each in made]
 
         if self._batches.is_exact:
-            rollout = self._drawn_by_training(prompts, wanted, completed, manner, state)
+            rollout = self._drawn_by_training(prompts, requests, completed, generation, state)
             _require_finite(bool(np.isfinite(rollout.sampled).all()), step)
         else:
-            rollout = as_sampled(prompts, completed(wanted))
+            rollout = as_sampled(prompts, completed(requests))
         about = {"sampling_seconds": time.perf_counter() - began}
         return rollout._replace(about=rollout.about | about)
 
@@ -156,32 +158,32 @@ class Sampler:
     def _drawn_by_training(
         self,
         prompts: Sequence[Prompt],
-        wanted: Sequence[Wanted],
-        completed: Callable[[Sequence[Wanted]], list[Completion]],
-        manner: Manner,
+        requests: Sequence[GenerationRequest],
+        completed: Callable[[Sequence[GenerationRequest]], list[Completion]],
+        generation: GenerationConfig,
         state: TrainState,
     ) -> Rollout:
         """Completions of which the training forward draws every token.
 
         Args:
             prompts: to be completed.
-            wanted: their completions.
-            completed: what the engine makes of some that are wanted.
-            manner: how it makes them.
+            requests: their completions.
+            completed: returns the completions that the engine makes of some requests.
+            generation: how it makes them.
             state: whose weights draw.
 
         Raises:
             ConfigError: what the training forward gives for a token changes with tokens behind it
                 or in other texts, so that there is no end to it.
         """
-        made = completed(wanted)
+        made = completed(requests)
         num_replaced = 0
         # Each pass confirms at least one more token of each completion.
-        for passes in range(1, manner.longest + 2):
+        for passes in range(1, generation.longest + 2):
             rollout = as_sampled(prompts, made)
-            found = self._scored(rollout, state, manner.seed, wanted[0].row)
+            found = self._scored(rollout, state, generation.seed, requests[0].row)
             self._sign_of_life()
-            mended = with_first_replaced(made, found[DRAWN], manner)
+            mended = with_first_replaced(made, found[DRAWN], generation)
             if not mended:
                 about = {"sampling_passes": passes, "tokens_replaced": num_replaced}
                 return rollout._replace(sampled=found[OLD], about=about)
@@ -189,13 +191,13 @@ class Sampler:
             unfinished = {}
             for number, completion in mended.items():
                 made[number] = completion
-                if not completion.has_ended and len(completion.ids) < manner.longest:
-                    unfinished[number] = wanted[number].continued(completion.ids)
+                if not completion.has_ended and len(completion.ids) < generation.longest:
+                    unfinished[number] = requests[number].continued(completion.ids)
             rests = completed(list(unfinished.values()))
             for number, rest in zip(unfinished, rests, strict=True):
                 made[number] = made[number].joined(rest)
         raise ConfigError(
-            f"determinism=full: after {manner.longest + 1:,} passes, the training forward still "
+            f"determinism=full: after {generation.longest + 1:,} passes, the training forward still "
             "draws other tokens than those that were sampled, so what it gives for a token depends "
             "on tokens behind it or in other texts. Set determinism=seeded."
         )
@@ -249,7 +251,7 @@ def _keys(
 
 
 def with_first_replaced(
-    made: Sequence[Completion], drawn: np.ndarray, manner: Manner
+    made: Sequence[Completion], drawn: np.ndarray, generation: GenerationConfig
 ) -> dict[int, Completion]:
     """Of each completion of which another token was drawn, what is before the first such place and
     the token that was drawn there; by the completion's number.
@@ -257,7 +259,7 @@ def with_first_replaced(
     Args:
         made: completions.
         drawn: in the place of each of their tokens, back to back.
-        manner: says what ends a completion.
+        generation: says what ends a completion.
     """
     found = {}
     ends = np.cumsum([len(each.ids) for each in made])
@@ -272,7 +274,7 @@ def with_first_replaced(
         ids = [*completion.ids[:first], token]
         # Its log-probability is that of the pass that confirms it.
         logprobs = [*completion.logprobs[:first], 0.0]
-        found[number] = Completion(ids, token in manner.stop_ids, logprobs)
+        found[number] = Completion(ids, token in generation.stop_ids, logprobs)
     return found
 
 

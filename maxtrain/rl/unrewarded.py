@@ -9,15 +9,15 @@ from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.inference.text import decode_new
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import as_text
-from maxtrain.rl.maker import Begun, length_numbers
+from maxtrain.rl.maker import PendingRollout, length_numbers
 from maxtrain.rl.prompts import prompts_of, read_together
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
 from maxtrain.train_step.state import TrainState
 
 
-class UnrewardedMaker:
-    """Makes rollouts: prompts -> completions. As `RolloutMaker`, without rewards, advantages and
+class UnrewardedRolloutWorker:
+    """Makes rollouts: prompts -> completions. As `RolloutWorker`, without rewards, advantages and
     old log-probabilities.
 
     Args:
@@ -38,7 +38,7 @@ class UnrewardedMaker:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def begin(self, steps: range, state: TrainState, about: dict[str, Any]) -> Begun:
+    def start(self, steps: range, state: TrainState, about: dict[str, Any]) -> PendingRollout:
         """Samples completions of what these steps read.
 
         `about`: more that is known of the rollout.
@@ -48,20 +48,20 @@ class UnrewardedMaker:
         slots = min(len(prompts) * self._settings.num_generations, self._settings.slots)
         sampled = self._sampler.sampled(prompts, steps.start, 0, state, slots)
         self._progress.phase("")
-        return Begun(steps, prompts, sampled._replace(about=sampled.about | about))
+        return PendingRollout(steps, prompts, sampled._replace(about=sampled.about | about))
 
-    def begun_before(self, steps: range, sampled: Rollout) -> Begun:
+    def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
         """Likewise, where completions were sampled by an earlier launch."""
-        return Begun(steps, read_together(prompts_of, self._data, steps), sampled)
+        return PendingRollout(steps, read_together(prompts_of, self._data, steps), sampled)
 
-    def finish(self, begun: Begun, state: TrainState, about: dict[str, Any]) -> Rollout:
+    def collect(self, pending: PendingRollout, state: TrainState, about: dict[str, Any]) -> Rollout:
         """The rollout with what is known of it.
 
         `about`: more of that.
         """
         del state
-        rollout = begun.rollout
-        first = begun.prompts[0]
+        rollout = pending.rollout
+        first = pending.prompts[0]
         ids = rollout.tokens[: rollout.lengths[0]].tolist()
         if not rollout.truncated[0]:
             ids = ids[:-1]

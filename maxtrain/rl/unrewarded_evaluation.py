@@ -79,7 +79,7 @@ class Completions(NamedTuple):
             yield layout.to_global(layout.own_part({name: arrays[name] for name in OF_TOKENS}))
 
 
-class Completing:
+class PromptEvaluator:
     """Asks a model for completions.
 
     Args:
@@ -100,7 +100,8 @@ class Completing:
         count: int,
         sign_of_life: Callable[[], object] = lambda: None,
     ) -> Completions:
-        """The completions of the first prompts of a set; arguments as of `Asking`."""
+        """The completions of the first prompts of a set; arguments as of
+        `RewardedPromptEvaluator`."""
         prompts = read_together(first_prompts, shards, count)
         ends = stop_ids(self._tokenizer, shards)
         longest = self._settings.max_completion_length

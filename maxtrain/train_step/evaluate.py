@@ -10,14 +10,14 @@ from flax import nnx
 from data_pipeline.base.errors import DataError
 from maxtrain.objectives.objective import Batch, Objective
 from maxtrain.ops.quantity import NLL
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.train_step.trainable import merged_models
 
 # Batches in flight at a time.
 _AHEAD = 8
 # Maps the parameters of each model by its name, and a batch, to the evaluated sums.
-EvalStep = Callable[[Mapping[str, nnx.State], Batch], dict[str, Sum]]
+EvalStep = Callable[[Mapping[str, nnx.State], Batch], dict[str, WeightedSum]]
 
 
 def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef | None], objective: Objective) -> EvalStep:
@@ -30,7 +30,7 @@ def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef | None], objective: Obje
 
     needed = {name: graphdefs[name] for name in objective.models}
 
-    def step(params: Mapping[str, nnx.State], batch: Batch) -> dict[str, Sum]:
+    def step(params: Mapping[str, nnx.State], batch: Batch) -> dict[str, WeightedSum]:
         return objective.evaluate(merged_models(needed, params), batch)
 
     return jax.jit(step, compiler_options=compiler_options(jax.default_backend()))
@@ -64,7 +64,7 @@ def evaluate(
     Raises:
         DataError: the number of evaluated targets is not `num_tokens`.
     """
-    sums: list[dict[str, Sum]] = []
+    sums: list[dict[str, WeightedSum]] = []
     for batch in batches:
         sums.append(step(params, batch))
         # Wait for an earlier batch; otherwise all batches of a large set would be on the device at
@@ -106,7 +106,7 @@ def not_finite(result: Mapping[str, Any]) -> NotFinite | None:
     return None
 
 
-def _total(sums: Sequence[dict[str, Sum]], name: str) -> tuple[float, float]:
+def _total(sums: Sequence[dict[str, WeightedSum]], name: str) -> tuple[float, float]:
     """Add up one sum over all batches, and return its total and its weight."""
     total = math.fsum(float(batch[name].total) for batch in sums)
     weight = math.fsum(float(batch[name].weight) for batch in sums)

@@ -47,7 +47,7 @@ from maxtrain.models.pipeline import (
     with_rows,
     with_stage,
 )
-from maxtrain.models.scan_layers import Inputs, Kept, said_in_period
+from maxtrain.models.scan_layers import Inputs, ScannedLayerOut, aux_of_period
 from maxtrain.objectives.objective import (
     POLICY,
     Batch,
@@ -55,7 +55,7 @@ from maxtrain.objectives.objective import (
     Objective,
     Result,
     Scales,
-    also_said,
+    with_layer_aux,
     with_terms,
 )
 from maxtrain.ops.micro_batches import micro_batches
@@ -160,8 +160,8 @@ class _Schedule:
         carry = self._loop(carry, ticks[: S - 1], forward=True, backward=False)
         carry = self._loop(carry, ticks[S - 1 : S - 1 + M], forward=True, backward=True)
         carry = self._loop(carry, ticks[S - 1 + M :], forward=False, backward=True)
-        aux = said_in_period(self._names, carry.kept)
-        result = also_said(carry.result, aux, self._scales)
+        aux = aux_of_period(self._names, carry.kept)
+        result = with_layer_aux(carry.result, aux, self._scales)
         return result, join(carry.grads.layers, carry.grads.rest)
 
     def _loop(
@@ -266,7 +266,7 @@ class _Schedule:
 
     def _stage(
         self, x: Float[Array, "b T D"], weights: nnx.State, item: Int[Array, ""], inputs: Any
-    ) -> tuple[Array, tuple[Float[Array, ""], list[Kept]]]:
+    ) -> tuple[Array, tuple[Float[Array, ""], list[ScannedLayerOut]]]:
         """Run a stage's layers, and return their output, what they add to the loss, and their kept
         values.
 
@@ -281,7 +281,7 @@ class _Schedule:
         inputs = _with_weights(inputs, self._names, weights)
         context = with_rows(self._context, rows)
         out, kept = self._block(x, context, split_as_used(inputs))
-        terms = said_in_period(self._names, kept).terms
+        terms = aux_of_period(self._names, kept).aux_losses
         return out, (with_terms(jnp.float32(0), terms, self._scales), kept)
 
     def _into_layers(self, rest: nnx.State, batch: Batch) -> _Period:

@@ -33,8 +33,8 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.ops.micro_batches import micro_batches
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum, added
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum, added
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.host_memory import by_layer, described_on_device, is_on_host, on_device
 from maxtrain.parallel.sharding import stages
@@ -114,7 +114,7 @@ def gradients(
     )
     of_parts = models
     if needs_loads:
-        nothing = loads_of(start[0].observed)
+        nothing = loads_of(start[0].buffer_inputs)
         loads = _whole_loads(whole, micros, objective, scales, nothing)
         of_parts = _that_know(models, loads)
 
@@ -129,14 +129,14 @@ def gradients(
 
 def _sums_of_batch(
     models: Models, batch: Batch, first_pass: FirstPass, accumulation: int
-) -> dict[str, Sum]:
+) -> dict[str, WeightedSum]:
     """Compute the sums of an objective's first pass over all micro-batches."""
     rows = first_pass.rows(batch)
     if accumulation == 1:
         return first_pass.measure(models, rows)
     micros = micro_batches(rows, accumulation)
 
-    def add(sums: dict[str, Sum], micro: Batch) -> tuple[dict[str, Sum], None]:
+    def add(sums: dict[str, WeightedSum], micro: Batch) -> tuple[dict[str, WeightedSum], None]:
         return jax.tree.map(jnp.add, sums, first_pass.measure(models, micro)), None
 
     like = jax.eval_shape(
@@ -162,7 +162,7 @@ def _whole_loads(
 
     def count(loads: dict[str, Array], micro: Batch) -> tuple[dict[str, Array], None]:
         # The compiler removes everything else that the pass computes.
-        observed = objective.forward(models, micro, scales).observed
+        observed = objective.forward(models, micro, scales).buffer_inputs
         return jax.tree.map(jnp.add, loads, loads_of(observed)), None
 
     return jax.lax.scan(count, nothing, micros)[0]
@@ -250,17 +250,17 @@ def make_train_step(
         if state.control.loss_scale is not None:
             grads = jax.tree.map(lambda g: g / scale, grads)
         policy = models(state.trainable)[POLICY]
-        summarised = summarise(policy.summaries(), result.observed)
-        result = result._replace(observed=summarised.of_buffers)
+        summarised = summarise(policy.summaries(), result.buffer_inputs)
+        result = result._replace(buffer_inputs=summarised.of_buffers)
         loss = result.sums[objective.loss.name]
         measured = _measure(loss.mean(), grads, state, anomaly)
         key = None
         if stochastic_rounding:
             key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
         if layer_updates is None:
-            update = _update(optimizer, grads, result.observed, state, key)
+            update = _update(optimizer, grads, result.buffer_inputs, state, key)
         else:
-            update = _update_in_layers(layer_updates, grads, result.observed, state)
+            update = _update_in_layers(layer_updates, grads, result.buffer_inputs, state)
         counted = result.sums[objective.counted]
         decision = _decide(state, result, counted, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
@@ -390,7 +390,7 @@ def _update_in_layers(
 def _decide(
     state: TrainState,
     result: Result,
-    counted: Sum,
+    counted: WeightedSum,
     measured: _Measured,
     update: _Update,
     anomaly: AnomalyConfig,
@@ -441,7 +441,7 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     )
 
 
-def _described(result: Result, counted: Sum, batch: Batch, scale: Array) -> Metrics:
+def _described(result: Result, counted: WeightedSum, batch: Batch, scale: Array) -> Metrics:
     """Return the metrics of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
@@ -457,8 +457,8 @@ def _described(result: Result, counted: Sum, batch: Batch, scale: Array) -> Metr
 
 def _with_quantities(
     metrics: Metrics,
-    recorded: Sequence[Quantity],
-    of_layers: Sequence[Quantity],
+    recorded: Sequence[Metric],
+    of_layers: Sequence[Metric],
     result: Result,
 ) -> Metrics:
     """Return the metrics of a step, with those of the objective and of the policy's layers.

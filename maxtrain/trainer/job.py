@@ -53,7 +53,7 @@ from maxtrain.observe.launches import usual_devices, version_of
 from maxtrain.observe.metrics import require_free_names
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 from maxtrain.ops.tokamax import require_attention, require_products
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, abstract_batch, prefetch
@@ -125,7 +125,7 @@ class Parts:
     # The optimizer in two parts, if optimizer.on_host keeps its arrays on the hosts.
     layer_updates: LayerUpdates | None
     # The metrics that the policy's layers record.
-    of_layers: tuple[Quantity, ...]
+    of_layers: tuple[Metric, ...]
     # The model whose parameters are in `TrainState.frozen`; None: there is none.
     frozen_model: FrozenModel | None
     # The reference model whose stored log-probabilities come with the batches. It is not part of
@@ -150,7 +150,7 @@ class Parts:
         return graphdef
 
     @property
-    def recorded(self) -> tuple[Quantity, ...]:
+    def recorded(self) -> tuple[Metric, ...]:
         """List the metrics of a step beside the loss, of the objective and of the layers."""
         return (*self.objective.recorded, *self.of_layers)
 

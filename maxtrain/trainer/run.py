@@ -46,9 +46,9 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.distributed import report_step
 from maxtrain.parallel.hardware import Peak
-from maxtrain.rl.evaluation import Asking
+from maxtrain.rl.evaluation import RewardedPromptEvaluator
 from maxtrain.rl.rollouts import Rollouts
-from maxtrain.rl.unrewarded_evaluation import Completing
+from maxtrain.rl.unrewarded_evaluation import PromptEvaluator
 from maxtrain.train_step.evaluate import not_finite
 from maxtrain.train_step.integrity import Integrity
 from maxtrain.train_step.norms import norm_names
@@ -168,7 +168,7 @@ class Run:
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
-        self._asking: Asking | Completing | None = None
+        self._evaluator: RewardedPromptEvaluator | PromptEvaluator | None = None
         settings = rollout_settings(config)
         if settings is not None:
             self.rollouts = Rollouts(
@@ -186,10 +186,12 @@ class Run:
             slots = min(slots * settings.num_generations, settings.slots)
             if config.objective in FROM_REWARDS:
                 rewards = self.rollouts.rewards
-                self._asking = Asking(config.grpo, job.data.tokenizer, slots, rewards)
+                self._evaluator = RewardedPromptEvaluator(
+                    config.grpo, job.data.tokenizer, slots, rewards
+                )
             else:
-                self._asking = Completing(settings, job.data.tokenizer, slots)
-        self.validation = Validation(job, clock, progress, stop, self._asking)
+                self._evaluator = PromptEvaluator(settings, job.data.tokenizer, slots)
+        self.validation = Validation(job, clock, progress, stop, self._evaluator)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs = programs
@@ -620,7 +622,7 @@ class Run:
         """Complete the first prompts of an evaluation set, or of the training data, greedily,
         unless this step has samples already."""
         count = self.config.observe.num_samples
-        if self._asking is None or not count:
+        if self._evaluator is None or not count:
             return
         name, shards = self._prompts_to_sample()
         if self.recorder.has_samples(self.step, name):
@@ -628,7 +630,7 @@ class Run:
         self.progress.phase("completing the prompts")
         with self.clock.during("eval"):
             model = nnx.merge(self.job.policy_graphdef, eval_params(self.state))
-            answers = self._asking(model, shards, min(count, shards.num_documents))
+            answers = self._evaluator(model, shards, min(count, shards.num_documents))
         self.recorder.write_samples(self.step, answers.samples(name, count))
         self.progress.phase("")
 

@@ -26,7 +26,7 @@ from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import summary
 from maxtrain.observe.samples import FILE_NAME as SAMPLES
 from maxtrain.observe.samples import first_and_last, read_samples
-from maxtrain.ops.quantity import NLL, Quantity
+from maxtrain.ops.quantity import NLL, Metric
 
 # Larger texts are not compared with gzip. This size takes a second or two.
 MAX_GZIP_BYTES = 64 << 20
@@ -70,7 +70,7 @@ def finish(
     problem: str = "",
     read: Mapping[str, str] | None = None,
     units: Mapping[str, str] | None = None,
-    loss: Quantity = NLL,
+    loss: Metric = NLL,
 ) -> None:
     """Draw curves.png, and print completions of observe.prompts, the summary, and suggested next
     commands.

@@ -17,9 +17,9 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import Sample
 from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.rl.evaluation import REWARD, Asking
+from maxtrain.rl.evaluation import REWARD, RewardedPromptEvaluator
 from maxtrain.rl.prompts import num_prompts
-from maxtrain.rl.unrewarded_evaluation import Completing, Completions
+from maxtrain.rl.unrewarded_evaluation import Completions, PromptEvaluator
 from maxtrain.train_step.evaluate import evaluate, make_eval_step
 from maxtrain.trainer.job import Job
 from maxtrain.trainer.signals import StopRequest, StopRequested
@@ -40,7 +40,7 @@ class Validation:
     """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with the
     run.
 
-    `asking`: completes the prompts of prompt sets, and may reward the completions; None: the run
+    `evaluator`: completes the prompts of prompt sets, and may reward the completions; None: the run
     trains on data, and all sets are evaluated as text.
     """
 
@@ -50,7 +50,7 @@ class Validation:
         clock: Stopwatch,
         progress: Progress,
         stop: StopRequest,
-        asking: Asking | Completing | None = None,
+        evaluator: RewardedPromptEvaluator | PromptEvaluator | None = None,
     ):
         self._config, self._sets, self._clock, self._progress, self._stop = (
             job.config,
@@ -63,7 +63,7 @@ class Validation:
         self._layouts = {
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
-        self._asking = asking
+        self._evaluator = evaluator
         self._policy = job.policy_graphdef
         self._step = make_eval_step(job.graphdefs, job.objective)
         self._loss = job.objective.loss.name
@@ -159,11 +159,11 @@ class Validation:
 
     def _asks(self, name: str) -> bool:
         """Return whether a set holds prompts that are completed."""
-        return self._asking is not None and self._sets[name].shards.has_columns
+        return self._evaluator is not None and self._sets[name].shards.has_columns
 
     def _rewards(self, name: str) -> bool:
         """Return whether a set holds prompts whose completions are rewarded."""
-        return self._asks(name) and isinstance(self._asking, Asking)
+        return self._asks(name) and isinstance(self._evaluator, RewardedPromptEvaluator)
 
     def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
         """Evaluate one set after this step, whole unless its `steps` say otherwise; `params` has
@@ -232,7 +232,7 @@ class Validation:
     ) -> tuple[dict[str, Any], list[Sample]]:
         """Evaluate a set of prompts, and return its numbers and first completions. Raise a
         KeyboardInterrupt if a stop is requested."""
-        assert self._asking is not None
+        assert self._evaluator is not None
         model = nnx.merge(self._policy, params[POLICY])
 
         def look_up() -> None:
@@ -244,7 +244,7 @@ class Validation:
 
         eval_set = self._sets[name]
         count = num_prompts(eval_set, self._steps(name))
-        answers = self._asking(model, eval_set.shards, count, look_up)
+        answers = self._evaluator(model, eval_set.shards, count, look_up)
         if isinstance(answers, Completions):
             record = answers.record() | self._divergence(name, answers, params)
             return record, answers.samples(name, self._config.observe.num_samples)

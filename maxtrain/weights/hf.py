@@ -41,7 +41,7 @@ from maxtrain.models.families.directory import (
     stored_as,
 )
 from maxtrain.models.families.family import HEAD, Family
-from maxtrain.models.hf_mapping import Entry, LazyArray, Part, Shape, everything
+from maxtrain.models.hf_mapping import LazyArray, ParamMapping, Part, Shape, everything
 from maxtrain.models.quantized import (
     SCALES,
     StoredKernel,
@@ -156,16 +156,16 @@ def load_weights(
     family = FAMILIES[config.family]
     table = family.tensors(config)
     if without_head:
-        table = [entry for entry in table if entry.ours != ("head.kernel",)]
+        table = [entry for entry in table if entry.params != ("head.kernel",)]
     quantized = stored_kernels(params)
     stored = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     leaves = with_whole_kernels(stored, quantized)
-    assert leaves.keys() == {name for entry in table for name in entry.ours}
+    assert leaves.keys() == {name for entry in table for name in entry.params}
     with contextlib.ExitStack() as held:
         files, opened, left_out = _open(directory, family, held)
         _check_tensors(directory, files, family, opened.unused, table, leaves)
         if config.tie_embeddings and not (config.score or without_head) and HEAD in files:
-            require_head_is_embedding(files[HEAD], files[table[0].theirs[0]], directory)
+            require_head_is_embedding(files[HEAD], files[table[0].tensors[0]], directory)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
         # While the disk is read.
@@ -186,8 +186,8 @@ def load_weights(
 
 
 def _read_together(
-    table: Sequence[Entry], leaves: Sequence[jax.ShapeDtypeStruct], is_quantized: bool
-) -> Iterator[Sequence[Entry]]:
+    table: Sequence[ParamMapping], leaves: Sequence[jax.ShapeDtypeStruct], is_quantized: bool
+) -> Iterator[Sequence[ParamMapping]]:
     """Entries that are in this host's memory at one time: the files are then read from their
     beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in
     its memory anyway, unless some of them are quantised as they come."""
@@ -208,7 +208,7 @@ class _Array(NamedTuple):
 
 
 def _load(
-    entries: Sequence[Entry],
+    entries: Sequence[ParamMapping],
     files: Files,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     threads: concurrent.futures.Executor,
@@ -229,7 +229,7 @@ def _load(
 
 
 def _ask_for(
-    entry: Entry,
+    entry: ParamMapping,
     files: Files,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     asked: list[Read],
@@ -237,10 +237,10 @@ def _ask_for(
 ) -> dict[str, _Array]:
     """The parameters of an entry, whose numbers will be there when all that is asked for is
     read."""
-    ours = [leaves[name] for name in entry.ours]
+    ours = [leaves[name] for name in entry.params]
     shapes = [leaf.shape for leaf in ours]
     tensors = {}
-    for name, shape in entry.their_shapes(shapes).items():
+    for name, shape in entry.tensor_shapes(shapes).items():
         read = functools.partial(read_part, files[name], ours[0].dtype, threads)
         write = functools.partial(_ask, asked, files[name])
         tensors[name] = LazyArray(shape, read, write)
@@ -270,14 +270,14 @@ def _part_of(array: _Array, index: Any) -> np.ndarray:
     return array.parts[_part(index, array.leaf.shape)]
 
 
-def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) -> None:
+def _require_finite(params: nnx.State, table: Sequence[ParamMapping], directory: Path) -> None:
     """Raises DataError if a parameter holds NaN or infinity."""
     bad = non_finite_names(params)
     if not bad:
         return
     # Of a quantised kernel, it is in the scales.
     name = bad[0].removesuffix(f".{SCALES}")
-    there = next(entry.pattern() for entry in table if name in entry.ours)
+    there = next(entry.pattern() for entry in table if name in entry.params)
     more = ""
     if len(bad) > 1:
         more = f" and {len(bad) - 1:,} more"
@@ -289,18 +289,18 @@ def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) 
 def _describe(
     directory: Path,
     files: Files,
-    table: Sequence[Entry],
+    table: Sequence[ParamMapping],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     quantized: Mapping[str, StoredKernel],
 ) -> str:
     """A table of the parameters, each with the tensors that it was read from, and of tensors that
     were not used."""
-    entries = {name: entry for entry in table for name in entry.ours}
+    entries = {name: entry for entry in table for name in entry.params}
     rows = [("parameter", "there", "here", "")]
     used = set[str]()
     for name, leaf in leaves.items():
         entry = entries[name]
-        names = entry.names([leaves[ours].shape for ours in entry.ours])
+        names = entry.names([leaves[ours].shape for ours in entry.params])
         used.update(names)
         first = files[names[0]]
         there = f"{entry.pattern()} {first.kind}{list(first.shape)}"
@@ -547,14 +547,14 @@ def _check_tensors(
     files: Files,
     family: Family,
     unused: Collection[str],
-    table: Sequence[Entry],
+    table: Sequence[ParamMapping],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raises DataError with a table of tensors that are missing, left over, of another shape or no
     plain floats."""
     wanted: dict[str, Shape] = {}
     for entry in table:
-        wanted |= entry.their_shapes([leaves[name].shape for name in entry.ours])
+        wanted |= entry.tensor_shapes([leaves[name].shape for name in entry.params])
     problems = []
     not_named = {family.renamed(name) for name in unused}
     for name, shape in wanted.items():

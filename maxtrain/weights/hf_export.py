@@ -41,7 +41,7 @@ from maxtrain.config.schema import ModelConfig
 from maxtrain.inference.chat import Chat, ends_of_generation
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
-from maxtrain.models.hf_mapping import Entry, LazyArray, Part, tensors_in_order
+from maxtrain.models.hf_mapping import LazyArray, ParamMapping, Part, tensors_in_order
 from maxtrain.ops.digest import leaf_names
 from maxtrain.weights.memory_order import in_c_order
 
@@ -125,12 +125,12 @@ def write_tensors(
 
 
 def tensor_dtypes(
-    table: Sequence[Entry], ours: Mapping[str, LazyArray], dtype: str
+    table: Sequence[ParamMapping], ours: Mapping[str, LazyArray], dtype: str
 ) -> dict[str, str]:
     """The type of each tensor in a file of `dtype`."""
     dtypes = {}
     for entry in table:
-        names = entry.names([ours[name].shape for name in entry.ours])
+        names = entry.names([ours[name].shape for name in entry.params])
         dtypes |= dict.fromkeys(names, entry.dtype or dtype)
     return dtypes
 
@@ -392,7 +392,7 @@ def rounded(params: nnx.State, dtype: str, config: ModelConfig) -> nnx.State:
     kept = set[str]()
     for entry in FAMILIES[config.family].tensors(config):
         if entry.dtype is not None:
-            kept.update(entry.ours)
+            kept.update(entry.params)
 
     def round_one(name: str, leaf: jax.Array) -> jax.Array:
         if name in kept or dtype == "float32" or leaf.dtype == dtype:

@@ -32,9 +32,9 @@ from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, read_json
 from maxtrain.models.hf_mapping import (
-    Entry,
     Flatten,
     LazyArray,
+    ParamMapping,
     Ravel,
     Stack,
     Transpose,
@@ -76,7 +76,7 @@ def write_adapters(
     ours = {name: np.asarray(variable[...]) for name, variable in paths(adapters).items()}
     tensors: dict[str, np.ndarray] = {}
     for entry in _table(config, set(ours)):
-        (name,) = entry.ours
+        (name,) = entry.params
         for their_name, tensor in entry.forward([in_memory(ours[name])]).items():
             tensors[their_name] = tensor.whole()
     joined = join_experts(tensors)
@@ -108,12 +108,12 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
     shapes = {name: variable.get_value().shape for name, variable in leaves.items()}
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in table:
-        wanted |= entry.their_shapes([shapes[name] for name in entry.ours])
+        wanted |= entry.tensor_shapes([shapes[name] for name in entry.params])
     stored = split_experts(_read(directory), wanted)
     _check(directory, wanted, stored)
     found: dict[str, LazyArray] = {}
     for entry in table:
-        of_ours = [shapes[name] for name in entry.ours]
+        of_ours = [shapes[name] for name in entry.params]
         theirs = {name: in_memory(stored[name]) for name in entry.names(of_ours)}
         found |= entry.inverse(theirs, of_ours)
 
@@ -188,8 +188,8 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
     wanted: dict[str, tuple[int, ...]] = {}
     products = {}
     for entry in _table(config, plain):
-        (name,) = entry.ours
-        shapes = entry.their_shapes([everywhere[name].get_value().shape])
+        (name,) = entry.params
+        shapes = entry.tensor_shapes([everywhere[name].get_value().shape])
         wanted |= shapes
         product, _, _ = name.rpartition(".adapter.")
         products |= dict.fromkeys(shapes, product)
@@ -203,16 +203,16 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
     return dataclasses.replace(lora, targets=tuple(targets))
 
 
-def _of_kernels(config: ModelConfig) -> dict[str, Entry]:
+def _of_kernels(config: ModelConfig) -> dict[str, ParamMapping]:
     """The entry of each parameter of a family."""
     found = {}
     for entry in FAMILIES[config.family].tensors(config):
-        for name in entry.ours:
+        for name in entry.params:
             found[name] = entry
     return found
 
 
-def _table(config: ModelConfig, adapters: set[str]) -> list[Entry]:
+def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
     """Entries of these adapters, each of one array of ours.
 
     UsageError: PEFT has no form for one.
@@ -235,16 +235,16 @@ def _table(config: ModelConfig, adapters: set[str]) -> list[Entry]:
             rest = (Flatten(1), Transpose())
         elif part == "magnitude":
             rest = (Ravel(),)
-        (theirs,) = entry.theirs
+        (theirs,) = entry.tensors
         their_name = f"base_model.model.{theirs.removesuffix('.weight')}.{_PARTS[part]}"
-        table.append(Entry((name,), (their_name,), stacks + rest))
+        table.append(ParamMapping((name,), (their_name,), stacks + rest))
     return table
 
 
-def _is_plain(entry: Entry) -> bool:
+def _is_plain(entry: ParamMapping) -> bool:
     """Whether a product here is one product there, with outputs first."""
     allowed = (Stack, Flatten, Transpose)
-    is_one = len(entry.ours) == len(entry.theirs) == 1
+    is_one = len(entry.params) == len(entry.tensors) == 1
     transposes = [step for step in entry.steps if isinstance(step, Transpose)]
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)
 

@@ -18,7 +18,7 @@ from maxtrain.config.schema import (
     RegularizationConfig,
     RopeConfig,
 )
-from maxtrain.models.context import Noise, Rotation
+from maxtrain.models.context import Rotation, TrainNoise
 from maxtrain.models.init import head_dim
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.adversarial import adversarial
@@ -331,7 +331,7 @@ def test_every_part_of_a_step_takes_bfloat16_activations():
         assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
         hidden = jax.eval_shape(
             lambda state, graphdef=graphdef: nnx.merge(graphdef, state).hidden(
-                b["inputs"], noise=Noise(noise, b["keys"])
+                b["inputs"], noise=TrainNoise(noise, b["keys"])
             ),
             weights(config)[1],
         )

@@ -74,8 +74,8 @@ def test_the_same_forward_and_backward_as_on_one_device(family, mesh, routing, a
     assert_same_gradients(wanted, found, 1e-5)
     for name, said in one.of_layers.items():
         np.testing.assert_allclose(many.of_layers[name].total, said.total, rtol=1e-5)
-    for path, counts in one.observed.items():
-        np.testing.assert_array_equal(many.observed[path], counts)
+    for path, counts in one.buffer_inputs.items():
+        np.testing.assert_array_equal(many.buffer_inputs[path], counts)
 
 
 def collectives(axes):

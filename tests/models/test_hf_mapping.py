@@ -15,11 +15,11 @@ from maxtrain.config.schema import MeshConfig, PrecisionConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.hf_mapping import (
-    Entry,
     Flatten,
     Join,
     LazyArray,
     Offset,
+    ParamMapping,
     Permute,
     Split,
     Stack,
@@ -65,7 +65,7 @@ def entry_of(steps, shapes):
             pieces = len(step.sizes)
     stacks = sum(isinstance(step, Stack) for step in steps)
     theirs = tuple(f"theirs{i}" + ".{}" * stacks for i in range(pieces))
-    return Entry(ours, theirs, tuple(steps))
+    return ParamMapping(ours, theirs, tuple(steps))
 
 
 def made(shapes, dtype=np.float32):
@@ -93,9 +93,9 @@ def test_the_inverse_of_a_step_gives_the_same_bits(name, dtype):
     arrays = made(shapes, dtype)
     theirs = entry.forward([in_memory(array) for array in arrays])
     written = {name: in_memory(tensor.whole()) for name, tensor in theirs.items()}
-    assert {name: tensor.shape for name, tensor in written.items()} == entry.their_shapes(shapes)
+    assert {name: tensor.shape for name, tensor in written.items()} == entry.tensor_shapes(shapes)
     back = entry.inverse(written, shapes)
-    assert tuple(back) == entry.ours
+    assert tuple(back) == entry.params
     for array, lazy in zip(arrays, back.values(), strict=True):
         assert lazy.shape == array.shape and bits(lazy.whole()) == bits(array)
     again = entry.forward(list(back.values()))
@@ -121,7 +121,9 @@ def drawn_range(data, size):
 
 
 def test_names_have_the_numbers_of_the_stacked_dims():
-    entry = Entry(("layers.1.up",), ("blk.{}.up.{}", "blk.{}.more.{}"), (Stack(1, 2), Stack()))
+    entry = ParamMapping(
+        ("layers.1.up",), ("blk.{}.up.{}", "blk.{}.more.{}"), (Stack(1, 2), Stack())
+    )
     assert entry.names([(2, 2, 3)])[:3] == ["blk.1.up.0", "blk.1.more.0", "blk.1.up.1"]
     assert entry.names([(2, 2, 3)])[-1] == "blk.3.more.1"
     assert entry.pattern() == "blk.N.up.N + blk.N.more.N"
@@ -148,7 +150,7 @@ def test_only_what_a_part_needs_is_read():
 @given(st.floats(-4, 4, width=16), st.sampled_from([1.0, -1.0, 0.5]))
 def test_an_offset_comes_back_where_the_sum_needs_no_rounding(value, offset):
     array = np.array([value], np.float16).astype(np.float32)
-    entry = Entry(("ours",), ("theirs",), (Offset(offset),))
+    entry = ParamMapping(("ours",), ("theirs",), (Offset(offset),))
     there = entry.forward([in_memory(array)])
     back = entry.inverse(there, [(1,)])["ours"].whole()
     assert there["theirs"].whole() == array + np.float32(offset)
@@ -166,7 +168,7 @@ def test_export_after_import_and_import_after_export_change_no_bit(case):
     shapes = shapes_of(config)
     ours = {}
     for entry in table:
-        ours |= entry.inverse(lazy, [shapes[name] for name in entry.ours])
+        ours |= entry.inverse(lazy, [shapes[name] for name in entry.params])
     assert {name: array.shape for name, array in ours.items()} == shapes
     written = {name: tensor.whole() for name, tensor in tensors_in_order(table, ours).items()}
     assert written.keys() == tensors.keys()
@@ -177,7 +179,7 @@ def test_export_after_import_and_import_after_export_change_no_bit(case):
         name: in_memory(array.whole()) for name, array in tensors_in_order(table, kept).items()
     }
     for entry in table:
-        back = entry.inverse(again, [kept[name].shape for name in entry.ours])
+        back = entry.inverse(again, [kept[name].shape for name in entry.params])
         for name, array in back.items():
             assert bits(array.whole()) == bits(ours[name].whole())
 

@@ -19,14 +19,14 @@ from maxtrain.models.layers import DecoderLayer
 from maxtrain.models.mlp import Mlp
 from maxtrain.models.norm import Norm
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
 CONFIG = ModelConfig(num_layers=2, embed_dim=D, mlp_dim=F, num_heads=N, num_kv_heads=K)
 LAYER = FAMILIES["llama"].spec(CONFIG).stack.period[0]
 INIT = Initializer(InitConfig(), CONFIG, "float32")
-EXACT = Recipe.of("float32")
+EXACT = MatmulPrecision.of("float32")
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0]])
 
 
@@ -89,7 +89,7 @@ def test_swiglu_is_its_equation():
     p, x = arrays(module), inputs()
     out = module(jnp.asarray(x), context(2))
     np.testing.assert_allclose(out.x, swiglu(x, p), atol=1e-5)
-    assert out.terms == out.stats == out.observed == {}
+    assert out.aux_losses == out.metrics == out.buffer_inputs == {}
 
 
 @pytest.mark.long

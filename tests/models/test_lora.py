@@ -1,4 +1,5 @@
-"""Adapters: nothing at first, then what the weights with their changes would do, in every family."""
+"""Adapters: nothing at first, then what the weights with their changes would do, in every
+family."""
 
 import dataclasses
 import functools
@@ -23,14 +24,14 @@ from maxtrain.config.schema import (
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.sampling import Sampling
 from maxtrain.models.adapt import split_adapters, with_magnitudes
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.init import Initializer
 from maxtrain.models.linear import Linear
 from maxtrain.models.lora import Adapter, scale_of
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train_step.optimizer import paths
 from maxtrain.train_step.state import abstract_model, shardings
@@ -89,8 +90,8 @@ FAMILIES = [
 @pytest.mark.parametrize("magnitudes", [True, False])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_model_is_that_of_the_changed_weights(case, magnitudes):
-    """Attention, dense blocks, experts, with biases and without; and with a cache, where latents are
-    multiplied by the weights themselves."""
+    """Attention, dense blocks, experts, with biases and without; and with a cache, where latents
+    are multiplied by the weights themselves."""
     config = dataclasses.replace(case_config(case), vocab_size=64)
     model = busy(build(with_lora(config, magnitudes=magnitudes)))
     plain = merged(model)
@@ -241,7 +242,7 @@ def test_outputs_whose_weights_are_all_0_stay_0_and_finite():
 
     def loss(state, kernel):
         adapter = nnx.merge(graphdef, state)
-        out = adapter.added(x, x @ kernel, Recipe.of("float32"))
+        out = adapter.added(x, x @ kernel, MatmulPrecision.of("float32"))
         out = adapter.scaled(out, kernel)
         return jnp.square(out - 1).sum(), (out, adapter.adapted(kernel))
 
@@ -326,7 +327,7 @@ def test_dropout_reaches_every_product_of_attention(case):
         names = {"q", "kv_down", "k_rope", "k", "v", "o"}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 8)), jnp.int32)
     segments = jnp.ones((2, 8), jnp.int32)
-    noise = Noise(RegularizationConfig(), jax.random.split(jax.random.key(2), 2))
+    noise = TrainNoise(RegularizationConfig(), jax.random.split(jax.random.key(2), 2))
     for name in names:
         lora = LoraConfig(rank=2, alpha=8.0, dropout=0.5, targets=(rf"attention\.{name}$",))
         model = busy(build(dataclasses.replace(config, lora=lora)))
@@ -344,7 +345,7 @@ def test_dropout_is_of_what_adapters_see(magnitudes):
     left of x, and without magnitudes m / l is 1. Forward, and the gradient of everything."""
     rng = np.random.default_rng(0)
     init = Initializer(InitConfig(), TINY, "float32")
-    recipe = Recipe.of("float32")
+    recipe = MatmulPrecision.of("float32")
     linear = Linear(jax.random.key(0), {"heads": 2, "head_dim": 3}, {"embed": 5}, init, recipe)
     lora = LoraConfig(rank=2, alpha=6.0, dropout=0.4, magnitudes=magnitudes)
     axes = linear.kernel_axes
@@ -352,7 +353,7 @@ def test_dropout_is_of_what_adapters_see(magnitudes):
     graphdef, state = nnx.split(linear)
     state = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype), state)
     x = jnp.asarray(rng.standard_normal((4, 7, 2, 3)), jnp.float32)
-    noise = Noise(RegularizationConfig(), jax.random.split(jax.random.key(2), 4))
+    noise = TrainNoise(RegularizationConfig(), jax.random.split(jax.random.key(2), 4))
     mask = noise.of_adapter(jnp.ones((4, 7, 6)), 2**32 - 1, 0.4)
     assert 0.2 < float((mask == 0).mean()) < 0.6
     assert (mask != noise.of_adapter(jnp.ones((4, 7, 6)), 0, 0.4)).any(), "each product has its own"

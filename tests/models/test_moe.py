@@ -19,7 +19,7 @@ from maxtrain.config.schema import (
     RoutingConfig,
 )
 from maxtrain.inference.complete import generate
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.cost import product_weights, token_flops
 from maxtrain.models.moe import EvenOut, load_numbers
 from maxtrain.models.registry import build_model
@@ -27,7 +27,7 @@ from maxtrain.models.specs import MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary, summarise
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train_step.step import gradients
 
@@ -111,8 +111,8 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
     fast, found = grads_of(tiny(routing=RoutingConfig(kernel=kernel, z_loss=0.01), **changes))
     np.testing.assert_allclose(fast.loss, slow.loss, rtol=1e-6)
     assert_same_gradients(wanted, found)
-    for path, counts in slow.observed.items():
-        np.testing.assert_array_equal(fast.observed[path], counts)
+    for path, counts in slow.buffer_inputs.items():
+        np.testing.assert_array_equal(fast.buffer_inputs[path], counts)
 
 
 @pytest.mark.every_dose
@@ -204,8 +204,8 @@ def test_the_same_however_a_batch_is_split(accumulation):
     split, found = grads_of(tiny(routing=routing), accumulation)
     np.testing.assert_allclose(split.loss, one.loss, rtol=1e-6)
     assert_same_gradients(wanted, found, 5e-6)
-    for path, counts in one.observed.items():
-        np.testing.assert_array_equal(split.observed[path], counts)
+    for path, counts in one.buffer_inputs.items():
+        np.testing.assert_array_equal(split.buffer_inputs[path], counts)
 
 
 BALANCED = {
@@ -233,7 +233,7 @@ def test_shares_over_several_rows_are_the_same_on_a_mesh(scope, whole):
     assert_same_gradients(wanted, found, 1e-5)
     term = "expert_balance_loss"
     np.testing.assert_allclose(many.of_layers[term].total, one.of_layers[term].total, rtol=1e-5)
-    np.testing.assert_array_equal(*(run.observed["layers.0.mlp.load"] for run in (one, many)))
+    np.testing.assert_array_equal(*(run.buffer_inputs["layers.0.mlp.load"] for run in (one, many)))
 
 
 @pytest.mark.long
@@ -288,7 +288,7 @@ def test_padding_goes_to_no_expert_and_changes_nothing():
     other, found = grads_of(config, batch=batch)
     np.testing.assert_array_equal(other.loss, one.loss)
     assert_same_gradients(wanted, found, 1e-6)
-    (load,) = one.observed.values()
+    (load,) = one.buffer_inputs.values()
     assert (load.sum(-1) == 2 * (~is_padding).sum()).all()
 
 
@@ -327,7 +327,7 @@ def noisy(config, left=1.0, **changes):
     regularization = RegularizationConfig(**changes)
     model = build_model(config, EXACT, jax.random.key(0))
     keys = jax.random.split(jax.random.key(3), B)
-    noise = Noise(regularization, keys, router_noise=jnp.full(B, left))
+    noise = TrainNoise(regularization, keys, router_noise=jnp.full(B, left))
     batch = batch_of()
     return model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], None, noise)
 
@@ -380,7 +380,7 @@ def test_loads_are_those_of_the_whole_batch():
 
 
 def test_what_layers_observe_is_one_number_or_a_buffers():
-    sums = Summary("load", 1, (Quantity("all", "tokens"), Quantity("layers", "layers")), _sums)
+    sums = Summary("load", 1, (Metric("all", "tokens"), Metric("layers", "layers")), _sums)
     observed = {
         "layers.prefix_0.mlp.load": jnp.asarray([1, 2]),
         "layers.0.mlp.load": jnp.asarray([[3, 4], [5, 6]]),

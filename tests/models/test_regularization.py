@@ -19,7 +19,7 @@ from maxtrain.config.schema import (
     RegularizationConfig,
 )
 from maxtrain.models.adapt import split_adapters
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
@@ -185,14 +185,14 @@ def test_evaluation_draws_nothing_even_where_there_are_keys():
 
 @pytest.mark.long
 def test_noise_of_embeddings_in_fine_tuning_is_what_is_added_to_them():
-    """Rows of several conversations with padding, of which answers alone are targets: loss and gradients
-    are those without noise, of embeddings that it was added to by hand."""
+    """Rows of several conversations with padding, of which answers alone are targets: loss and
+    gradients are those without noise, of embeddings that it was added to by hand."""
     noisy = RegularizationConfig(embedding_noise=5.0)
     arrays = batch()
     arrays["segment_ids"] = np.repeat([[1, 2, 3, 0]], 3, axis=1).repeat(B, axis=0).astype(np.int32)
     answers = np.tile(np.arange(T) % 4 > 1, (B, 1))
     arrays["loss_mask"] = np.float32(answers & (arrays["segment_ids"] > 0))
-    added = Noise(noisy, keys()["keys"]).embedded(jnp.zeros((B, T, MODEL.embed_dim)))
+    added = TrainNoise(noisy, keys()["keys"]).embedded(jnp.zeros((B, T, MODEL.embed_dim)))
     bound = 5.0 / (T * MODEL.embed_dim) ** 0.5
     assert 0.9 * bound < np.abs(added).max() <= bound * 1.0001
     graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
@@ -231,7 +231,7 @@ def test_stochastic_depth_leaves_out_later_blocks_more_often():
     """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not
     the same rows in both."""
     noise, x = (
-        Noise(
+        TrainNoise(
             RegularizationConfig(stochastic_depth=0.4), jax.random.split(jax.random.key(0), 2000)
         ),
         jnp.ones((2000, 1, 2)),

@@ -1,5 +1,5 @@
-"""A family of unlike layers trains by the step of every run, is saved, goes on, and generates by the
-engine, scanned or not, and from one to the other."""
+"""A family of unlike layers trains by the step of every run, is saved, goes on, and generates by
+the engine, scanned or not, and from one to the other."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from maxtrain.config.schema import (
 )
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.sampling import Sampling
-from maxtrain.models.context import Noise
+from maxtrain.models.context import TrainNoise
 from maxtrain.models.cost import stack_flops
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
@@ -283,7 +283,7 @@ def test_windows_and_global_attention_take_turns():
 @pytest.mark.parametrize("scan", [True, False])
 def test_each_layer_draws_its_own_noise_by_its_number(scan):
     keys = jax.random.split(jax.random.key(1), ROWS)
-    noise = Noise(RegularizationConfig(residual_dropout=0.5, stochastic_depth=0.3), keys)
+    noise = TrainNoise(RegularizationConfig(residual_dropout=0.5, stochastic_depth=0.3), keys)
     noisy = build(scan).hidden(tokens(), noise=noise)
     np.testing.assert_allclose(noisy, build().hidden(tokens(), noise=noise), atol=2e-5)
     assert not np.allclose(noisy, build().hidden(tokens()), atol=1e-2)

@@ -24,8 +24,8 @@ from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.train_step.step import gradients
 from maxtrain.train_step.trainable import models_from
 
@@ -219,10 +219,10 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
 
 
 def test_a_number_is_a_mean_or_a_total_as_its_reduction_says():
-    found = Sum(jnp.float32(6), jnp.float32(4))
+    found = WeightedSum(jnp.float32(6), jnp.float32(4))
     assert found.reduced("mean") == 1.5
     assert found.reduced("sum") == 6
-    nothing = Sum(jnp.float32(0), jnp.float32(0))
+    nothing = WeightedSum(jnp.float32(0), jnp.float32(0))
     assert nothing.reduced("mean") == 0
 
 
@@ -233,10 +233,10 @@ def test_what_an_objective_records_is_among_the_metrics_of_a_step_however_it_is_
 
     def forward(models, batch, scales):
         made = plain.forward(models, batch, scales)
-        counted = {"long": Sum((batch["positions"] > 3).sum() * 1.0, jnp.float32(1))}
+        counted = {"long": WeightedSum((batch["positions"] > 3).sum() * 1.0, jnp.float32(1))}
         return made._replace(sums=made.sums | counted)
 
-    recorded = (Quantity("long", "tokens", "sum"), Quantity("nll", "nats per target"))
+    recorded = (Metric("long", "tokens", "sum"), Metric("nll", "nats per target"))
     objective = plain._replace(forward=forward, recorded=recorded)
     batch = tiny.batch()
     for accumulation in (1, 4):

@@ -16,7 +16,7 @@ from maxtrain.observe.metrics import (
     read_metrics,
     require_free_names,
 )
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import Metric
 
 
 def refuse(name):
@@ -179,10 +179,10 @@ def test_every_second_belongs_to_one_cause(events):
 @pytest.mark.parametrize("name", ["tokens", "step_loss", "fill", "loss/web", "params_hash"])
 def test_quantities_have_names_of_their_own(name):
     with pytest.raises(ValueError, match="Give the quantity another name"):
-        require_free_names([Quantity("z", "nats"), Quantity(name, "nats")])
+        require_free_names([Metric("z", "nats"), Metric(name, "nats")])
 
 
 def test_one_name_has_one_meaning():
-    require_free_names([Quantity("z", "nats"), Quantity("z", "nats")])
+    require_free_names([Metric("z", "nats"), Metric("z", "nats")])
     with pytest.raises(ValueError, match=r"z means both .* Rename one of them"):
-        require_free_names([Quantity("z", "nats"), Quantity("z", "nats", "sum")])
+        require_free_names([Metric("z", "nats"), Metric("z", "nats", "sum")])

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 
-BFLOAT16 = Recipe.of("bfloat16")
+BFLOAT16 = MatmulPrecision.of("bfloat16")
 # Leading dims of x. A single row has a form of its own on CPUs.
 SHAPES = [(7,), (3, 5), (2, 3, 4), (1,), (1, 1)]
 
@@ -37,7 +37,7 @@ def test_is_the_product_of_rounded_inputs_forward_and_backward(leading, dtype):
 
     @jax.jit
     def both(x, w, g):
-        out, vjp = jax.vjp(lambda x, w: dot(x, w, Recipe.of(dtype)), x, w)
+        out, vjp = jax.vjp(lambda x, w: dot(x, w, MatmulPrecision.of(dtype)), x, w)
         return out, *vjp(g)
 
     out, dx, dw = both(x, w, g)
@@ -70,9 +70,9 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16():
 def test_result_is_float32_and_gradients_have_the_types_of_their_arguments(x_type, w_type, compute):
     x, w = jnp.ones((2, 3, 8), x_type), jnp.ones((8, 4), w_type)
     out, (dx, dw) = jax.eval_shape(
-        lambda x, w: jax.value_and_grad(lambda x, w: dot(x, w, Recipe.of(compute)).sum(), (0, 1))(
-            x, w
-        ),
+        lambda x, w: jax.value_and_grad(
+            lambda x, w: dot(x, w, MatmulPrecision.of(compute)).sum(), (0, 1)
+        )(x, w),
         x,
         w,
     )
@@ -91,10 +91,10 @@ def test_a_recipe_says_the_types_of_inputs_gradient_and_result_each():
     x = jnp.asarray(normal(0, 5, 96))
     w = jnp.asarray(normal(1, 96, 40))
     g = normal(2, 5, 40)
-    recipe = Recipe(inputs="bfloat16", gradient="float32", result="float32")
+    recipe = MatmulPrecision(inputs="bfloat16", gradient="float32", result="float32")
     _, vjp = jax.vjp(lambda x, w: dot(x, w, recipe), x, w)
     dx, dw = vjp(jnp.asarray(g))
     assert_product(dx, rounded(g, "float32"), rounded(w, "float32").T)
     assert_product(dw, rounded(x, "bfloat16").T, rounded(g, "float32"))
-    low = Recipe(inputs="float32", gradient="float32", result="bfloat16")
+    low = MatmulPrecision(inputs="float32", gradient="float32", result="bfloat16")
     assert dot(x, w, low).dtype == jnp.bfloat16

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.experts import (
     add_bias,
     block_size,
@@ -23,7 +23,7 @@ from maxtrain.ops.experts import (
 from maxtrain.ops.routing import within_capacity
 
 E, IN, OUT = 5, 12, 7
-EXACT = Recipe.of("float32")
+EXACT = MatmulPrecision.of("float32")
 
 
 def choices(seed, num_tokens, num_choices, like="any"):
@@ -150,7 +150,7 @@ def test_products_equal_those_of_every_expert_forward_and_backward(kernel, like,
 def test_bfloat16_products_accumulate_in_float32(kernel):
     experts = choices(0, 40, 2)
     x, w, bias, weights = arrays(2, experts)
-    recipe = Recipe.of("bfloat16")
+    recipe = MatmulPrecision.of("bfloat16")
 
     def fast(x, w):
         return forward(x, w, bias, weights, experts, 8, kernel, recipe)
@@ -179,7 +179,7 @@ def test_results_are_stored_in_the_type_of_the_recipe():
     experts = choices(0, 9, 2)
     x, w, _, _ = arrays(0, experts)
     order = order_by_expert(experts, E, 8)
-    recipe = Recipe.of("bfloat16", "bfloat16")
+    recipe = MatmulPrecision.of("bfloat16", "bfloat16")
     inputs = dispatch(x.astype(jnp.bfloat16), order)
     assert inputs.dtype == jnp.bfloat16
     assert grouped_dot(inputs, w, order, 8, "blocks", recipe).dtype == jnp.bfloat16

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.experts import (
     expert_dot,
     grouped_dot,
@@ -120,9 +120,9 @@ def test_what_is_quantised_again_keeps_its_bits(form, case):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_levels_are_those_of_the_paper():
-    """Sixteen, 0 among them, eight of each sign but that 0 is one of those that are not negative; and
-    the quantiles of appendix E: evenly spaced probabilities from 0.9677083 down to a half, eight
-    steps up and seven down, divided by the largest."""
+    """Sixteen, 0 among them, eight of each sign but that 0 is one of those that are not negative;
+    and the quantiles of appendix E: evenly spaced probabilities from 0.9677083 down to a half,
+    eight steps up and seven down, divided by the largest."""
     quantile = jax.scipy.stats.norm.ppf
     top = 0.9677083
     above = quantile(np.linspace(top, 0.5, 9)[:-1])
@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_seen_in_the_scales(form):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_product_is_that_with_the_weights_that_it_stands_for(form, dtype):
-    recipe = Recipe.of(dtype)
+    recipe = MatmulPrecision.of(dtype)
     x, g = normal(1, 3, 5, 64), normal(2, 3, 5, 24)
     stored = quantized(normal(0, 64, 24), form, 16)
     plain = dequantized(stored)
@@ -187,7 +187,7 @@ def test_the_backward_pass_keeps_codes_and_neither_weights_nor_activations():
     stored = quantize(jnp.ones((64, 24)), "nf4", 16)
 
     def product(x):
-        return quantized_dot(x, stored, Recipe.of("float32"))
+        return quantized_dot(x, stored, MatmulPrecision.of("float32"))
 
     _, back = jax.vjp(product, jnp.ones((5, 64)))
     kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(back) if a.shape)
@@ -199,7 +199,7 @@ def test_the_backward_pass_keeps_codes_and_neither_weights_nor_activations():
 @pytest.mark.parametrize("kernel", ["blocks", "ragged"])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_experts_are_those_with_their_weights(form, kernel):
-    recipe = Recipe.of("float32")
+    recipe = MatmulPrecision.of("float32")
     num_experts = 3
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, num_experts, (11, 2)), jnp.int32)
     order = order_by_expert(chosen, num_experts, 8)
@@ -219,7 +219,7 @@ def test_products_of_experts_are_those_with_their_weights(form, kernel):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_experts_with_as_many_rows_each(form):
-    recipe = Recipe.of("float32")
+    recipe = MatmulPrecision.of("float32")
     stored = quantized(normal(0, 3, 32, 12), form, 8)
     plain = dequantized(stored)
 

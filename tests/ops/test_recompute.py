@@ -11,7 +11,7 @@ from maxtrain.models.init import Initializer
 from maxtrain.models.linear import Linear
 from maxtrain.models.norm import Norm
 from maxtrain.models.specs import NormSpec
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise
 from maxtrain.ops.norm import rms_norm
 from maxtrain.ops.recompute import elementwise
@@ -19,7 +19,7 @@ from maxtrain.ops.recompute import elementwise
 # More than bfloat16 can count to one by one: 256 + 1 is 256 there.
 ROWS = 3000
 WIDTH = 4
-ROUNDED = Recipe.of("bfloat16", "bfloat16")
+ROUNDED = MatmulPrecision.of("bfloat16", "bfloat16")
 INIT = Initializer(InitConfig(), ModelConfig(embed_dim=WIDTH), "float32")
 
 

@@ -1,5 +1,5 @@
-"""The grouped products of tokamax: as the blocks that are their oracle, interpreted on this machine;
-and compiled for TPUs, which are not here."""
+"""The grouped products of tokamax: as the blocks that are their oracle, interpreted on this
+machine; and compiled for TPUs, which are not here."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.config.across.attention_choice import Hardware
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops import tokamax as adapter
-from maxtrain.ops.dot import Recipe
+from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.experts import combine, dispatch, grouped_dot, order_by_expert
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.topologies import compile_options, described_devices
@@ -81,7 +81,9 @@ def test_products_and_gradients_equal_those_of_blocks():
 
     def loss(kernel):
         def of(x, w):
-            y = grouped_dot(dispatch(x, order), w, order, BLOCK, kernel, Recipe.of("float32"))
+            y = grouped_dot(
+                dispatch(x, order), w, order, BLOCK, kernel, MatmulPrecision.of("float32")
+            )
             return (jnp.sin(combine(y, weights, order)) ** 2).sum() + (y**2).sum(), y
 
         return jax.value_and_grad(of, (0, 1), has_aux=True)
@@ -101,7 +103,7 @@ def compiled_for(devices, compute):
     def loss(x, w, experts):
         order = order_by_expert(experts, E, BLOCK)
         rows = dispatch(x, order)
-        y = grouped_dot(rows, w, order, BLOCK, "tokamax", Recipe.of(compute))
+        y = grouped_dot(rows, w, order, BLOCK, "tokamax", MatmulPrecision.of(compute))
         return (y.astype(jnp.float32) ** 2).sum()
 
     shapes = ((TOKENS, IN), jnp.float32), ((E, IN, OUT), jnp.float32), ((TOKENS, 2), jnp.int32)
@@ -169,7 +171,7 @@ def test_a_gpu_multiplies_as_blocks_do(inputs, outputs, compute):
     def loss(kernel):
         def of(x, w):
             rows = dispatch(x, order)
-            y = grouped_dot(rows, w, order, BLOCK, kernel, Recipe.of(compute))
+            y = grouped_dot(rows, w, order, BLOCK, kernel, MatmulPrecision.of(compute))
             return jnp.sin(combine(y, weights, order) / 30).sum(), y
 
         return jax.value_and_grad(of, (0, 1), has_aux=True)

@@ -1,5 +1,5 @@
-"""Prompts are completed by the likeliest tokens, their completions are rewarded, and what is right is
-counted."""
+"""Prompts are completed by the likeliest tokens, their completions are rewarded, and what is right
+is counted."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import GrpoConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model
-from maxtrain.rl.evaluation import Answers, Asking
+from maxtrain.rl.evaluation import Answers, RewardedPromptEvaluator
 from maxtrain.rl.reward_calls import Rewards
 from tests.support.shared import TINY_MODEL
 
@@ -39,8 +39,8 @@ def asked(folder, model, records, rewards, count=None) -> Answers:
     config = GrpoConfig(rewards=rewards, max_completion_length=MOST)
     tokenizer = load_tokenizer(out)
     with contextlib.closing(Rewards(config, tokenizer)) as rewards:
-        asking = Asking(config, tokenizer, 2, rewards)
-        return asking(model, shards, count or len(records))
+        evaluator = RewardedPromptEvaluator(config, tokenizer, 2, rewards)
+        return evaluator(model, shards, count or len(records))
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_completions_are_the_likeliest_tokens(model, first):
 
 
 def test_accuracy_is_the_share_that_is_right(tmp_path, model, first):
-    """Of three prompts one has the right answer, one a wrong one, and one none at all; and the model
-    answers each as it does alone."""
+    """Of three prompts one has the right answer, one a wrong one, and one none at all; and the
+    model answers each as it does alone."""
     golds = [first.texts[0], first.texts[1] + "x", None]
     records = [{"prompt": text, "answer": gold} for text, gold in zip(TEXTS, golds)]
     rewards = ("exact(reward=2.0)", "length(max_tokens=6)")

@@ -15,14 +15,14 @@ from maxtrain.models.families import FAMILIES
 from maxtrain.models.layers import FEED_FORWARDS
 from maxtrain.models.mlp import Mlp, MlpOut
 from maxtrain.models.specs import DecoderSpec, MlpSpec, StackSpec
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 
 RATE = 0.01
 FACTOR = 0.5
 QUANTITIES = (
-    Quantity("size", "mean square per token and layer"),
-    Quantity("positive", "numbers", "sum"),
+    Metric("size", "mean square per token and layer"),
+    Metric("positive", "numbers", "sum"),
 )
 
 
@@ -53,9 +53,9 @@ class Centred(nnx.Module):
         positive = ((moved > 0) * real).sum()
         return MlpOut(
             out.x,
-            terms={"size": Sum(FACTOR * squares.sum(), tokens)},
-            stats={"positive": Sum(positive, tokens)},
-            observed={"shift": (jnp.sign(moved) * real).sum((0, 1))},
+            aux_losses={"size": WeightedSum(FACTOR * squares.sum(), tokens)},
+            metrics={"positive": WeightedSum(positive, tokens)},
+            buffer_inputs={"shift": (jnp.sign(moved) * real).sum((0, 1))},
         )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from maxtrain.config.schema import LossConfig
 from maxtrain.objectives.next_token import next_token
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.train_step.optimizer import make_optimizer
 from maxtrain.train_step.state import abstract_model, abstract_state, create_state
@@ -33,7 +33,7 @@ def forward(models, batch, scales):
     result = NEXT_TOKEN.forward(models, batch, scales)
     hidden = models["policy"].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     real = (batch["segment_ids"] > 0).astype(jnp.float32)
-    size = Sum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
+    size = WeightedSum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
     loss = result.loss + scales["size"] * size.total
     return result._replace(loss=loss, sums=result.sums | {"size": size})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
 from maxtrain.objectives.next_token import next_token
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.train_step.anomaly_state import CAPACITY, judge, new_watch, spread
 from maxtrain.train_step.state import with_watch
 
@@ -188,7 +188,7 @@ def spoilt(models, batch, scales):
     result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
     factor = jnp.where(first == 2, 100.0, jnp.where(first == 0, jnp.nan, 1.0))
     total, weight = result.sums["nll"]
-    sums = {"nll": Sum(total * factor, weight)}
+    sums = {"nll": WeightedSum(total * factor, weight)}
     return result._replace(loss=result.loss * factor, sums=sums)
 
 

@@ -21,12 +21,12 @@ from maxtrain.config.schema import (
     RunConfig,
     ScheduleConfig,
 )
-from maxtrain.models.decoder import Decoder, Forward
+from maxtrain.models.decoder import Decoder, DecoderOut
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY, with_layers
 from maxtrain.ops.digest import leaf_names
-from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.quantity import Metric
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.batches import BatchLayout, abstract_batch
 from maxtrain.train_step.state import policy_params
 from maxtrain.train_step.trainable import split_buffers, updated
@@ -116,7 +116,7 @@ def test_a_buffer_follows_what_its_layers_observe():
         said = model.forward(batch["inputs"], batch["segment_ids"], batch["positions"])
     for place in PLACES:
         path = f"layers.{place}.mlp.shift"
-        expected = variables[path] + RATE * np.sign(np.asarray(said.observed[path]))
+        expected = variables[path] + RATE * np.sign(np.asarray(said.buffer_inputs[path]))
         np.testing.assert_allclose(values(after.buffers)[path], expected, atol=1e-7)
     assert np.abs(values(after.buffers)["layers.0.mlp.shift"]).max() > 0
 
@@ -207,12 +207,12 @@ def test_padding_is_neither_observed_nor_in_a_term():
         )
     assert not np.array_equal(batch["inputs"], other)
     tokens = float(batch["loss_mask"].sum())
-    for ours, theirs in ((first.terms, second.terms), (first.stats, second.stats)):
+    for ours, theirs in ((first.aux_losses, second.aux_losses), (first.metrics, second.metrics)):
         for name, found in ours.items():
             np.testing.assert_allclose(found.total, theirs[name].total, rtol=1e-6)
             assert found.weight == 4 * tokens, "of four layers"
-    for path, found in first.observed.items():
-        np.testing.assert_array_equal(found, second.observed[path])
+    for path, found in first.buffer_inputs.items():
+        np.testing.assert_array_equal(found, second.buffer_inputs[path])
         assert np.abs(found).max() <= tokens
 
 
@@ -221,7 +221,7 @@ def test_names_that_mean_two_numbers_are_refused(monkeypatch):
     batch = abstract_batch(parts.mesh, ROWS, LENGTH)
     for name, told in (("learning_rate", "names two numbers"), ("absent", "is not among the sums")):
         with jax.set_mesh(parts.mesh):
-            objective = parts.objective._replace(recorded=(Quantity(name, "unit"),))
+            objective = parts.objective._replace(recorded=(Metric(name, "unit"),))
             step = dataclasses.replace(parts, objective=objective).make_step()
             with pytest.raises(ValueError, match=told):
                 step.lower(parts.abstract, batch)
@@ -229,7 +229,7 @@ def test_names_that_mean_two_numbers_are_refused(monkeypatch):
         monkeypatch.setattr(Decoder, "quantities", lambda decoder: ())
         with pytest.raises(ValueError, match="which nobody would record"):
             parts.make_step().lower(parts.abstract, batch)
-    out = Forward(jnp.zeros(()), {"a": Sum(1.0, 1.0)}, {"a": Sum(1.0, 1.0)}, {})
+    out = DecoderOut(jnp.zeros(()), {"a": WeightedSum(1.0, 1.0)}, {"a": WeightedSum(1.0, 1.0)}, {})
     with pytest.raises(ValueError, match="both as a term of the loss and as a number"):
         with_layers(jnp.zeros(()), {}, out, {"layers": 1.0})
 

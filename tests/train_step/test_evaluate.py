@@ -14,7 +14,7 @@ from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.train_step.evaluate import evaluate, make_eval_step
 
@@ -104,7 +104,7 @@ def test_a_part_of_the_set_has_no_bits_per_byte(tiny, held_out):
 
 
 def test_nothing_evaluated_is_not_a_number_and_a_huge_loss_is_not_an_error():
-    huge = Sum(jax.numpy.float32(1e30), jax.numpy.float32(1))
+    huge = WeightedSum(jax.numpy.float32(1e30), jax.numpy.float32(1))
     values = [
         evaluate(lambda params, batch: {"nll": huge}, {}, batches, None, 0)
         for batches in ([], [{}])
@@ -114,7 +114,10 @@ def test_nothing_evaluated_is_not_a_number_and_a_huge_loss_is_not_an_error():
 
 def test_a_total_is_recorded_where_the_objective_says_so():
     def step(params, batch):
-        return {"nll": Sum(np.float32(3), np.float32(2)), "long": Sum(np.float32(5), np.float32(2))}
+        return {
+            "nll": WeightedSum(np.float32(3), np.float32(2)),
+            "long": WeightedSum(np.float32(5), np.float32(2)),
+        }
 
     assert evaluate(step, {}, [{}, {}], None, 0)["long"] == 2.5
     assert evaluate(step, {}, [{}, {}], None, 0, ["long"])["long"] == 10

@@ -36,7 +36,7 @@ from maxtrain.inference.complete import generate
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.dot import MatmulPrecision, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
@@ -214,7 +214,8 @@ def products_alone() -> None:
 
     def surrounded(xs: jax.Array, w: jax.Array, dtype: str) -> list[jax.Array]:
         return [
-            g(dot(f(x), w, Recipe.of(dtype))) for x, (f, g) in zip(xs, surroundings, strict=True)
+            g(dot(f(x), w, MatmulPrecision.of(dtype)))
+            for x, (f, g) in zip(xs, surroundings, strict=True)
         ]
 
     def total(xs: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
@@ -276,7 +277,8 @@ def failures(train: dict[str, dict[str, Any]], generations: dict[str, dict[str, 
 
 
 def cases_of(which: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Those to train and those to generate with: "some", "more", or every combination of a shape."""
+    """Those to train and those to generate with: "some", "more", or every combination of a
+    shape."""
     if which == "some":
         return CASES, GENERATIONS
     if which == "more":

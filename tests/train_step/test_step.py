@@ -17,7 +17,7 @@ from flax import nnx
 from maxtrain.config.schema import GroupConfig, LossScaleConfig, PrecisionConfig
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Result
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import WeightedSum
 from maxtrain.train_step.norms import norm_names
 from maxtrain.train_step.step import gradients
 from maxtrain.train_step.trainable import models_from
@@ -164,7 +164,7 @@ def poisoned(models, batch, scales):
     spoilt = jnp.where(first == NAN, jnp.nan, 1.0)
     total, weight = result.sums["nll"]
     loss = (result.loss + extra) * spoilt
-    return result._replace(loss=loss, sums={"nll": Sum(total * spoilt, weight)})
+    return result._replace(loss=loss, sums={"nll": WeightedSum(total * spoilt, weight)})
 
 
 def bad(batch, kind):
@@ -253,7 +253,7 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
 
     def nothing(models, batch, scales):
         zero = 0.0 * models["policy"].head.kernel[...].sum()
-        return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())}, {}, {})
+        return Result(zero, {"nll": WeightedSum(zero, batch["loss_mask"].sum())}, {}, {})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())

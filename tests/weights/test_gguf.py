@@ -196,7 +196,7 @@ def test_parameters_come_back(case):
     }
     seen = set()
     for entry in table:
-        shapes = [ours[name].shape for name in entry.ours]
+        shapes = [ours[name].shape for name in entry.params]
         for name, found in entry.inverse(theirs, shapes).items():
             np.testing.assert_allclose(found.whole(), ours[name].whole(), rtol=0, atol=1e-6)
             seen.add(name)
@@ -425,7 +425,7 @@ def test_llama_cpp_reads_numbers_of_gemma_3_as_we_do(place, tmp_path, monkeypatc
         write(model, place, path, quant)
         arrays = {}
         for entry in table:
-            found = entry.inverse(stored, [shapes[name] for name in entry.ours])
+            found = entry.inverse(stored, [shapes[name] for name in entry.params])
             arrays |= {name: jnp.asarray(tensor.whole()) for name, tensor in found.items()}
         rounded = jax.tree.unflatten(structure, [arrays[name] for name in shapes])
         expected = expected_of(nnx.merge(graphdef, rounded), ids)

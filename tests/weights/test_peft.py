@@ -66,8 +66,8 @@ def described(adapters):
     ["llama3", *(pytest.param(c, marks=pytest.mark.long) for c in ("qwen2", "gemma3", "olmo2"))],
 )
 def test_there_and_back_is_the_same_and_means_the_same(case, magnitudes, tmp_path):
-    """What PEFT computes from the files, W + s B A and its lengths, are the weights that the adapters
-    make here."""
+    """What PEFT computes from the files, W + s B A and its lengths, are the weights that the
+    adapters make here."""
     lora = dataclasses.replace(LORA, magnitudes=magnitudes)
     model = build(case, lora)
     adapters = adapters_of(model)
@@ -162,7 +162,7 @@ def exported(variables, config: ModelConfig):
     ours = {path: np.asarray(v[...], np.float64) for path, v in paths(variables).items()}
     found = {}
     for entry in FAMILIES[config.family].table(config):
-        found |= entry.forward([in_memory(ours[name]) for name in entry.ours])
+        found |= entry.forward([in_memory(ours[name]) for name in entry.params])
     return {name: tensor.whole() for name, tensor in found.items()}
 
 

@@ -23,7 +23,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.distill import TEACHER, distill
 from maxtrain.objectives.objective import POLICY, Objective
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.rl.unrewarded_evaluation import Completing
+from maxtrain.rl.unrewarded_evaluation import PromptEvaluator
 from maxtrain.train_step.evaluate import evaluate, make_eval_step
 from maxtrain.trainer.job import objective_of
 from maxtrain.trainer.reference_model import find_model
@@ -123,11 +123,11 @@ def evaluate_completions(
     graphdef, of_model = nnx.split(model)
     step = make_eval_step({POLICY: graphdef, TEACHER: teacher.graphdef}, objective)
     params = {POLICY: of_model, TEACHER: teacher.params}
-    completing = Completing(settings, tokenizer, settings.slots)
+    evaluator = PromptEvaluator(settings, tokenizer, settings.slots)
     found = {}
     for name, data in sets.items():
         began = time.perf_counter()
-        completions = completing(model, data.shards, counts[name])
+        completions = evaluator(model, data.shards, counts[name])
         batches = completions.batches(BatchLayout(mesh, data.batch_size, data.config.seq_length))
         numbers = evaluate(step, params, batches, None, 0, counted=objective.counted)
         record = completions.record() | numbers | {"seconds": time.perf_counter() - began}

@@ -33,7 +33,7 @@ from maxtrain.config.schema import MeshConfig
 from maxtrain.inference.chat import Chat
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.hf_mapping import Entry, LazyArray, in_memory, tensors_in_order
+from maxtrain.models.hf_mapping import LazyArray, ParamMapping, in_memory, tensors_in_order
 from maxtrain.models.specs import MoeSpec
 from maxtrain.ops.digest import leaf_names, tree_digests
 from maxtrain.parallel.mesh import make_mesh
@@ -261,7 +261,7 @@ class _Compared(NamedTuple):
 
 def _compare(
     model: Decoder,
-    table: Sequence[Entry],
+    table: Sequence[ParamMapping],
     plans: Mapping[str, Plan],
     stored: Mapping[str, LazyArray],
 ) -> _Compared:
@@ -308,14 +308,14 @@ def _relative_error(found: np.ndarray, numbers: np.ndarray) -> float:
 
 
 def _parameters(
-    table: Sequence[Entry], abstract: nnx.State, read: Callable[[str], LazyArray]
+    table: Sequence[ParamMapping], abstract: nnx.State, read: Callable[[str], LazyArray]
 ) -> nnx.State:
     """The parameters that tensors of a file stand for; one entry is in memory at a time."""
     leaves, structure = jax.tree.flatten(abstract)
     named = dict(zip(leaf_names(abstract), leaves, strict=True))
     arrays = {}
     for entry in table:
-        shapes = [named[name].shape for name in entry.ours]
+        shapes = [named[name].shape for name in entry.params]
         tensors = {name: read(name) for name in entry.names(shapes)}
         for name, lazy in entry.inverse(tensors, shapes).items():
             numbers = lazy.whole().astype(named[name].dtype)

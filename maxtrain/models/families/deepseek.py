@@ -20,7 +20,7 @@ from maxtrain.models.families.tables import (
     linear,
     norm,
 )
-from maxtrain.models.hf_mapping import Entry, Flatten, Join, Transpose
+from maxtrain.models.hf_mapping import Flatten, Join, ParamMapping, Transpose
 from maxtrain.models.specs import (
     DecoderSpec,
     LatentSpec,
@@ -272,23 +272,23 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def v2_table(config: ModelConfig) -> list[Entry]:
+def v2_table(config: ModelConfig) -> list[ParamMapping]:
     """Where DeepSeek V2's parameters are in a checkpoint of Hugging Face."""
     return _table(config, v2_spec(config))
 
 
-def v3_table(config: ModelConfig) -> list[Entry]:
+def v3_table(config: ModelConfig) -> list[ParamMapping]:
     """Where DeepSeek V3's parameters are in a checkpoint of Hugging Face."""
     return _table(config, v3_spec(config))
 
 
-def _table(config: ModelConfig, spec: DecoderSpec) -> list[Entry]:
+def _table(config: ModelConfig, spec: DecoderSpec) -> list[ParamMapping]:
     return decoder_table(
         spec, config.tie_embeddings, LLAMA_NORMS, _attention_entries, _expert_entries
     )
 
 
-def _attention_entries(place: Place, theirs: str) -> list[Entry]:
+def _attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
     mixer = place.layer.mixer
     assert isinstance(mixer, LatentSpec)
     entries = []
@@ -306,7 +306,7 @@ def _attention_entries(place: Place, theirs: str) -> list[Entry]:
     )
     ours = f"{place.ours}.attention"
     names = (f"{ours}.kv_down.kernel", f"{ours}.k_rope.kernel")
-    entries.append(Entry(names, (f"{theirs}.kv_a_proj_with_mqa.weight",), down))
+    entries.append(ParamMapping(names, (f"{theirs}.kv_a_proj_with_mqa.weight",), down))
     entries.append(norm(place, "attention.kv_norm", f"{theirs}.kv_a_layernorm"))
     # Of each head, what is not rotated of its keys, and then its values.
     up = (
@@ -316,18 +316,18 @@ def _attention_entries(place: Place, theirs: str) -> list[Entry]:
         Transpose(),
     )
     names = (f"{ours}.k.kernel", f"{ours}.v.kernel")
-    entries.append(Entry(names, (f"{theirs}.kv_b_proj.weight",), up))
+    entries.append(ParamMapping(names, (f"{theirs}.kv_b_proj.weight",), up))
     entries += linear(place, "attention.o", f"{theirs}.o_proj", 2, False)
     return entries
 
 
-def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
+def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     entries = expert_entries(place, moe, theirs, _EXPERTS)
     if moe.corrected:
         ours = f"{place.ours}.mlp.correction"
         name = f"{theirs}.mlp.gate.e_score_correction_bias"
         # A model that is stored in bfloat16 has it in float32, too.
-        entries.append(Entry((ours,), (name,), place.steps, dtype="float32"))
+        entries.append(ParamMapping((ours,), (name,), place.steps, dtype="float32"))
     return entries
 
 

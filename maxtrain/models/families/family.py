@@ -13,7 +13,7 @@ from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import ModelConfig, MoeConfig, RopeConfig
 from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.words import choices, show
-from maxtrain.models.hf_mapping import Entry, Flatten, Transpose
+from maxtrain.models.hf_mapping import Flatten, ParamMapping, Transpose
 from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
 
@@ -371,7 +371,7 @@ class Family(NamedTuple):
     write: Callable[[ModelConfig], dict[str, Any]]
     # Where each parameter of a model with logits is in a checkpoint, in the order of transformers;
     # whoever reads or writes tensors asks `tensors`.
-    table: Callable[[ModelConfig], list[Entry]]
+    table: Callable[[ModelConfig], list[ParamMapping]]
     # Names of tensors that may be in a file and are not read.
     ignored: str = IGNORED
     # The name in `table` of a tensor with another name that some files have.
@@ -393,11 +393,11 @@ class Family(NamedTuple):
         usual = re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", self.architecture)
         return self.scored or usual
 
-    def tensors(self, config: ModelConfig) -> list[Entry]:
+    def tensors(self, config: ModelConfig) -> list[ParamMapping]:
         """Where each parameter of a model is in a checkpoint."""
         entries = self.table(config)
         if not config.score:
             return entries
-        kept = [entry for entry in entries if entry.ours != ("head.kernel",)]
-        score = Entry(("score.kernel",), ("score.weight",), (Flatten(1), Transpose()))
+        kept = [entry for entry in entries if entry.params != ("head.kernel",)]
+        score = ParamMapping(("score.kernel",), ("score.weight",), (Flatten(1), Transpose()))
         return [*kept, score]

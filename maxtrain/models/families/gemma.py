@@ -25,7 +25,7 @@ from maxtrain.models.families.layer_types import (
     windowed_stack,
 )
 from maxtrain.models.families.tables import decoder_table
-from maxtrain.models.hf_mapping import Entry
+from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -265,12 +265,12 @@ def renamed_gemma3(name: str) -> str:
     return name
 
 
-def gemma2_table(config: ModelConfig) -> list[Entry]:
+def gemma2_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Gemma 2's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(gemma2_spec(config), config.tie_embeddings, NORMS)
 
 
-def gemma3_table(config: ModelConfig) -> list[Entry]:
+def gemma3_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Gemma 3's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(gemma3_spec(config), config.tie_embeddings, NORMS)
 

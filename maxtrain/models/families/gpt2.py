@@ -10,7 +10,7 @@ from typing import Any
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.tables import Place, places
-from maxtrain.models.hf_mapping import Entry, Flatten, Join, Ravel, Transpose
+from maxtrain.models.hf_mapping import Flatten, Join, ParamMapping, Ravel, Transpose
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -94,15 +94,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def table(config: ModelConfig) -> list[Entry]:
+def table(config: ModelConfig) -> list[ParamMapping]:
     """Where GPT-2's parameters are in a checkpoint of Hugging Face.
 
     Matrices are [inputs, outputs] there, too, and queries, keys and values are one.
     """
     decoder = spec(config)
     entries = [
-        Entry(("embedding",), (f"{_PREFIX}wte.weight",)),
-        Entry(("position_embedding",), (f"{_PREFIX}wpe.weight",)),
+        ParamMapping(("embedding",), (f"{_PREFIX}wte.weight",)),
+        ParamMapping(("position_embedding",), (f"{_PREFIX}wpe.weight",)),
     ]
     for place in places(decoder.stack):
         theirs = f"{_PREFIX}h.{place.number}"
@@ -112,30 +112,32 @@ def table(config: ModelConfig) -> list[Entry]:
         entries += _norm(place, "mlp_norm", f"{theirs}.ln_2")
         entries += _linear(place, "mlp.up", f"{theirs}.mlp.c_fc", 1)
         entries += _linear(place, "mlp.down", f"{theirs}.mlp.c_proj", 1)
-    entries.append(Entry(("final_norm.scale",), (f"{_PREFIX}ln_f.weight",)))
-    entries.append(Entry(("final_norm.bias",), (f"{_PREFIX}ln_f.bias",)))
+    entries.append(ParamMapping(("final_norm.scale",), (f"{_PREFIX}ln_f.weight",)))
+    entries.append(ParamMapping(("final_norm.bias",), (f"{_PREFIX}ln_f.bias",)))
     if not config.tie_embeddings:
-        entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
+        entries.append(
+            ParamMapping(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose()))
+        )
     return entries
 
 
-def _norm(place: Place, ours: str, theirs: str) -> list[Entry]:
+def _norm(place: Place, ours: str, theirs: str) -> list[ParamMapping]:
     return [
-        Entry((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps),
-        Entry((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), place.steps),
+        ParamMapping((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps),
+        ParamMapping((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), place.steps),
     ]
 
 
-def _linear(place: Place, ours: str, theirs: str, inputs: int) -> list[Entry]:
+def _linear(place: Place, ours: str, theirs: str, inputs: int) -> list[ParamMapping]:
     kernel = (*place.steps, Flatten(inputs))
     bias = (*place.steps, Ravel())
     return [
-        Entry((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), kernel),
-        Entry((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), bias),
+        ParamMapping((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), kernel),
+        ParamMapping((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), bias),
     ]
 
 
-def _joined(place: Place, theirs: str) -> list[Entry]:
+def _joined(place: Place, theirs: str) -> list[ParamMapping]:
     """Queries, keys and values, which stand behind each other along their heads."""
     mixer = place.layer.mixer
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
@@ -144,8 +146,10 @@ def _joined(place: Place, theirs: str) -> list[Entry]:
     # Dims of a layer, and before them that of all layers of the place.
     stacked = len(place.steps)
     return [
-        Entry(kernels, (f"{theirs}.weight",), (Join(stacked + 1, heads), *place.steps, Flatten(1))),
-        Entry(biases, (f"{theirs}.bias",), (Join(stacked, heads), *place.steps, Ravel())),
+        ParamMapping(
+            kernels, (f"{theirs}.weight",), (Join(stacked + 1, heads), *place.steps, Flatten(1))
+        ),
+        ParamMapping(biases, (f"{theirs}.bias",), (Join(stacked, heads), *place.steps, Ravel())),
     ]
 
 

@@ -19,7 +19,7 @@ from maxtrain.models.families.tables import (
     decoder_table,
     linear,
 )
-from maxtrain.models.hf_mapping import Entry, Join, Permute
+from maxtrain.models.hf_mapping import Join, ParamMapping, Permute
 from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
 
 # Where a config.json says nothing of them.
@@ -97,19 +97,19 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def table(config: ModelConfig) -> list[Entry]:
+def table(config: ModelConfig) -> list[ParamMapping]:
     """Where GPT-OSS's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(
         spec(config), config.tie_embeddings, LLAMA_NORMS, _attention_entries, _expert_entries
     )
 
 
-def _attention_entries(place: Place, theirs: str) -> list[Entry]:
-    sinks = Entry((f"{place.ours}.attention.sinks",), (f"{theirs}.sinks",), place.steps)
+def _attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
+    sinks = ParamMapping((f"{place.ours}.attention.sinks",), (f"{theirs}.sinks",), place.steps)
     return [*attention_entries(place, theirs), sinks]
 
 
-def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
+def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     """All experts are one tensor there, in which gates and units take turns."""
     stacked = len(place.steps)
     sizes = (moe.width, moe.width)
@@ -123,9 +123,9 @@ def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
             Permute(dims - 1, (2, moe.width), (1, 0)),
         )
         both = (f"{ours}.gate.{kind}", f"{ours}.up.{kind}")
-        entries.append(Entry(both, (f"{experts}.{name}",), steps))
+        entries.append(ParamMapping(both, (f"{experts}.{name}",), steps))
     for kind, name in (("kernel", "down_proj"), ("bias", "down_proj_bias")):
-        entries.append(Entry((f"{ours}.down.{kind}",), (f"{experts}.{name}",), place.steps))
+        entries.append(ParamMapping((f"{ours}.down.{kind}",), (f"{experts}.{name}",), place.steps))
     return entries
 
 

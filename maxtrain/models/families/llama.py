@@ -18,7 +18,7 @@ from maxtrain.models.families.layer_types import (
     with_window,
 )
 from maxtrain.models.families.tables import ExpertNames, Place, decoder_table, expert_entries
-from maxtrain.models.hf_mapping import Entry
+from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -259,7 +259,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def llama_table(config: ModelConfig) -> list[Entry]:
+def llama_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Llama's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(llama_spec(config), config.tie_embeddings)
 
@@ -269,16 +269,16 @@ _MIXTRAL_EXPERTS = ExpertNames(
 )
 
 
-def _mixtral_experts(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
+def _mixtral_experts(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     return expert_entries(place, moe, theirs, _MIXTRAL_EXPERTS)
 
 
-def mixtral_table(config: ModelConfig) -> list[Entry]:
+def mixtral_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Mixtral's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(mixtral_spec(config), config.tie_embeddings, experts=_mixtral_experts)
 
 
-def mistral_table(config: ModelConfig) -> list[Entry]:
+def mistral_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Mistral's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(mistral_spec(config), config.tie_embeddings)
 

@@ -10,7 +10,7 @@ from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.tables import decoder_table
-from maxtrain.models.hf_mapping import Entry
+from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import DecoderSpec, head_dim
 
 NORMS = {
@@ -45,7 +45,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     return llama.write_decoder(config) | values
 
 
-def table(config: ModelConfig) -> list[Entry]:
+def table(config: ModelConfig) -> list[ParamMapping]:
     """Where OLMo 2's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(spec(config), config.tie_embeddings, NORMS)
 

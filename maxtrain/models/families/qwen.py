@@ -18,7 +18,7 @@ from maxtrain.models.families.layer_types import (
     with_window,
 )
 from maxtrain.models.families.tables import decoder_table
-from maxtrain.models.hf_mapping import Entry
+from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
 
 # The window, and a number of layers, of a config.json that does not say them.
@@ -234,22 +234,22 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def qwen2_table(config: ModelConfig) -> list[Entry]:
+def qwen2_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Qwen 2's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen2_spec(config), config.tie_embeddings)
 
 
-def qwen3_table(config: ModelConfig) -> list[Entry]:
+def qwen3_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Qwen 3's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen3_spec(config), config.tie_embeddings)
 
 
-def qwen2_moe_table(config: ModelConfig) -> list[Entry]:
+def qwen2_moe_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Qwen 2 MoE's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen2_moe_spec(config), config.tie_embeddings)
 
 
-def qwen3_moe_table(config: ModelConfig) -> list[Entry]:
+def qwen3_moe_table(config: ModelConfig) -> list[ParamMapping]:
     """Where Qwen 3 MoE's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen3_moe_spec(config), config.tie_embeddings)
 

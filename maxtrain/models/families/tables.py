@@ -4,7 +4,7 @@ of Llama. No jax here."""
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxtrain.models.hf_mapping import Entry, Flatten, Ravel, Stack, Step, Transpose
+from maxtrain.models.hf_mapping import Flatten, ParamMapping, Ravel, Stack, Step, Transpose
 from maxtrain.models.specs import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, StackSpec
 
 # The names there of our norms, in the order of the files. By the part of a layer that a norm
@@ -62,9 +62,9 @@ def decoder_table(
     spec: DecoderSpec,
     tied: bool,
     norms: Norms = LLAMA_NORMS,
-    attention: Callable[[Place, str], list[Entry]] | None = None,
-    experts: Callable[[Place, MoeSpec, str], list[Entry]] | None = None,
-) -> list[Entry]:
+    attention: Callable[[Place, str], list[ParamMapping]] | None = None,
+    experts: Callable[[Place, MoeSpec, str], list[ParamMapping]] | None = None,
+) -> list[ParamMapping]:
     """Where the parameters are.
 
     Args:
@@ -76,7 +76,7 @@ def decoder_table(
     """
     attention = attention or attention_entries
     experts = experts or expert_entries
-    entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
+    entries = [ParamMapping(("embedding",), ("model.embed_tokens.weight",))]
     for place in places(spec.stack):
         theirs = f"model.layers.{place.number}"
         entries += attention(place, f"{theirs}.self_attn")
@@ -86,13 +86,15 @@ def decoder_table(
             entries += _of_mlp(place, place.layer.mlp, f"{theirs}.mlp")
         for ours, name in norms.items():
             entries.append(norm(place, ours, f"{theirs}.{name}"))
-    entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
+    entries.append(ParamMapping(("final_norm.scale",), ("model.norm.weight",)))
     if not tied:
-        entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
+        entries.append(
+            ParamMapping(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose()))
+        )
     return entries
 
 
-def attention_entries(place: Place, theirs: str) -> list[Entry]:
+def attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
     """The attention of Llama, with biases and norms where the layer has them."""
     layer = place.layer
     entries = []
@@ -108,7 +110,7 @@ def attention_entries(place: Place, theirs: str) -> list[Entry]:
     return entries
 
 
-def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[Entry]:
+def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[ParamMapping]:
     products = ("gate", "up", "down")
     if not mlp.gated:
         products = ("up", "down")
@@ -121,7 +123,7 @@ def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[Entry]:
 
 def expert_entries(
     place: Place, moe: MoeSpec, theirs: str, names: ExpertNames = QWEN_EXPERTS
-) -> list[Entry]:
+) -> list[ParamMapping]:
     """Experts with a tensor each; `theirs` is the name there of the layer."""
     theirs = f"{theirs}.{names.block}"
     entries = linear(place, "mlp.router", f"{theirs}.{names.router}", 1, False)
@@ -129,7 +131,7 @@ def expert_entries(
         # One tensor for each expert.
         steps = (*place.steps, Stack(), Transpose())
         ours = f"{place.ours}.mlp.{ours}.kernel"
-        entries.append(Entry((ours,), (f"{theirs}.experts.{{}}.{name}.weight",), steps))
+        entries.append(ParamMapping((ours,), (f"{theirs}.experts.{{}}.{name}.weight",), steps))
     if moe.shared_width:
         for name in ("gate", "up", "down"):
             ours = f"mlp.shared.{name}"
@@ -139,17 +141,17 @@ def expert_entries(
     return entries
 
 
-def linear(place: Place, ours: str, theirs: str, inputs: int, bias: bool) -> list[Entry]:
+def linear(place: Place, ours: str, theirs: str, inputs: int, bias: bool) -> list[ParamMapping]:
     """A product: its matrix is [outputs, inputs] there; of ours, the first `inputs` dims are
     inputs."""
     matrix = (*place.steps, Flatten(inputs), Transpose())
-    entries = [Entry((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), matrix)]
+    entries = [ParamMapping((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), matrix)]
     if bias:
         vector = (*place.steps, Ravel())
-        entries.append(Entry((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), vector))
+        entries.append(ParamMapping((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), vector))
     return entries
 
 
-def norm(place: Place, ours: str, theirs: str) -> Entry:
+def norm(place: Place, ours: str, theirs: str) -> ParamMapping:
     """The scale of a norm."""
-    return Entry((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps)
+    return ParamMapping((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps)

@@ -6,7 +6,15 @@ Source: llama.cpp, conversion and gguf-py's tensor_mapping.
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.tables import Place, places
-from maxtrain.models.hf_mapping import Entry, Flatten, Offset, Permute, Ravel, Step, Transpose
+from maxtrain.models.hf_mapping import (
+    Flatten,
+    Offset,
+    ParamMapping,
+    Permute,
+    Ravel,
+    Step,
+    Transpose,
+)
 from maxtrain.models.specs import AttentionSpec, MoeSpec, NormSpec
 from maxtrain.weights.gguf.architecture import TURNS_NEIGHBOURS, architecture_of
 
@@ -22,11 +30,11 @@ _PRODUCTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def gguf_table(config: ModelConfig) -> list[Entry]:
+def gguf_table(config: ModelConfig) -> list[ParamMapping]:
     """Where the parameters are. Entries with a `dtype` have it in any file."""
     spec = FAMILIES[config.family].spec(config)
     turns_neighbours = architecture_of(config) == TURNS_NEIGHBOURS
-    entries = [Entry(("embedding",), ("token_embd.weight",))]
+    entries = [ParamMapping(("embedding",), ("token_embd.weight",))]
     for place in places(spec.stack):
         entries += _attention(place, turns_neighbours)
         theirs = f"blk.{place.number}"
@@ -41,11 +49,13 @@ def gguf_table(config: ModelConfig) -> list[Entry]:
                 entries += _product(place, f"mlp.{name}", f"{theirs}.ffn_{name}", 1, has_bias)
     entries.append(_scale("final_norm", "output_norm", spec.norm, ()))
     if not config.tie_embeddings:
-        entries.append(Entry(("head.kernel",), ("output.weight",), (Flatten(1), Transpose())))
+        entries.append(
+            ParamMapping(("head.kernel",), ("output.weight",), (Flatten(1), Transpose()))
+        )
     return entries
 
 
-def _attention(place: Place, turns_neighbours: bool) -> list[Entry]:
+def _attention(place: Place, turns_neighbours: bool) -> list[ParamMapping]:
     layer = place.layer
     mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec)
@@ -72,38 +82,38 @@ def _attention(place: Place, turns_neighbours: bool) -> list[Entry]:
     return entries
 
 
-def _experts(place: Place) -> list[Entry]:
+def _experts(place: Place) -> list[ParamMapping]:
     """A tensor for all experts, [experts, outputs, inputs]; the router is never rounded."""
     theirs = f"blk.{place.number}"
     router = (*place.steps, Transpose())
     name = f"{place.ours}.mlp.router.kernel"
-    entries = [Entry((name,), (f"{theirs}.ffn_gate_inp.weight",), router, "float32")]
+    entries = [ParamMapping((name,), (f"{theirs}.ffn_gate_inp.weight",), router, "float32")]
     for name in ("gate", "up", "down"):
         steps = (*place.steps, Transpose())
         ours = f"{place.ours}.mlp.{name}.kernel"
-        entries.append(Entry((ours,), (f"{theirs}.ffn_{name}_exps.weight",), steps))
+        entries.append(ParamMapping((ours,), (f"{theirs}.ffn_{name}_exps.weight",), steps))
     return entries
 
 
 def _product(
     place: Place, ours: str, theirs: str, inputs: int, bias: bool, order: tuple[Step, ...] = ()
-) -> list[Entry]:
+) -> list[ParamMapping]:
     """A matrix, [outputs, inputs] there; `order`: what is done to its outputs."""
     ours = f"{place.ours}.{ours}"
     matrix = (*place.steps, Flatten(inputs), Transpose(), *order)
-    entries = [Entry((f"{ours}.kernel",), (f"{theirs}.weight",), matrix)]
+    entries = [ParamMapping((f"{ours}.kernel",), (f"{theirs}.weight",), matrix)]
     if bias:
         vector = (*place.steps, Ravel(), *order)
-        entries.append(Entry((f"{ours}.bias",), (f"{theirs}.bias",), vector, "float32"))
+        entries.append(ParamMapping((f"{ours}.bias",), (f"{theirs}.bias",), vector, "float32"))
     return entries
 
 
-def _norm(ours: str, theirs: str, place: Place) -> Entry:
+def _norm(ours: str, theirs: str, place: Place) -> ParamMapping:
     return _scale(ours, theirs, place.layer.norm, place.steps)
 
 
-def _scale(ours: str, theirs: str, norm: NormSpec, steps: tuple[Step, ...]) -> Entry:
+def _scale(ours: str, theirs: str, norm: NormSpec, steps: tuple[Step, ...]) -> ParamMapping:
     """The scale of a norm, which counts from 0 there."""
     if norm.offset:
         steps = (*steps, Offset(norm.offset))
-    return Entry((f"{ours}.scale",), (f"{theirs}.weight",), steps, "float32")
+    return ParamMapping((f"{ours}.scale",), (f"{theirs}.weight",), steps, "float32")
