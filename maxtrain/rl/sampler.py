@@ -198,8 +198,8 @@ class Sampler:
                 made[number] = made[number].joined(rest)
         raise ConfigError(
             f"determinism=full: after {generation.longest + 1:,} passes, the training forward "
-            "still draws other tokens than those that were sampled, so what it gives for a token depends "
-            "on tokens behind it or in other texts. Set determinism=seeded."
+            "still draws other tokens than those that were sampled, so what it gives for a token "
+            "depends on tokens behind it or in other texts. Set determinism=seeded."
         )
 
     def _scored(
