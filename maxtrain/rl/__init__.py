@@ -1,4 +1,4 @@
-"""Reinforcement learning: what completions are worth, and what a policy learns from it.
+"""Reinforcement learning: rollouts, rewards, advantages and the batches made of them.
 
-Rewards, verification and advantages need no jax: numbers go in and out as numpy arrays and lists.
+Rewards, verification and advantages need no jax: they take and return numpy arrays and lists.
 """

@@ -1,8 +1,8 @@
-"""Groups of rewards -> advantages. Pure functions of numpy arrays in float64.
+"""Advantages from groups of rewards: pure functions of numpy arrays in float64.
 
-A group is the completions of one prompt: `num_generations` rows that follow each other. NaN stands
-for a reward that is not applicable (None), which is not 0: means and deviations are those of the
-rows that apply, and a row to which nothing applies has advantage 0 and is marked.
+A group is the completions of one prompt: `num_generations` consecutive rows. NaN stands for a
+reward that is not applicable (None), which is not 0. Means and deviations are over the rows that
+apply. A row without any applicable reward has advantage 0 and is marked.
 """
 
 import math
@@ -17,19 +17,20 @@ from data_pipeline.base.errors import ConfigError, DataError
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-# What is added to a deviation, so that differences of rounding are not blown up.
+# Added to a deviation, so that rounding differences are not amplified.
 EPSILON = 1e-4
 
 
 class Advantages(NamedTuple):
-    """The advantages of a batch of N rows, and how many of its groups teach nothing.
+    """The advantages of a batch of N rows, and the number of groups without a learning signal.
 
-    values: one for each row.
-    applies: whether a reward applies to the row; otherwise its advantage is 0.
-    num_groups: groups of the batch.
-    equal_groups: groups whose rewards are all exactly equal, so that their advantages are exactly
-        0.
-    empty_groups: groups in which no reward applies to any row.
+    Attributes:
+        values: one for each row.
+        applies: whether a reward applies to the row; otherwise its advantage is 0.
+        num_groups: groups of the batch.
+        equal_groups: groups whose rewards are all exactly equal, so that their advantages are
+            exactly 0.
+        empty_groups: groups in which no reward applies to any row.
     """
 
     values: Float[np.ndarray, "N"]
@@ -40,7 +41,7 @@ class Advantages(NamedTuple):
 
 
 def as_array(rewards: Sequence[Sequence[float | None]]) -> Float[np.ndarray, "R N"]:
-    """Lists of rewards as an array, None as NaN."""
+    """Return lists of rewards as an array, with None as NaN."""
     rows = []
     for values in rewards:
         rows.append([math.nan if value is None else float(value) for value in values])
@@ -50,15 +51,15 @@ def as_array(rewards: Sequence[Sequence[float | None]]) -> Float[np.ndarray, "R 
 def weighted_sum(
     rewards: Float[np.ndarray, "R N"], weights: Float[np.ndarray, "R"]
 ) -> Float[np.ndarray, "N"]:
-    """sum_k w_k r_k over the rewards k that apply to a row; NaN where none does."""
+    """Return sum_k w_k r_k over the rewards k that apply to each row; NaN if none does."""
     applies = ~np.isnan(rewards)
     total = np.where(applies, weights[:, None] * rewards, 0.0).sum(0)
     return np.where(applies.any(0), total, np.nan)
 
 
 def deviation(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P 1"]:
-    """The standard deviation of each row, of what is not NaN, with n - 1 in the denominator; 0 for
-    fewer than two values."""
+    """Return the sample standard deviation (n - 1) of each row without NaN; 0 for fewer than two
+    values."""
     count = (~np.isnan(rewards)).sum(-1, keepdims=True)
     mean = np.nansum(rewards, -1, keepdims=True) / np.maximum(count, 1)
     squares = np.nansum((rewards - mean) ** 2, -1, keepdims=True)
@@ -66,28 +67,30 @@ def deviation(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P 1"]:
 
 
 def centred(rewards: Float[np.ndarray, "P G"], baseline: str) -> Float[np.ndarray, "P G"]:
-    """Rewards minus their baseline; NaN stays NaN, and a group of equal rewards is exactly 0.
+    """Return rewards minus their baseline; NaN stays NaN, and a group of equal rewards is exactly
+    0.
 
     baseline="mean":           r_i - mean_j(r_j)
     baseline="leave_one_out":  r_i - mean_{j != i}(r_j)  =  n / (n - 1) * (r_i - mean_j(r_j))
 
-    The second is RLOO's. A row that is alone in its group has no other to be compared with: 0.
+    The second is RLOO's. The only row of a group has no other row to be compared with: 0.
     """
     count = (~np.isnan(rewards)).sum(-1, keepdims=True)
     mean = np.nansum(rewards, -1, keepdims=True) / np.maximum(count, 1)
     result = rewards - mean
     if baseline == "leave_one_out":
         result = result * count / np.maximum(count - 1, 1)
-    # The mean of equal numbers may be rounded to another number.
+    # The mean of equal numbers may round to another number.
     return np.where(_equal(rewards)[:, None] & ~np.isnan(rewards), 0.0, result)
 
 
 def has_signal(
     rewards: Float[np.ndarray, "R N"], num_generations: int, weights: Sequence[float]
 ) -> Bool[np.ndarray, "P"]:
-    """Of each group, whether its weighted sums of rewards differ: else its advantages are all 0.
+    """Return for each group whether its weighted sums of rewards differ; otherwise its advantages
+    are all 0.
 
-    Args: as of `advantages`, which then adds rewards before it compares them.
+    The arguments are those of `advantages` with aggregation="sum_then_normalize".
     """
     total = weighted_sum(rewards, np.array(weights, np.float64)).reshape(-1, num_generations)
     return ~_equal(total)
@@ -103,7 +106,7 @@ def advantages(
     aggregation: str = "sum_then_normalize",
     epsilon: float = EPSILON,
 ) -> Advantages:
-    """The advantages of a batch.
+    """Compute the advantages of a batch.
 
     With r the weighted sum of the rewards that apply, the advantage of row i of a group is
 
@@ -118,16 +121,15 @@ def advantages(
 
     Args:
         rewards: R rewards of N rows; NaN: not applicable.
-        num_generations: rows of a group, which follow each other.
+        num_generations: rows of a group, which are consecutive.
         weights: one for each reward; None: 1 each.
         scale_rewards: "group", "batch" or "none".
         baseline: "mean" or "leave_one_out".
         aggregation: "sum_then_normalize" or "normalize_then_sum".
-        epsilon: what is added to deviations; 0 makes the advantages independent of the unit of the
-            rewards.
+        epsilon: added to deviations; 0 makes the advantages independent of the unit of the rewards.
 
     Raises:
-        ConfigError: an argument is not one of these, or rows are not whole groups.
+        ConfigError: an argument is out of range, or the rows are not complete groups.
         DataError: a reward is infinite.
 
     Source: GRPO, arXiv 2402.03300 (section 4.1.2); without the deviation Dr. GRPO, arXiv
@@ -165,6 +167,7 @@ def advantages(
 def _normalized(
     rewards: Float[np.ndarray, "P G"], scale_rewards: str, baseline: str, epsilon: float
 ) -> Float[np.ndarray, "P G"]:
+    """Centre and scale rewards."""
     result = centred(rewards, baseline)
     if scale_rewards == "group":
         return _divided(result, deviation(rewards), epsilon)
@@ -176,13 +179,13 @@ def _normalized(
 def _divided(
     values: Float[np.ndarray, "P G"], spread: Float[np.ndarray, "#P 1"], epsilon: float
 ) -> Float[np.ndarray, "P G"]:
-    """values / (spread + epsilon). Without a spread all values are 0, and stay so."""
+    """Return values / (spread + epsilon). Without a spread all values are 0, and stay 0."""
     divisor = spread + epsilon
     return values / np.where(divisor > 0, divisor, 1.0)
 
 
 def _equal(rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Groups whose rewards that apply are all exactly equal; also where there are none."""
+    """Return which groups have applicable rewards that are all exactly equal, or none."""
     least = np.where(np.isnan(rewards), np.inf, rewards).min(-1)
     most = np.where(np.isnan(rewards), -np.inf, rewards).max(-1)
     return least >= most
@@ -196,6 +199,7 @@ def _check(
     baseline: str,
     aggregation: str,
 ) -> None:
+    """Raise an error if the arguments of `advantages` are out of range."""
     choices = (
         ("scale_rewards", scale_rewards, SCALES),
         ("baseline", baseline, BASELINES),
@@ -219,5 +223,5 @@ def _check(
         place = int(np.argwhere(np.isinf(rewards))[0, 1])
         raise DataError(
             f"the reward of row {place} is infinite: advantages are differences of finite numbers. "
-            "Mend the reward function, or let it return None where it does not apply."
+            "Fix the reward function, or let it return None where it does not apply."
         )

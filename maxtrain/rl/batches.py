@@ -1,7 +1,7 @@
-"""Which steps read a rollout together, and the batches that they make of it.
+"""Batches made from rollouts, and the steps that share a rollout.
 
-With num_iterations=n, steps k n + 1 to k n + n read their prompts together, and each of them
-trains on all completions. So prompts are read as the plan says, whatever n is.
+With num_iterations=n, steps k n + 1 to k n + n read their prompts together, and each of them trains
+on all completions. So the order of prompts follows the plan for any n.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ from maxtrain.parallel.sharding import batch_shards
 from maxtrain.rl.rollout import FOLDER, Rollout
 from maxtrain.rl.rows import Places, Shape, batch_arrays
 
-# What the training forward reads of a batch.
+# Arrays of a batch that the training forward pass reads.
 _READ = ("inputs", "targets", "segment_ids", "positions")
-# What a batch has where nothing of a completion is learnt but its tokens.
+# Arrays of a batch that trains on the tokens of completions only.
 OF_TOKENS = (*_READ, "loss_mask", "source")
-# Of each token of a completion, [B, T]: the number of the completion among those of a step, uint32,
-# and its own number in the completion, int32; they say what it is drawn by.
+# For each token of a completion, [B, T]: the number of the completion in its step, uint32, and the
+# index of the token in the completion, int32. They determine the random number that draws it.
 COMPLETION = "completion"
 NUMBER = "number"
 
 
 class RolloutBatches:
-    """Batches of rollouts. To be used inside `jax.set_mesh(mesh)`.
+    """Batches made from rollouts. Use it inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of a run that learns from rollouts.
+        config: config of an on-policy run.
         data: the prompts.
-        mesh: that batches lie on.
+        mesh: the mesh of the batches.
     """
 
     def __init__(self, config: RunConfig, data: TrainingData, mesh: Mesh):
@@ -52,50 +52,53 @@ class RolloutBatches:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
         return self._config.optimizer.micro_batches
 
     @property
     def is_exact(self) -> bool:
-        """Whether completions have to be those that the training forward draws. A divergence from a
-        teacher does not ask how likely a token was to the sampler."""
+        """Return whether completions must be those that the training forward pass draws. A
+        divergence from a teacher does not need the sampler's log-probabilities."""
         return self._config.determinism == "full" and self._config.objective != "distill"
 
     @property
     def first_step(self) -> int:
-        """Where the plan of the data begins: 0, or the step from which on it is another."""
+        """Return the step where the plan of the data begins: 0, or the step of the last change of
+        data."""
         return self._data.plan.spans[0].step
 
     def steps_of(self, step: int) -> range:
-        """The steps, numbered from 0, that read the same rollout as this one."""
+        """Return the steps, numbered from 0, that read the same rollout as this one."""
         first = self.round_down(step)
         end = min(first + self._settings.num_iterations, self._data.plan.num_steps)
         return range(max(first, self.first_step), end)
 
     def round_down(self, step: int) -> int:
-        """The first step that reads the same rollout, where the data has not changed meanwhile."""
+        """Return the first step that reads the same rollout, if the data has not changed in
+        between."""
         return step - step % self._settings.num_iterations
 
     def identity(self, steps: range) -> str:
-        """Of what is asked for with the rollout of these steps: prompts, settings and seed."""
-        asked = {
+        """Return an identity of the rollout of these steps: a hash of prompts, settings and
+        seed."""
+        settings = {
             "prompts": [self._data.digest_at(step) for step in steps],
             "shards": [shards.uid for shards in self._data.shards],
             "seed": self._config.seed,
             **self._settings.identity,
         }
         if self.is_exact:
-            asked["exact"] = True
-        text = json.dumps(asked, sort_keys=True)
+            settings["exact"] = True
+        text = json.dumps(settings, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def batch(self, step: int, rollout: Rollout, is_left_out: bool) -> tuple[Batch, HostBatch]:
-        """The batch of a step, on the devices, and where it comes from.
+        """Return the batch of a step, on the devices, and its host batch.
 
         Args:
             step: numbered from 0.
-            rollout: that it reads.
-            is_left_out: it has no target, so that it changes nothing.
+            rollout: the rollout of the step.
+            is_left_out: whether the batch has no targets, so that the step changes nothing.
         """
         is_first = step == self.steps_of(step).start
         arrays, _ = batch_arrays(rollout, self._shape(), is_first)
@@ -114,7 +117,7 @@ class RolloutBatches:
             num_targets=int(np.count_nonzero(arrays["loss_mask"])),
             digest=rollout.content()[:16],
             content=checksum(own["targets"], layout.part.rows, first_column),
-            # The same completions may be written again: that is no fault of the data.
+            # Equal completions may come again, which is no problem of the data.
             place=FOLDER,
             made=Made(
                 shape=BatchShape(rows, length),
@@ -125,10 +128,10 @@ class RolloutBatches:
         return layout.to_global(own), origin
 
     def to_score(self, rollout: Rollout, first: int = 0) -> tuple[Batch, Places]:
-        """What the training forward reads of a batch of a rollout, on the devices, in the shapes of
-        its steps; and where completions lie in it.
+        """Return the arrays of a rollout's batch that the training forward pass reads, on the
+        devices and in the shapes of its steps; and where completions are in it.
 
-        `first`: the number of the first completion among those of the step.
+        `first`: the number of the first completion within the step.
         """
         arrays, places = batch_arrays(rollout, self._shape(), is_first=True)
         found = {name: arrays[name] for name in _READ}
@@ -142,11 +145,13 @@ class RolloutBatches:
         return layout.to_global(layout.own_part(found)), places
 
     def _layout(self, rows: int) -> BatchLayout:
+        """Return the layout of batches with this number of rows."""
         if rows not in self._layouts:
             self._layouts[rows] = BatchLayout(self._mesh, rows, self._length)
         return self._layouts[rows]
 
     def _shape(self) -> Shape:
+        """Return how completions are laid out in rows."""
         unit = self.accumulation * batch_shards()
         room = None
         if self.is_exact:

@@ -1,4 +1,4 @@
-"""Completions as the engine makes them: many side by side, each as a whole."""
+"""Batch generation of completions with the engine."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class GenerationRequest(NamedTuple):
     """A completion that is asked for.
 
     Attributes:
-        ids: what it goes on from.
-        row: its number, which its random numbers depend on.
-        before: how many tokens of it `ids` ends with.
+        ids: the ids to continue.
+        row: the number of the completion, which determines its random numbers.
+        before: the number of tokens at the end of `ids` that belong to the completion.
     """
 
     ids: tuple[int, ...]
@@ -33,10 +33,10 @@ class GenerationConfig(NamedTuple):
     """How completions are made.
 
     Attributes:
-        sampling: how tokens are chosen.
-        longest: tokens of a completion at most.
-        stop_ids: tokens that end one.
-        seed: of their random numbers.
+        sampling: settings of sampling.
+        longest: most tokens of a completion.
+        stop_ids: tokens that end a completion.
+        seed: random seed.
     """
 
     sampling: Sampling
@@ -49,9 +49,9 @@ class Completion(NamedTuple):
     """A completion that is made.
 
     Attributes:
-        ids: its tokens, with the one that ended it.
-        has_ended: whether there is such a one; else it was cut at its longest.
-        logprobs: of each token, nats.
+        ids: its tokens, with the stop id that ended it.
+        has_ended: whether a stop id ended it; otherwise it was truncated at the longest length.
+        logprobs: log-probability of each token, nats.
     """
 
     ids: list[int]
@@ -64,7 +64,7 @@ class Completion(NamedTuple):
         return cls(made.ids_with_end(), made.ended_by is not None, made.logprobs)
 
     def joined(self, rest: "Completion") -> "Completion":
-        """With what goes on behind it."""
+        """Return the completion with a continuation appended."""
         return Completion([*self.ids, *rest.ids], rest.has_ended, [*self.logprobs, *rest.logprobs])
 
 
@@ -74,13 +74,13 @@ def complete(
     generation: GenerationConfig,
     sign_of_life: Callable[[], object] = lambda: None,
 ) -> list[Generation]:
-    """All of these, made together.
+    """Generate these completions together.
 
     Args:
-        engine: of the model; nothing else is asked of it meanwhile.
+        engine: the engine of the model, without other texts.
         requests: which.
         generation: how.
-        sign_of_life: called every few tokens. What it raises ends all of it.
+        sign_of_life: called every few tokens. An exception that it raises ends the generation.
     """
     made = []
     for each in requests:
@@ -101,7 +101,7 @@ def complete(
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:
-    """Those of a rollout."""
+    """Return the completions of a rollout."""
     ends = np.cumsum(rollout.lengths)[:-1]
     found = []
     for ids, logprobs, is_cut in zip(

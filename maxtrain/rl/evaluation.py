@@ -1,5 +1,5 @@
-"""Evaluation of prompts: each is completed once by the likeliest tokens, and the rewards of its
-completion are recorded; those that verify answers give the accuracy."""
+"""Evaluation on prompts: each prompt is completed once, greedily, and the rewards of its completion
+are recorded. Rewards that verify answers give the accuracy."""
 
 import math
 import time
@@ -26,7 +26,7 @@ from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores, require_rewards
 from maxtrain.rl.sampler import stop_ids
 
-# By which sets of prompts are judged: a higher one is better.
+# The metric that decides the best evaluation of a set of prompts; higher is better.
 REWARD = "reward"
 
 
@@ -34,13 +34,13 @@ class Answers(NamedTuple):
     """What a model makes of N prompts.
 
     Attributes:
-        prompts: what was asked.
-        texts: completions.
-        lengths: their tokens, with the one that ended each.
-        truncated: whether a completion was cut at its longest.
-        failed: completions of which a log-probability was not finite.
-        scores: their rewards.
-        seconds: that all of it took.
+        prompts: the prompts.
+        texts: the completions.
+        lengths: the tokens of each completion, with the stop id that ended it.
+        truncated: whether a completion was truncated at the longest length.
+        failed: number of completions with a log-probability that was not finite.
+        scores: the rewards of the completions.
+        seconds: duration of the evaluation.
     """
 
     prompts: Sequence[Prompt]
@@ -52,8 +52,8 @@ class Answers(NamedTuple):
     seconds: float
 
     def record(self) -> dict[str, Any]:
-        """The numbers of an evaluation. `reward` is NaN if a completion has failed, since the
-        weights can't be used then; and is not there if none applies to any."""
+        """Return the metrics of an evaluation. `reward` is NaN if a completion failed, since the
+        weights cannot be used then; it is missing if no reward applies to any completion."""
         numbers: dict[str, Any] = dict(reward_numbers(self.scores))
         if self.failed:
             numbers[REWARD] = math.nan
@@ -64,11 +64,11 @@ class Answers(NamedTuple):
         return numbers
 
     def samples(self, name: str, count: int) -> list[Sample]:
-        """The first completions.
+        """Return the first completions as samples.
 
         Args:
-            name: of the set that the prompts are from.
-            count: how many, at most.
+            name: the set that the prompts are from.
+            count: most samples.
         """
         values = self.scores.values
         totals = weighted_sum(values, np.array(self.scores.weights, np.float64))
@@ -96,10 +96,10 @@ class RewardedPromptEvaluator:
     """Asks a model for completions, and rewards them.
 
     Args:
-        config: says how long a completion is.
-        tokenizer: of prompts and model.
-        slots: completions that are made at once. For each number, programs are compiled.
-        rewards: of the completions.
+        config: settings, such as the longest completion.
+        tokenizer: the tokenizer of prompts and model.
+        slots: completions that are generated at once. Each number needs its own compiled programs.
+        rewards: the rewards of completions.
     """
 
     def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, slots: int, rewards: Rewards):
@@ -115,13 +115,13 @@ class RewardedPromptEvaluator:
         count: int,
         sign_of_life: Callable[[], object] = lambda: None,
     ) -> Answers:
-        """The answers to the first prompts of a set.
+        """Complete the first prompts of a set, and reward the completions.
 
         Args:
-            model: on one device, or split over the current mesh.
+            model: on one device, or sharded over the current mesh.
             shards: the prompts.
-            count: of prompts, at least 1.
-            sign_of_life: called every few tokens. What it raises ends the evaluation.
+            count: number of prompts, at least 1.
+            sign_of_life: called every few tokens. An exception that it raises ends the evaluation.
         """
         began = time.perf_counter()
         prompts = read_together(first_prompts, shards, count)
@@ -136,7 +136,7 @@ class RewardedPromptEvaluator:
             require_rewards(scores, "completions of this evaluation")
         except Exception as problem:
             error = problem
-        # One that fails in one process alone ends all of them.
+        # An error of one process is raised in all processes.
         raise_together(error)
         assert scores is not None
         return Answers(
@@ -158,15 +158,15 @@ def likeliest(
     slots: int,
     sign_of_life: Callable[[], object],
 ) -> list[Generation]:
-    """A completion of each prompt, by the likeliest tokens.
+    """Complete each prompt greedily.
 
     Args:
-        model: on one device, or split over the current mesh.
-        prompts: to be completed.
+        model: on one device, or sharded over the current mesh.
+        prompts: the prompts to complete.
         stop_ids: tokens that end a completion.
-        longest: tokens of a completion, at most.
-        slots: completions that are made at once.
-        sign_of_life: called every few tokens. What it raises ends it.
+        longest: most tokens of a completion.
+        slots: completions that are generated at once.
+        sign_of_life: called every few tokens. An exception that it raises ends the generation.
     """
     generation = GenerationConfig(Sampling(temperature=0.0), longest, tuple(stop_ids))
     requests = [GenerationRequest(prompt.ids, row) for row, prompt in enumerate(prompts)]
@@ -175,12 +175,12 @@ def likeliest(
 
 
 def first_prompts(shards: TokenShards, count: int) -> list[Prompt]:
-    """The first prompts of a set."""
+    """Read the first prompts of a set."""
     return [read_prompt(shards, number) for number in range(count)]
 
 
 def _number(value: float) -> float | None:
-    """None: there is none."""
+    """Return a number, or None for NaN."""
     if math.isnan(value):
         return None
     return float(value)

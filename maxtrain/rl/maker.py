@@ -1,12 +1,12 @@
-"""How a rollout is made: prompts -> completions -> rewards -> advantages -> log-probabilities.
+"""Making of a rollout: prompts -> completions -> rewards -> advantages -> log-probabilities.
 
-Rewards are computed in a thread, so that steps may be made between `start` and `collect`. With
-grpo.dynamic_sampling, groups whose rewards are all equal teach nothing, and are replaced by groups
-of prompts that the plan reads later. These are completed by the weights that are about to train,
-also where older ones have sampled the rest one rollout ahead: each token has the log-probability of
-what has sampled it. The prompts are read again in their own turn: if a step moved on in the data by
-as many prompts as it happened to need, what a step reads and when a pass over the data ends would
-depend on all that was sampled before.
+Rewards are computed in a thread, so that steps may be made between `begin` and `finish`.
+
+With grpo.dynamic_sampling, groups whose rewards are all equal have no learning signal, and are
+replaced by groups of prompts that the plan reads later. These are completed by the weights that are
+about to train, even if older weights sampled the rest one rollout ahead; each token has the
+log-probability of the weights that sampled it. The later prompts are read again in their own turn.
+Otherwise the prompts of a step, and the end of an epoch, would depend on all earlier samples.
 """
 
 import concurrent.futures
@@ -48,12 +48,12 @@ class RolloutWorker:
     """Makes rollouts. All processes call its functions in the same order.
 
     Args:
-        config: of the run.
-        ppo: how advantages of tokens are made; None: those of completions are, by their groups.
+        config: the section `grpo` of the run's config.
+        ppo: settings of per-token advantages; None: advantages per completion, by groups.
         data: the prompts.
-        sampler: of the completions.
-        rewarder: of their rewards.
-        progress: what is told of it.
+        sampler: samples the completions.
+        rewarder: computes the rewards.
+        progress: receives the log lines.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class RolloutWorker:
         self._sampler = sampler
         self._rewarder = rewarder
         self._progress = progress
-        # Names of rewards of which a failure was reported.
+        # Names of rewards whose failure was reported.
         self._reported: set[str] = set()
 
     @property
     def rewards(self) -> Rewards:
-        """Of completions."""
+        """Return the rewards of completions."""
         return self._rewarder.rewards
 
     def close(self) -> None:
-        """Ends the processes of rewards."""
+        """End the processes of rewards."""
         self._rewarder.close()
 
     def start(self, steps: range, state: TrainState, about: dict[str, Any]) -> PendingRollout:
-        """Samples completions of what these steps read, and begins with their rewards.
+        """Sample completions for these steps, and start computing their rewards.
 
-        `about`: more that is known of the rollout.
+        `about`: further entries of the rollout's record.
         """
         prompts = self._prompts(steps)
         self._progress.phase("sampling")
@@ -96,14 +96,14 @@ class RolloutWorker:
         return self._pending(steps, prompts, sampled._replace(about=sampled.about | about))
 
     def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
-        """Likewise, where completions were sampled by an earlier launch."""
+        """Resume a rollout whose completions an earlier launch sampled."""
         return self._pending(steps, self._prompts(steps), sampled)
 
     def collect(self, pending: PendingRollout, state: TrainState, about: dict[str, Any]) -> Rollout:
-        """The rollout with rewards, advantages and the log-probabilities by the weights of this
-        state.
+        """Return the rollout with rewards, advantages and the log-probabilities by the weights of
+        this state.
 
-        `about`: more that is known of it.
+        `about`: further entries of the rollout's record.
         """
         self._progress.phase("computing rewards")
         assert pending.rewards is not None
@@ -165,7 +165,7 @@ class RolloutWorker:
         return rollout._replace(about=rollout.about | about)
 
     def _report_failures(self, scores: Scores) -> None:
-        """Says of each reward that it has failed, the first time, with the first cause."""
+        """Log the first failure of each reward, with its first cause."""
         for name, count in failures(scores).items():
             if name in self._reported:
                 continue
@@ -181,22 +181,23 @@ class RolloutWorker:
         return PendingRollout(steps, prompts, sampled, self._rewarder.start(prompts, sampled))
 
     def _prompts(self, steps: range) -> list[Prompt]:
-        """Those that the plan reads at these steps."""
+        """Read the prompts of these steps of the plan."""
         return read_together(prompts_of, self._data, steps)
 
     def _slots(self, prompts: list[Prompt]) -> int:
-        """Completions of a rollout of these prompts that are made at once, also where further
-        prompts are fewer: another number has programs of its own."""
+        """Return the number of completions that are generated at once. It is the same for fewer
+        additional prompts, because another number would need other compiled programs."""
         return min(len(prompts) * self._config.num_generations, self._config.slots)
 
     def _has_signal(self, scores: Scores) -> Bool[np.ndarray, "P"]:
+        """Return which groups have a learning signal."""
         return has_signal(scores.values, self._config.num_generations, scores.weights)
 
     def _filled(
         self, pending: PendingRollout, counted: Counted, state: TrainState
     ) -> tuple[Rollout, Counted, dict[str, float]]:
-        """A rollout in which groups without a signal are replaced, as far as rounds of sampling
-        have found others; its rewards; and what is recorded of it."""
+        """Replace groups without a signal, as far as rounds of sampling find others; return the
+        rollout, its rewards and the metrics."""
         rollout = pending.rollout
         scores = counted.scores
         reward_seconds = counted.seconds
@@ -235,12 +236,12 @@ class RolloutWorker:
 
 
 def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
-    """Which group is at each of `count` places: its own, but for one without a signal the next of
-    those behind that has one; while there are any.
+    """Return which group fills each of `count` places: its own, or if that has no signal the next
+    additional group with one, while there are any.
 
     Args:
-        signals: of all groups, of which the first `count` are those of the places.
-        count: of places.
+        signals: whether each group has a signal; the first `count` groups are those of the places.
+        count: number of places.
     """
     others = iter(np.flatnonzero(signals[count:]) + count)
     places = []
@@ -253,12 +254,12 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
 
 
 def _numbers(rollout: Rollout, scores: Scores) -> dict[str, float]:
-    """What is recorded of the completions of what the plan reads, but for times."""
+    """Return the metrics of the completions of the planned prompts, without times."""
     return reward_numbers(scores) | length_numbers(rollout)
 
 
 def length_numbers(rollout: Rollout) -> dict[str, float]:
-    """What is recorded of the lengths of completions."""
+    """Return the metrics of the lengths of completions."""
     return {
         "completion_length": float(rollout.lengths.mean()),
         "longest_completion": float(rollout.lengths.max()),

@@ -1,4 +1,5 @@
-"""Prompts of a run: which a step reads, and whether all of them have room for a completion."""
+"""Prompts of a run: which prompts a step reads, and a check that each leaves room for a
+completion."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +15,13 @@ from maxtrain.parallel.agreement import raise_together
 
 
 class Prompt(NamedTuple):
-    """What a completion follows.
+    """A prompt to complete.
 
     Attributes:
-        ids: its tokens; of plain text with end marks, behind the mark that every document begins
-            after.
-        original: as it was given: text, or messages.
-        columns: what else is known of it.
+        ids: its tokens; for plain text with end-of-document tokens, after the token that ends the
+            document before.
+        original: the prompt as given: text, or messages.
+        columns: the other columns of its row.
     """
 
     ids: tuple[int, ...]
@@ -29,19 +30,20 @@ class Prompt(NamedTuple):
 
 
 def require_prompts(data: TrainingData, objective: str, max_completion_length: int) -> None:
-    """ConfigError: a source does not hold prompts, or one leaves no room for a completion.
+    """Raise a ConfigError if a source does not hold prompts, or a prompt leaves no room for a
+    completion.
 
-    Args: as of `require_room`.
+    The arguments are those of `require_room`.
     """
-    asked = f"objective={objective}"
+    setting = f"objective={objective}"
     if objective == "distill":
-        asked = "distill.on_policy=true"
+        setting = "distill.on_policy=true"
     length = min(span.seq_length for span in data.plan.spans)
     for name, shards in zip(data.plan.names, data.shards):
         key = f"data.sources.{name}"
         if not shards.has_columns:
             raise ConfigError(
-                f"{key}.path={shards.path} holds documents, and {asked} completes prompts. "
+                f"{key}.path={shards.path} holds documents, and {setting} completes prompts. "
                 "Prepare them with `python -m data_pipeline.prepare OUT --prompts 'FILES.jsonl'`."
             )
         require_room(key, shards, length, objective, max_completion_length)
@@ -50,17 +52,17 @@ def require_prompts(data: TrainingData, objective: str, max_completion_length: i
 def require_room(
     key: str, shards: TokenShards, length: int, objective: str, max_completion_length: int
 ) -> None:
-    """ConfigError: a prompt leaves no room for a completion.
+    """Raise a ConfigError if a prompt leaves no room for a completion.
 
     Args:
-        key: of the config, that names the prompts, without `.path`.
+        key: the config key of the prompts, without `.path`.
         shards: the prompts.
-        length: tokens of a prompt with its completion, at most.
-        objective: whose section has the longest completion.
-        max_completion_length: tokens of a completion, at most.
+        length: most tokens of a prompt with its completion.
+        objective: the objective, whose section has max_completion_length.
+        max_completion_length: most tokens of a completion.
     """
     _, lengths = shards.documents(np.arange(shards.num_documents))
-    # Behind a prompt no end mark is read. Before plain text there is one.
+    # Rendered prompts are read without their end-of-document token. Plain text has one in front.
     if shards.manifest.eod == "append" and shards.is_rendered:
         lengths = lengths - 1
     room = length - max_completion_length
@@ -81,7 +83,7 @@ def require_room(
 
 
 def num_prompts(data: EvaluationData, batches: int) -> int:
-    """How many prompts of an evaluation set are completed, by the batches that are asked for;
+    """Return how many prompts of an evaluation set are completed for this number of batches;
     negative: all."""
     count = data.shards.num_documents
     if batches >= 0:
@@ -90,7 +92,7 @@ def num_prompts(data: EvaluationData, batches: int) -> int:
 
 
 def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
-    """The prompts that these steps of the plan read, in their order."""
+    """Read the prompts of these steps of the plan, in their order."""
     found = []
     for step in steps:
         rows = data.rows_at(step)
@@ -104,11 +106,11 @@ def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
 
 
 def later_prompts(data: TrainingData, steps: range) -> Iterator[Prompt]:
-    """The prompts that the plan reads behind these steps, in its order; after its last step those
-    of its first, without end.
+    """Iterate over the prompts that the plan reads after these steps, in its order; after its last
+    step it starts over, without end.
 
-    Each of them is read again in its own turn. So which prompts a step reads, and in which epoch a
-    run is, does not depend on what was sampled.
+    Each of them is read again in its own turn. So the prompts of a step, and the epoch of a run, do
+    not depend on the samples.
     """
     first = data.plan.spans[0].step
     count = data.plan.num_steps - first
@@ -118,16 +120,16 @@ def later_prompts(data: TrainingData, steps: range) -> Iterator[Prompt]:
 
 
 def first_of_each(data: TrainingData) -> list[Prompt]:
-    """The first prompt of each source, which has the columns of that source."""
+    """Read the first prompt of each source, which has the columns of that source."""
     return [read_prompt(shards, 0) for shards in data.shards if shards.has_columns]
 
 
 def read_prompt(shards: TokenShards, number: int) -> Prompt:
-    """A prompt by its number."""
+    """Read a prompt by its number."""
     ids = shards.read(*shards.document(number)).tolist()
     if shards.manifest.eod == "append":
         end = ids.pop()
-        # What a template has written begins as it says.
+        # A rendered prompt begins as its template says.
         if not shards.is_rendered:
             ids.insert(0, end)
     (columns,) = shards.columns([number])
@@ -136,8 +138,8 @@ def read_prompt(shards: TokenShards, number: int) -> Prompt:
 
 
 def read_together(read: Callable[..., Iterable[Prompt]], *of: Any) -> list[Prompt]:
-    """What a function of these arguments reads in this process. UserError: one of the processes
-    can't read it; in all."""
+    """Call a function that reads prompts in this process. Raise a UserError in all processes if it
+    fails in one of them."""
     prompts: list[Prompt] = []
     error = None
     try:

@@ -1,5 +1,5 @@
-"""The stored rollouts of a run, for steps that are made again; and whether its weights would make
-the same ones."""
+"""Replay of stored rollouts for steps that are made again, and a check whether the run's weights
+would make the same ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,46 +12,46 @@ from maxtrain.rl.rollouts import RolloutParts, weights_of
 from maxtrain.rl.store import RolloutStore
 from maxtrain.train_step.state import TrainState
 
-# What differs where a rollout was scored by other weights.
+# The name reported for a rollout that other weights scored.
 WEIGHTS = "weights"
 
 
 class ReplayedRollouts:
-    """Batches of stored rollouts. Nothing is written.
+    """Batches of stored rollouts, for replays. Nothing is written.
 
     Args:
-        parts: make rollouts, and batches of them.
-        store: of the run.
-        again: rollouts are made again and compared with the stored ones.
+        parts: make rollouts and their batches.
+        store: the rollouts of the run.
+        again: whether rollouts are made again and compared with the stored ones.
 
     Attributes:
-        different: arrays of a rollout that are not what is stored, by the first step that reads it,
-            counted from 1.
-        num_compared: arrays.
-        not_made: first steps, likewise, of rollouts that can't be made again: their weights are
-            from before the first step that is.
+        different: names of arrays that differ from the stored ones, by the first step that reads
+            the rollout, counted from 1.
+        num_compared: number of compared arrays.
+        not_made: first steps, counted from 1, of rollouts that cannot be made again, because their
+            weights are from before the first replayed step.
     """
 
     def __init__(self, parts: RolloutParts, store: RolloutStore, again: bool):
         self._parts = parts
         self._store = store
         self._again = again
-        # What was sampled for the next rollout, where that is done ahead.
+        # The samples for the next rollout, if it is sampled ahead.
         self._ahead: PendingRollout | None = None
         self.different: dict[int, list[str]] = {}
         self.num_compared = 0
         self.not_made: list[int] = []
 
     def close(self) -> None:
-        """Ends the processes of rewards."""
+        """End the processes of rewards."""
         self._parts.close()
 
     def batches(
         self, start: int, stop: int, state: Callable[[], TrainState], left_out: frozenset[int]
     ) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches of the steps from `start` up to `stop`, as of `Rollouts.batches`.
+        """Iterate over batches of the steps from `start` up to `stop`, as `Rollouts.batches` does.
 
-        DataError: a rollout is not there, damaged, or of other prompts or settings.
+        Raises a DataError if a rollout is missing, damaged, or of other prompts or settings.
         """
         steps = range(0)
         rollout = None
@@ -64,6 +64,7 @@ class ReplayedRollouts:
             yield self._parts.batches.batch(step, rollout, step in left_out)
 
     def _load(self, steps: range) -> Rollout:
+        """Load the stored rollout of these steps, and check its identity."""
         path = self._store.path(steps.start)
         try:
             rollout = self._store.load(path)
@@ -82,7 +83,7 @@ class ReplayedRollouts:
     def _check(
         self, steps: range, step: int, stored: Rollout, state: TrainState, stop: int
     ) -> None:
-        """Holds a rollout against the weights before its first step, and makes it again from
+        """Compare a rollout with the weights before its first step, and with one made again from
         them."""
         if step != steps.start:
             if self._again:
@@ -106,8 +107,8 @@ class ReplayedRollouts:
     def _sampled(
         self, steps: range, stored: Rollout, state: TrainState, weights: str
     ) -> PendingRollout | None:
-        """What is sampled for these steps by the weights that had sampled what is stored; None:
-        they are gone."""
+        """Sample these steps with the weights that sampled the stored rollout; None: these weights
+        are gone."""
         after = stored.about["sampled_after"]
         if after == steps.start:
             return self._parts.start(steps, after, state, weights)
@@ -121,8 +122,8 @@ class ReplayedRollouts:
     def _sampled_ahead(
         self, steps: range, state: TrainState, weights: str, stop: int
     ) -> PendingRollout | None:
-        """What is sampled for the steps behind these, if it was sampled by these weights and they
-        are to be made; else None."""
+        """Sample the following steps, if they were sampled by these weights and will be made; else
+        None."""
         if steps.stop >= stop:
             return None
         ahead = self._parts.batches.steps_of(steps.stop)
@@ -131,7 +132,7 @@ class ReplayedRollouts:
         return self._parts.start(ahead, steps.start, state, weights)
 
     def _compared(self, stored: Rollout, fresh: Rollout) -> list[str]:
-        """Names of arrays that are not the same, bit for bit."""
+        """Return the names of arrays that are not equal bit for bit."""
         different = []
         then = stored.arrays()
         for name, array in fresh.arrays().items():

@@ -1,7 +1,8 @@
-"""Rewards and values of tokens -> advantages and returns (PPO). Pure functions of numpy arrays in
+"""Advantages and returns of tokens from rewards and values (PPO): pure functions of numpy arrays in
 float64.
 
-A completion ends with its last token, whether it was ended or cut: no value is expected behind it.
+A completion ends with its last token, whether it ended itself or was truncated: the value after it
+is 0.
 """
 
 from typing import NamedTuple
@@ -13,12 +14,12 @@ from maxtrain.config.schema import PpoConfig
 from maxtrain.rl.advantages import weighted_sum
 from maxtrain.rl.rollout import Rollout
 
-# What is added to a variance, as in TRL.
+# Added to a variance, as in TRL.
 _EPSILON = 1e-8
 
 
 class Estimated(NamedTuple):
-    """Of each token."""
+    """Advantage and return of each token."""
 
     advantages: Float[np.ndarray, " S"]
     returns: Float[np.ndarray, " S"]
@@ -27,7 +28,7 @@ class Estimated(NamedTuple):
 def divergence(
     log_probs: Float[np.ndarray, " S"], reference: Float[np.ndarray, " S"], estimator: str
 ) -> Float[np.ndarray, " S"]:
-    """An estimate of KL(policy || reference) of each token, from the one that was sampled.
+    """Estimate KL(policy || reference) at each token from the sampled token.
 
     k1: log(policy / reference). k3: exp(d) - 1 - d with d = log(reference / policy), never below 0.
 
@@ -48,17 +49,17 @@ def estimate(
     gamma: float,
     lambda_: float,
 ) -> Estimated:
-    """Generalised advantages, and returns, which are advantages plus values.
+    """Compute generalised advantages (GAE), and returns, which are advantages plus values.
 
         A_t = d_t + gamma lambda A_{t+1},  d_t = r_t + gamma V_{t+1} - V_t
 
-    with V and A behind the last token of a completion 0.
+    with V and A after the last token of a completion 0.
 
     Args:
-        rewards, values: of the tokens of completions, back to back.
-        lengths: of the completions.
-        gamma: discount of rewards.
-        lambda_: 0: of one token ahead; 1: of all rewards that follow.
+        rewards, values: numbers of the tokens of completions, concatenated.
+        lengths: tokens of each completion.
+        gamma: discount factor of rewards.
+        lambda_: 0: one-step temporal difference; 1: all following rewards.
 
     Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16.
     """
@@ -80,9 +81,9 @@ def estimate(
 def whitened(
     values: Float[np.ndarray, " S"], counts: Bool[np.ndarray, " S"]
 ) -> Float[np.ndarray, " S"]:
-    """With mean 0 and variance 1 over the tokens that count; the others are 0.
+    """Scale values to mean 0 and variance 1 over the tokens that count; the others are 0.
 
-    The variance has n - 1 in its denominator, as in TRL; of one token alone it is 0.
+    The variance has n - 1 in its denominator, as in TRL; for a single token it is 0.
     """
     chosen = values[counts]
     found = np.zeros(len(values))
@@ -96,8 +97,8 @@ def whitened(
 def explained_variance(
     values: Float[np.ndarray, " S"], returns: Float[np.ndarray, " S"]
 ) -> float | None:
-    """1 - var(returns - values) / var(returns): 1 for perfect values, 0 for constant ones; None:
-    all returns are equal."""
+    """Return 1 - var(returns - values) / var(returns): 1 for perfect values, 0 for constant ones;
+    None: all returns are equal."""
     if not returns.size or returns.min() >= returns.max():
         return None
     return float(1 - np.var(returns - values) / np.var(returns))
@@ -106,8 +107,8 @@ def explained_variance(
 def token_rewards(
     rollout: Rollout, scores: Float[np.ndarray, " N"], config: PpoConfig
 ) -> Float[np.ndarray, " S"]:
-    """The reward of each token: minus kl_coef times its divergence from the reference, and at the
-    last one of a completion its score, less the penalty where it was cut."""
+    """Return the reward of each token: minus kl_coef times its divergence from the reference, and
+    at the last token of a completion its score, minus the penalty if it was truncated."""
     rewards = np.zeros(len(rollout.tokens))
     if config.kl_coef:
         apart = divergence(rollout.old, rollout.reference, config.kl_estimator)
@@ -120,8 +121,8 @@ def token_rewards(
 
 
 def counted_completions(rollout: Rollout, mask_truncated: bool) -> Bool[np.ndarray, " N"]:
-    """Which completions are learnt from: those that some reward applies to, and with
-    `mask_truncated` only those that were not cut."""
+    """Return which completions train: those with an applicable reward, and with `mask_truncated`
+    only those that were not truncated."""
     counts = ~np.isnan(rollout.rewards).all(0)
     if mask_truncated:
         counts &= ~rollout.truncated
@@ -131,17 +132,17 @@ def counted_completions(rollout: Rollout, mask_truncated: bool) -> Bool[np.ndarr
 def with_returns(
     rollout: Rollout, weights: tuple[float, ...], config: PpoConfig, mask_truncated: bool
 ) -> tuple[Rollout, dict[str, float]]:
-    """The rollout with advantages and returns of its tokens, and what is recorded of them.
+    """Return the rollout with advantages and returns of its tokens, and the metrics of these.
 
     Args:
-        rollout: with rewards, log-probabilities and values.
-        weights: of the rewards.
-        config: how they are made.
-        mask_truncated: completions that were cut don't count.
+        rollout: a rollout with rewards, log-probabilities and values.
+        weights: weights of the rewards.
+        config: settings of PPO.
+        mask_truncated: whether truncated completions are ignored.
 
     Returns:
-        Recorded: score: the mean reward of completions with what the divergence and the penalty
-        cost, explained_variance: of the values, before anything is learnt from them.
+        the rollout, and the metrics `score` (mean reward of completions minus divergence and
+        penalty) and `explained_variance` (of the values, before training on them).
     """
     scores = weighted_sum(rollout.rewards, np.array(weights, np.float64))
     rewards = token_rewards(rollout, scores, config)

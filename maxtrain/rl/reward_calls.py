@@ -1,4 +1,4 @@
-"""Rewards as configs name them: `gsm8k`, `overlong(max_tokens=512, cache_tokens=64)`."""
+"""Rewards as the config names them: `gsm8k`, `overlong(max_tokens=512, cache_tokens=64)`."""
 
 import ast
 import os
@@ -17,19 +17,19 @@ from maxtrain.rl.rewards.registry import RewardSet, Scores
 from maxtrain.rl.rewards.verify import WARM_UP
 from maxtrain.rl.rewards.workers import RewardWorkers
 
-# Completions whose rewards are computed by so many processes at once.
+# Most processes that compute rewards at once.
 _MOST_WORKERS = 8
 
 
 class RewardCall(NamedTuple):
-    """A reward by name, and its options."""
+    """A reward by name, with its options."""
 
     name: str
     options: dict[str, Any]
 
 
 def parse_reward(text: str) -> RewardCall:
-    """What an element of grpo.rewards names. ConfigError: options that are none."""
+    """Parse an element of grpo.rewards. Raise a ConfigError if its options are invalid."""
     name, bracket, rest = text.strip().partition("(")
     name = name.strip()
     if not bracket:
@@ -52,15 +52,15 @@ def parse_reward(text: str) -> RewardCall:
 
 
 class Rewards:
-    """The rewards that a config names, of whatever is completed in a run; and the processes in
-    which they run, which are started when the first reward needs one. To be closed.
+    """The rewards that a config names, for all completions of a run, and their processes, which
+    start when the first reward needs one. Must be closed.
 
     Args:
-        config: names the rewards.
-        tokenizer: of prompts and completions.
+        config: the section that names the rewards.
+        tokenizer: the tokenizer of prompts and completions.
 
     Raises:
-        ConfigError: there is no such reward.
+        ConfigError: a reward does not exist.
     """
 
     def __init__(self, config: GrpoConfig, tokenizer: Tokenizer):
@@ -69,7 +69,8 @@ class Rewards:
         calls = [parse_reward(text) for text in config.rewards]
         preload = []
         if any(call.name == "math" for call in calls):
-            # Else the first answer of each process would pay for it, out of its own seconds.
+            # Otherwise the import would count against the time limit of the first answer of each
+            # process.
             preload = [WARM_UP]
         self._pool = RewardWorkers(
             workers,
@@ -77,7 +78,8 @@ class Rewards:
             preload=preload,
             passed=config.reward_environment,
         )
-        # By completions of a prompt: those of training, and the one of an evaluation.
+        # Sets of rewards by the number of completions of a prompt: that of training, and one for
+        # evaluations.
         self._sets: dict[int, RewardSet] = {}
         for num_generations in {1, config.num_generations}:
             self._sets[num_generations] = RewardSet(
@@ -89,16 +91,16 @@ class Rewards:
             )
 
     def check(self, columns: Sequence[str] | None = None) -> None:
-        """ConfigError: a reward can't be imported, or requires an argument that is neither a
-        standard one nor one of these columns; None: they are not known."""
+        """Raise a ConfigError if a reward cannot be imported, or requires an argument that is
+        neither a standard one nor one of these columns; None: columns are not known."""
         self._sets[1].check(columns)
 
     def close(self) -> None:
-        """Ends the processes of rewards; they start again with the next one."""
+        """End the processes of rewards; they start again with the next reward."""
         self._pool.close()
 
     def nothing(self) -> Scores:
-        """The rewards of no completions."""
+        """Return the rewards of no completions."""
         rewards = self._sets[1].rewards
         return Scores(
             values=np.zeros((len(rewards), 0)),
@@ -111,7 +113,8 @@ class Rewards:
         )
 
     def texts(self, prompts: Sequence[Prompt], made: Sequence[Completion]) -> list[str]:
-        """Of completions, without what ended them; those of a prompt follow each other."""
+        """Return the texts of completions, without stop ids; completions of a prompt are
+        consecutive."""
         group = len(made) // len(prompts)
         found = []
         for number, completion in enumerate(made):
@@ -128,17 +131,17 @@ class Rewards:
         texts: list[str],
         names: Sequence[str],
     ) -> Scores:
-        """The rewards of completions.
+        """Compute the rewards of completions.
 
         Args:
-            prompts: at least one.
-            made: their completions, as many for each; those of a prompt follow each other.
-            texts: of the completions, as of `texts`.
-            names: the columns that rewards are given.
+            prompts: at least one prompt.
+            made: the completions, equally many for each prompt; those of a prompt are consecutive.
+            texts: the texts of the completions, from `texts`.
+            names: the columns that rewards receive.
 
         Raises:
             ConfigError: a column that a reward needs is missing.
-            DataError: a reward returned what it must not.
+            DataError: a reward returned an invalid value.
         """
         group = len(made) // len(prompts)
         of_rows = [prompt for prompt in prompts for _ in range(group)]
@@ -149,5 +152,5 @@ class Rewards:
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Of all columns that some of these prompts have."""
+    """Return all columns that some of these prompts have."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))

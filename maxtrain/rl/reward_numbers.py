@@ -1,4 +1,4 @@
-"""What is recorded of the rewards of a batch."""
+"""Metrics of the rewards of a batch."""
 
 import numpy as np
 
@@ -7,11 +7,12 @@ from maxtrain.rl.rewards.registry import Scores
 
 
 def reward_numbers(scores: Scores) -> dict[str, float]:
-    """Means over the rows that something applies to; what applies to none has no mean.
+    """Return means over the rows that a reward applies to; a reward that applies to no row has no
+    mean.
 
     Returns:
-        reward: weighted sum; reward/NAME: of each; reward_outcomes/NAME/OUTCOME: rows with it;
-        accuracy: share of the rows that are right, where rewards tell.
+        reward: weighted sum; reward/NAME: each reward; reward_outcomes/NAME/OUTCOME: number of
+        rows with an outcome; accuracy: share of correct rows, if a reward verifies answers.
     """
     values = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
     for name, row in zip(scores.names, scores.values, strict=True):

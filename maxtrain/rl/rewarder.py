@@ -1,7 +1,7 @@
-"""Rewards of a rollout: each process computes those of its own prompts, in a thread, and all of
-them get all.
+"""Rewards of a rollout: each process computes those of its own prompts, in a thread, and all
+processes receive all rewards.
 
-The thread never touches a device, so that steps may be made meanwhile.
+The thread never uses a device, so that steps may be made meanwhile.
 """
 
 import collections
@@ -24,10 +24,10 @@ from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.rewards.registry import Judgement, Scores
 from maxtrain.rl.rollout import Rollout
 
-# Of what a reward says went wrong, in characters; and bytes of what a process tells of its rewards.
+# Longest error text of a reward in characters, and bytes of the message about a process's rewards.
 _MOST_WORDS = 200
 _MOST_BYTES = 1 << 16
-# Seconds after which a thread that is to end is looked at again.
+# Seconds between checks for the end of the thread.
 _PAUSE = 0.1
 
 
@@ -39,18 +39,18 @@ class Counted(NamedTuple):
 
 
 class Rewarder:
-    """The rewards of a run. All processes call these functions in the same order.
+    """Computes the rewards of a run. All processes call its functions in the same order.
 
     Args:
-        config: names the rewards.
-        tokenizer: of the completions.
+        config: the section that names the rewards.
+        tokenizer: the tokenizer of the completions.
         columns: names of the columns of the dataset; None: they are not known.
 
     Attributes:
-        rewards: which they are. Evaluations use them as well.
+        rewards: the rewards. Evaluations use them as well.
 
     Raises:
-        ConfigError: rewards that there are not, or that can't be imported; in all processes.
+        ConfigError: a reward does not exist or cannot be imported; raised in all processes.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class Rewarder:
         raise_together(error)
 
     def close(self) -> None:
-        """Ends the thread and the processes of rewards, without waiting for what they do."""
+        """End the thread and the processes of rewards, without waiting for their work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.rewards.close()
         while concurrent.futures.wait(self._unfinished, _PAUSE).not_done:
-            # The reward after the one that was ended has started them again.
+            # The next reward has started the processes again.
             self.rewards.close()
 
     def start(
         self, prompts: Sequence[Prompt], rollout: Rollout
     ) -> concurrent.futures.Future[Counted]:
-        """Begins with the rewards of the completions of these prompts, of which each process has
-        its part."""
+        """Start computing the rewards of these prompts' completions, of which each process has its
+        share."""
         count = len(prompts)
         first = count * jax.process_index() // jax.process_count()
         end = count * (jax.process_index() + 1) // jax.process_count()
-        # The same columns everywhere, whoever has the prompts that lack one.
+        # All processes use the same columns, even if some of their prompts lack one.
         names = column_names(prompts)
         own = self._thread.submit(self._of_own, prompts, rollout, range(first, end), names)
         self._unfinished = [each for each in self._unfinished if not each.done()]
@@ -90,12 +90,12 @@ class Rewarder:
         return own
 
     def collect(self, pending: concurrent.futures.Future[Counted]) -> Counted:
-        """The rewards of all completions, with those of other processes; waits for what `start` has
-        begun.
+        """Wait for `start`, and return the rewards of all completions, including those of other
+        processes.
 
         Raises:
             ConfigError: a column that a reward needs is missing.
-            DataError: a reward returned what it must not; either in all processes.
+            DataError: a reward returned an invalid value. Both are raised in all processes.
         """
         own = Counted(self.rewards.nothing(), 0.0)
         error = None
@@ -107,19 +107,19 @@ class Rewarder:
         if jax.process_count() == 1:
             return own
         judgements = json.dumps(own.scores.judgements).encode()
-        said = gather(_told(own, len(judgements)), _MOST_BYTES)
-        rows = [theirs["rows"] for theirs in said]
-        # A row for each reward, and one for what is right.
+        reports = gather(_told(own, len(judgements)), _MOST_BYTES)
+        rows = [report["rows"] for report in reports]
+        # A row for each reward, and one for correctness.
         values = np.zeros((len(own.scores.names) + 1, max(rows)), np.float64)
         values[:-1, : rows[jax.process_index()]] = own.scores.values
         values[-1, : rows[jax.process_index()]] = own.scores.right
         gathered = gather_bytes(values.view(np.uint8).reshape(-1)).view(np.float64)
         # JSON may have spaces at its end, so that all processes send equally many bytes.
-        padded = judgements.ljust(max(theirs["judgement_bytes"] for theirs in said))
+        padded = judgements.ljust(max(report["judgement_bytes"] for report in reports))
         gathered_judgements = gather_bytes(np.frombuffer(padded, np.uint8))
         found = self.rewards.nothing()
-        for theirs, count, numbers, text in zip(
-            said, rows, gathered, gathered_judgements, strict=True
+        for report, count, numbers, text in zip(
+            reports, rows, gathered, gathered_judgements, strict=True
         ):
             of_process = numbers.reshape(values.shape)[:, :count]
             judgements_of_process = []
@@ -128,17 +128,17 @@ class Rewarder:
             scores = found._replace(
                 values=of_process[:-1],
                 right=of_process[-1],
-                outcomes=theirs["outcomes"],
-                details=theirs["details"],
+                outcomes=report["outcomes"],
+                details=report["details"],
                 judgements=judgements_of_process,
             )
             found = joined(found, scores)
-        return Counted(found, max(theirs["seconds"] for theirs in said))
+        return Counted(found, max(report["seconds"] for report in reports))
 
     def _of_own(
         self, prompts: Sequence[Prompt], rollout: Rollout, numbers: range, names: Sequence[str]
     ) -> Counted:
-        """The rewards of the completions of some prompts, by their numbers."""
+        """Compute the rewards of the completions of some prompts, by their numbers."""
         began = time.perf_counter()
         if not numbers:
             return Counted(self.rewards.nothing(), 0.0)
@@ -156,7 +156,7 @@ class Rewarder:
 
 
 def joined(first: Scores, second: Scores) -> Scores:
-    """The rewards of both, those of `first` in front."""
+    """Concatenate two sets of rewards."""
     outcomes = {}
     for name in first.names:
         counts = collections.Counter(first.outcomes.get(name, {}))
@@ -172,16 +172,17 @@ def joined(first: Scores, second: Scores) -> Scores:
 
 
 def _told(own: Counted, judgement_bytes: int) -> dict[str, Any]:
-    """What a process tells the others of its rewards, beside their values and judgements."""
+    """Return the message to other processes about this process's rewards, without values and
+    judgements."""
     scores = own.scores
-    told = {
+    message = {
         "rows": scores.values.shape[1],
         "seconds": own.seconds,
         "outcomes": scores.outcomes,
         "details": scores.details,
         "judgement_bytes": judgement_bytes,
     }
-    # Many rewards may have too many words about what went wrong.
-    if len(json.dumps(told, ensure_ascii=False).encode(errors="backslashreplace")) > _MOST_BYTES:
-        told["details"] = {}
-    return told
+    # With many rewards, the error texts may be too long together.
+    if len(json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")) > _MOST_BYTES:
+        message["details"] = {}
+    return message

@@ -1,8 +1,8 @@
-"""A rollout: the completions of some prompts with all that an update needs to know of them; in
-memory and as a file. No jax.
+"""A rollout: completions of some prompts with everything that an update needs, in memory and as a
+file. No jax.
 
-A rollout is no function of config and data alone: it depends on the weights that made it. So it is
-stored before anything is learnt from it, and a run that was killed goes on with what it has read.
+A rollout depends on the weights that sampled it, not only on config and data. So it is stored
+before training on it, and a run that was killed resumes with the stored rollout.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from jaxtyping import Bool, Float, Int
 from data_pipeline.base import strict_json
 from data_pipeline.shards import write_atomic
 
-# The folder below that of the run.
+# Subfolder of the run.
 FOLDER = "rollouts"
 _ABOUT = "about"
 _DIGEST = "digest"
-# Arrays of PPO alone. Where they are empty, files and digests are as without them.
+# Arrays of PPO only. Empty ones are left out of files and digests.
 _OF_PPO = ("values", "token_advantages", "returns")
 
 
-# What numpy, zipfile and json raise where bytes are not those of an archive.
+# Exceptions of numpy, zipfile and json for bytes that are not an archive.
 _UNREADABLE = (
     ValueError,
     LookupError,
@@ -43,33 +43,33 @@ _UNREADABLE = (
 
 
 class DamagedRolloutError(Exception):
-    """A file is not the rollout that was stored; says what is wrong with it."""
+    """A file is not the rollout that was stored; the message says why."""
 
 
 class Rollout(NamedTuple):
-    """P prompts, N completions (those of a prompt follow each other), S tokens of completions.
+    """A rollout of P prompts and N completions (those of a prompt are consecutive) with S tokens.
 
-    As the sampler leaves it, there are no rewards yet (R = 0), and advantages and `old` are 0.
+    The sampler returns it without rewards (R = 0), and with zeros as advantages and `old`.
 
     Attributes:
-        prompts, prompt_lengths: tokens of all prompts, back to back.
-        tokens, lengths: tokens of all completions, back to back, with those that ended them.
-        sampled: of each token, its log-probability as the sampler has it, nats.
-        old: likewise, by the training forward.
-        reference: likewise, of the reference; empty: there is none.
-        truncated: whether a completion was cut at its longest.
-        rewards: by R rewards; NaN: one does not apply.
-        advantages: of each completion.
-        about: JSON: `identity` of what was asked for, digests of the weights that sampled it
-            (`weights`) and that scored it (`scored_by`), after how many steps the former were
-            (`sampled_after`), the first and the last step that read it, counted from 1 (`steps`),
-            with determinism=full `sampling_passes` and `tokens_replaced` as of rl/sampler.py,
-            `names`, `outcomes` and `details` of the rewards, `judgements` as of rewards/registry.py
-            (for each reward, an outcome and a detail of each completion), `weights_of_rewards`,
-            `texts` of the first prompt, and `numbers` to record.
-        values: of each token, what was to be expected before it; empty: there are none, and so for
-            what follows.
-        token_advantages, returns: of each token.
+        prompts, prompt_lengths: tokens of all prompts, concatenated.
+        tokens, lengths: tokens of all completions, concatenated, with their stop ids.
+        sampled: log-probability of each token by the sampler, nats.
+        old: log-probability of each token by the training forward pass, nats.
+        reference: log-probability of each token by the reference, nats; empty: there is none.
+        truncated: whether a completion was truncated at the longest length.
+        rewards: values of R rewards; NaN: a reward does not apply.
+        advantages: advantage of each completion.
+        about: JSON: `identity` of prompts and settings, digests of the weights that sampled it
+            (`weights`) and that scored it (`scored_by`), the step of the former (`sampled_after`),
+            the first and the last step that read it, counted from 1 (`steps`), with
+            determinism=full `sampling_passes` and `tokens_replaced` as in rl/sampler.py, `names`,
+            `outcomes` and `details` of the rewards, `judgements` as in rewards/registry.py (for
+            each reward, an outcome and a detail of each completion), `weights_of_rewards`, `texts`
+            of the first prompt, and the metrics `numbers`.
+        values: the value before each token; empty: there are no values, advantages of tokens or
+            returns.
+        token_advantages, returns: numbers of each token.
     """
 
     prompts: Int[np.ndarray, " T"]
@@ -88,7 +88,7 @@ class Rollout(NamedTuple):
     returns: Float[np.ndarray, " V_S"] = np.zeros(0)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All but `about`, by name."""
+        """Return all arrays by name, without `about`."""
         found = self._asdict()
         del found[_ABOUT]
         for name in _OF_PPO:
@@ -97,16 +97,17 @@ class Rollout(NamedTuple):
         return found
 
     def content(self) -> str:
-        """A digest of all numbers, hex: the same for what is learnt alike, however long it took."""
+        """Return a hex digest of all arrays, without `about`: equal for equal training data."""
         return self._digest().hexdigest()
 
     def digest(self) -> str:
-        """Of every bit of it, hex."""
+        """Return a hex digest of everything, including `about`."""
         digest = self._digest()
         digest.update(json.dumps(self.about, sort_keys=True).encode())
         return digest.hexdigest()
 
     def _digest(self) -> Any:
+        """Return a hash object fed with all arrays."""
         digest = hashlib.blake2b(digest_size=16)
         for name, array in self.arrays().items():
             digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
@@ -114,7 +115,7 @@ class Rollout(NamedTuple):
         return digest
 
     def to_bytes(self) -> bytes:
-        """What a file of it holds."""
+        """Return the content of its file."""
         about = json.dumps({_DIGEST: self.digest(), _ABOUT: self.about})
         content = io.BytesIO()
         said = np.frombuffer(about.encode(), np.uint8)
@@ -122,21 +123,21 @@ class Rollout(NamedTuple):
         return content.getvalue()
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all. StorageError: there is no room."""
+        """Write the file atomically. Raise a StorageError if there is no room."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, self.to_bytes())
 
     def joined(self, other: "Rollout") -> "Rollout":
-        """The prompts of both with their completions, these first; with what is known of these."""
+        """Append the prompts and completions of another rollout; `about` stays."""
         arrays = {}
-        theirs = other.arrays()
+        others = other.arrays()
         for name, array in self.arrays().items():
-            # The last axis is that of tokens, prompts or completions.
-            arrays[name] = np.concatenate([array, theirs[name]], axis=-1)
+            # The last axis counts tokens, prompts or completions.
+            arrays[name] = np.concatenate([array, others[name]], axis=-1)
         return self._replace(**arrays)
 
     def taken(self, prompts: Sequence[int]) -> "Rollout":
-        """These prompts, by their numbers, with their completions."""
+        """Select these prompts, by their numbers, with their completions."""
         group = len(self.lengths) // len(self.prompt_lengths)
         numbers = np.array(prompts, np.int64)
         completions = (numbers[:, None] * group + np.arange(group)).reshape(-1)
@@ -147,7 +148,7 @@ class Rollout(NamedTuple):
         places |= {"prompts": of_prompts, "prompt_lengths": numbers}
         arrays = {}
         for name, array in self.arrays().items():
-            # One that is empty is not known yet.
+            # An empty array is not known yet.
             if array.size:
                 array = array[..., places[name]]
             arrays[name] = array
@@ -155,23 +156,23 @@ class Rollout(NamedTuple):
 
 
 def _places(lengths: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Of pieces that lie back to back, where the tokens of these pieces are."""
+    """Return the indices of the tokens of some pieces in their concatenation."""
     ends = np.cumsum(lengths, dtype=np.int64)[numbers].tolist()
     sizes = lengths[numbers].tolist()
     return np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes)])
 
 
 def load(path: Path) -> Rollout:
-    """What `Rollout.save` has written.
+    """Load a file that `Rollout.save` wrote.
 
     Raises:
-        DamagedRolloutError: the file is missing, can't be read, or is not what was written.
+        DamagedRolloutError: the file is missing, cannot be read, or is damaged.
     """
     return from_bytes(read_file(path))
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file. DamagedRolloutError: it is missing, or can't be read."""
+    """Read a file. Raise a DamagedRolloutError if it is missing or cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
@@ -181,7 +182,7 @@ def read_file(path: Path) -> bytes:
 
 
 def from_bytes(content: bytes) -> Rollout:
-    """What `Rollout.to_bytes` gave. DamagedRolloutError: it is something else."""
+    """Parse the result of `Rollout.to_bytes`. Raise a DamagedRolloutError if it is invalid."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             found = dict(file)

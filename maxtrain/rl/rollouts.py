@@ -1,14 +1,13 @@
-"""The batches of runs that learn from their own completions: rollouts of a run are made, stored,
-and read again when it goes on.
+"""Batches of on-policy runs: rollouts are made, stored, and read again when a run resumes.
 
-A rollout is scored before the first step that reads it, from the arrays that are about to be
-trained, and stored before that step. With grpo.staleness=0 it is sampled from them as well. With 1
-it was sampled one rollout before, and stored before the first step of that one: so whatever
-checkpoint a run goes on from, what was sampled by weights that are gone is there. Its rewards are
-computed while those steps are made.
+A rollout is scored before the first step that reads it, by the weights that are about to train, and
+stored before that step. With grpo.staleness=0 the same weights sample it. With 1 it was sampled one
+rollout before, and its samples were stored before the first step of that rollout. So for every
+checkpoint that a run may resume from, the samples of weights that are gone are stored. Its rewards
+are computed while those steps are made.
 
-Sampling itself waits for its turn: programs of two threads on the same devices, with messages among
-them, would meet in another order on each host.
+Sampling itself does not overlap with steps: programs of two threads on the same devices, with
+collectives, could run in a different order on each host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,18 +40,18 @@ from maxtrain.train_step.state import TrainState, policy_variables
 
 
 class RolloutParts:
-    """What makes rollouts of a run, and batches of them. To be used inside `jax.set_mesh(mesh)`.
+    """The parts that make the rollouts and batches of a run. Use it inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: of a run that learns from rollouts.
+        config: config of an on-policy run.
         data: the prompts.
-        mesh: that the models lie on.
-        graphdefs: the structure of each model, as of `models_from`.
-        clock: gets signs of life.
-        progress: what is told of them.
+        mesh: the mesh of the models.
+        graphdefs: the structure of each model, as for `models_from`.
+        clock: receives the heartbeat for the watchdog.
+        progress: receives the log lines.
 
     Raises:
-        ConfigError: rewards that there are not, or that can't be imported.
+        ConfigError: a reward does not exist or cannot be imported.
     """
 
     def __init__(
@@ -80,17 +79,17 @@ class RolloutParts:
             self._maker = UnrewardedRolloutWorker(settings, data, sampler, progress)
 
     def close(self) -> None:
-        """Ends the processes of rewards."""
+        """End the processes of rewards."""
         self._maker.close()
 
     @property
     def rewards(self) -> Rewards:
-        """Of completions."""
+        """Return the rewards of completions."""
         assert isinstance(self._maker, RolloutWorker), "of an objective that has rewards"
         return self._maker.rewards
 
     def start(self, steps: range, step: int, state: TrainState, weights: str) -> PendingRollout:
-        """Samples what these steps read, by the weights after `step` steps, whose digest is
+        """Sample completions for these steps, by the weights after `step` steps, whose digest is
         `weights`."""
         about = {
             "steps": [steps.start + 1, steps.stop],
@@ -101,13 +100,13 @@ class RolloutParts:
         return self._maker.start(steps, state, about)
 
     def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
-        """Likewise, where it was sampled before."""
+        """Resume the rollout of these steps from stored samples."""
         return self._maker.resume_pending(steps, sampled)
 
     def collect(
         self, pending: PendingRollout, step: int, state: TrainState, weights: str
     ) -> Rollout:
-        """The whole rollout, with scores by the weights after `step` steps."""
+        """Return the complete rollout, scored by the weights after `step` steps."""
         rollout = self._maker.collect(pending, state, {"scored_by": weights})
         numbers = rollout.about["numbers"]
         behind = step - rollout.about["sampled_after"]
@@ -116,7 +115,7 @@ class RolloutParts:
 
 
 def weights_of(state: TrainState) -> str:
-    """A digest of the weights that sample and train."""
+    """Return a digest of the weights that sample and train."""
     return hash_text(digests(policy_variables(state)))
 
 
@@ -124,17 +123,18 @@ class Rollouts:
     """The rollouts of a run that trains.
 
     Args:
-        config: of a run that learns from rollouts.
+        config: config of an on-policy run.
         data: the prompts.
-        mesh: that the models lie on.
-        graphdefs: the structure of each model, as of `models_from`.
+        mesh: the mesh of the models.
+        graphdefs: the structure of each model, as for `models_from`.
         run: the folder of the run.
-        clock: books the time of sampling, rewards and scoring as `rollout`.
-        progress: what is told of them.
-        saved_steps: of checkpoints that are there; rollouts that none of them needs are removed.
+        clock: counts the time of sampling, rewards and scoring as `rollout`.
+        progress: receives the log lines.
+        saved_steps: returns the steps of existing checkpoints; rollouts that none of them needs are
+            removed.
 
     Raises:
-        ConfigError: rewards that there are not, or that can't be imported.
+        ConfigError: a reward does not exist or cannot be imported.
     """
 
     def __init__(
@@ -156,18 +156,18 @@ class Rollouts:
         self._clock = clock
         self._progress = progress
         self._saved_steps = saved_steps
-        # The last one that was read, and the steps that it is for.
+        # The last rollout that was read, and its steps.
         self._newest: tuple[range, Rollout] | None = None
-        # The next one, with grpo.staleness.
+        # The samples of the next rollout, with grpo.staleness.
         self._ahead: PendingRollout | None = None
 
     def close(self) -> None:
-        """Ends the processes of rewards."""
+        """End the processes of rewards."""
         self._parts.close()
 
     @property
     def rewards(self) -> Rewards:
-        """Of completions; evaluations of prompts have them in common with training."""
+        """Return the rewards of completions, which training and evaluations share."""
         return self._parts.rewards
 
     def batches(
@@ -176,13 +176,13 @@ class Rollouts:
         state: Callable[[], TrainState],
         left_out: frozenset[int],
     ) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches from step `start` to the plan's end, each made when it is asked for; and where
-        each comes from.
+        """Iterate over the batches from step `start` to the plan's end, each made on demand, with
+        its host batch.
 
         Args:
-            start: finished steps.
-            state: that the next step begins with; called when its batch is asked for.
-            left_out: steps whose batches have no target, so that they change nothing.
+            start: number of finished steps.
+            state: returns the state before the next step; called when the batch is requested.
+            left_out: steps whose batches have no targets, so that they change nothing.
         """
         self._newest = None
         self._ahead = None
@@ -190,15 +190,15 @@ class Rollouts:
             steps = self._batches.steps_of(step)
             if self._newest is None or self._newest[0] != steps:
                 now = state()
-                # The time of the steps before is not that of the rollout.
+                # Wait here, so that the time of earlier steps does not count as rollout time.
                 jax.block_until_ready(now)
                 with self._clock.during(ROLLOUT):
                     self._newest = (steps, self._rollout(steps, step, now))
             yield self._batches.batch(step, self._newest[1], step in left_out)
 
     def _rollout(self, steps: range, step: int, state: TrainState) -> Rollout:
-        """The rollout of these steps, before `step`, and with grpo.staleness what is sampled for
-        the next ones."""
+        """Return the rollout of these steps, before `step`, and with grpo.staleness sample for the
+        next ones."""
         weights = weights_of(state)
         rollout = self._stored(steps, step, weights)
         if rollout is None:
@@ -213,12 +213,12 @@ class Rollouts:
         return rollout
 
     def _stored(self, steps: range, step: int, weights: str) -> Rollout | None:
-        """The stored rollout, if it is what would be made now."""
+        """Return the stored rollout, if it equals what would be made now; else None."""
         path = self._store.path(steps.start)
         try:
             stored = self._load(path, steps)
         except DamagedRolloutError as damage:
-            # None is expected where a rollout is made for the first time.
+            # No file is expected when a rollout is made for the first time.
             if path.exists() or step != steps.start:
                 self._tell_made_again(path, damage, step, steps.start)
             return None
@@ -229,14 +229,15 @@ class Rollouts:
         return stored
 
     def _load(self, path: Path, steps: range) -> Rollout:
-        """DamagedRolloutError: there is none that is whole and of these prompts and settings."""
+        """Load a stored rollout. Raise a DamagedRolloutError if it is damaged, or of other prompts
+        or settings."""
         stored = self._store.load(path)
         if stored.about["identity"] != self._batches.identity(steps):
             raise DamagedRolloutError("it is of other prompts or settings")
         return stored
 
     def _pending(self, steps: range, step: int, state: TrainState, weights: str) -> PendingRollout:
-        """What is sampled for these steps: ahead, or now."""
+        """Return the samples for these steps: those sampled ahead, or new ones."""
         if self._ahead is not None and self._ahead.steps == steps:
             return self._ahead
         # Nothing was sampled ahead for the first steps of a plan.
@@ -251,8 +252,8 @@ class Rollouts:
         return self._parts.start(steps, step, state, weights)
 
     def _scored_by(self, steps: range) -> str:
-        """The digest of the weights that scored the rollout of these steps. DamagedRolloutError: it
-        is not known."""
+        """Return the digest of the weights that scored the rollout of these steps. Raise a
+        DamagedRolloutError if it is not known."""
         path = self._store.path(steps.start)
         try:
             return self._load(path, steps).about["scored_by"]
@@ -263,8 +264,8 @@ class Rollouts:
     def _sampled_ahead(
         self, ahead: range, step: int, rollout: Rollout, state: TrainState, weights: str
     ) -> PendingRollout:
-        """What is sampled for the steps behind those of a rollout, by the weights that it was
-        scored by; stored."""
+        """Sample for the steps after those of a rollout, by the weights that scored it, and store
+        the samples."""
         path = self._store.path_as_sampled(ahead.start)
         before = self._batches.steps_of(step)
         try:
@@ -279,8 +280,8 @@ class Rollouts:
         return pending
 
     def _ahead_of(self, path: Path, steps: range, weights: str) -> Rollout:
-        """What was sampled ahead for these steps, by weights with this digest.
-        DamagedRolloutError: there is no such file."""
+        """Load the samples for these steps by weights with this digest. Raise a DamagedRolloutError
+        if there is no such file."""
         sampled = self._load(path, steps)
         if sampled.about["weights"] != weights:
             raise DamagedRolloutError("other weights have made it")
@@ -289,14 +290,14 @@ class Rollouts:
     def _tell_made_again(
         self, path: Path, damage: DamagedRolloutError, step: int, expected: int
     ) -> None:
-        """What is wrong with a file, and by which weights it is made again."""
+        """Log what is wrong with a file, and which weights make it again."""
         again = "It is made again"
         if step != expected:
             again += f", by the weights of step {step:,} and not those of {expected:,}"
         self._progress.message(f"{path}: {damage}. {again}.", style="yellow")
 
     def _remove_old(self, steps: range) -> None:
-        """Removes rollouts that no checkpoint needs, from which a launch could go on."""
+        """Remove rollouts that no checkpoint needs."""
         if self._config.keep_rollouts:
             return
         saved = self._saved_steps()
@@ -304,6 +305,6 @@ class Rollouts:
             return
         first = self._batches.round_down(min(*saved, steps.start))
         if self._config.staleness and first > 0:
-            # It says which weights have sampled the one behind it.
+            # The rollout before names the weights that sampled the next one.
             first = self._batches.round_down(first - 1)
         self._store.remove_before(first)

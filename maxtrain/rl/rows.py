@@ -1,5 +1,5 @@
-"""Completions behind their prompts as rows of a batch: a pure function of a rollout, on the
-host."""
+"""Layout of completions after their prompts in the rows of a batch: a pure function of a rollout,
+on the host."""
 
 from typing import NamedTuple
 
@@ -22,16 +22,15 @@ from maxtrain.rl.rollout import Rollout
 
 
 class Shape(NamedTuple):
-    """How rows are made.
+    """Settings of the layout of rows.
 
     Attributes:
         length: tokens of a row.
         unit: the number of rows is a multiple of it.
         quadratic: b of the cost n + b n^2 of a completion with its prompt.
-        mask_truncated: completions that were cut are no targets.
-        room: tokens that there is room for behind each prompt, so that where a completion lies does
-            not depend on how long it is, nor on how long others are; None: each has as much as it
-            needs.
+        mask_truncated: whether truncated completions are no targets.
+        room: tokens reserved after each prompt, so that the place of a completion does not depend
+            on any completion's length; None: each has as much as it needs.
     """
 
     length: int
@@ -42,23 +41,29 @@ class Shape(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where completions lie in a batch: the index of each token of completions, int64 [S] in the
-    order of `Rollout.tokens`, into arrays [B, T] that are flat; and the number of rows."""
+    """The places of completions in a batch.
+
+    Attributes:
+        tokens: the index of each token of completions, int64 [S] in the order of `Rollout.tokens`,
+            into flattened arrays [B, T].
+        num_rows: the number of rows B.
+    """
 
     tokens: np.ndarray
     num_rows: int
 
     def spread(self, values: np.ndarray, length: int) -> np.ndarray:
-        """A number of each token as an array [B, length], 0 elsewhere."""
+        """Scatter a number of each token into an array [B, length], 0 elsewhere."""
         found = np.zeros((self.num_rows, length), values.dtype)
         found.reshape(-1)[self.tokens] = values
         return found
 
 
 def count_rows(least: int, unit: int) -> int:
-    """The least number of rows that a batch may have, among unit * 1, 2, 3, 4, 6, 8, 12, ...
+    """Return the smallest allowed number of rows, among unit * 1, 2, 3, 4, 6, 8, 12, ...
 
-    Each is a shape to compile: there are few, and none is a half larger than the one before.
+    Each number is a shape to compile. There are few of them, and each is at most half larger than
+    the one before.
     """
     units = 1
     while unit * units < least:
@@ -72,13 +77,13 @@ def count_rows(least: int, unit: int) -> int:
 def batch_arrays(
     rollout: Rollout, shape: Shape, is_first: bool
 ) -> tuple[dict[str, np.ndarray], Places]:
-    """The arrays of a batch [B, T], as data_pipeline.loader.loader.HostBatch and objectives/grpo.py
-    have them.
+    """Build the arrays of a batch [B, T], as in data_pipeline.loader.loader.HostBatch and
+    objectives/grpo.py.
 
     Args:
-        rollout: what is learnt from.
-        shape: of the rows.
-        is_first: whether the policy is the one that was asked for old log-probabilities.
+        rollout: the rollout to train on.
+        shape: layout of the rows.
+        is_first: whether the policy is still the one that computed the old log-probabilities.
     """
     group = len(rollout.lengths) // len(rollout.prompt_lengths)
     prompt_lengths = np.repeat(rollout.prompt_lengths, group).astype(np.int64)
@@ -145,7 +150,7 @@ def batch_arrays(
 
 
 def _segments(where: RowPlaces) -> np.ndarray:
-    """The number of each completion in its row, from 1 on."""
+    """Return the number of each completion in its row, from 1 on."""
     order = np.lexsort((where.column, where.row))
     rows = where.row[order]
     first_of_row = np.searchsorted(rows, rows)

@@ -1,22 +1,22 @@
-"""Completions of prompts from the weights that are about to be trained, and their log-probabilities
-by the training forward.
+"""Sampling of completions by the weights that are about to train, and their log-probabilities by
+the training forward pass.
 
-The engine decodes with caches, by products of other shapes than those of training, so that its
-log-probabilities are those of training to rounding only. With determinism=full, completions are
-what the training forward itself draws. The engine proposes; then one pass of the training forward
-over all proposals draws each token once more, by the same random numbers, behind the tokens that
-are before it. Both nearly always agree, and a text on which they agree is what one pass for each
-token would have drawn. Where they do not, the token is the one of training, and the engine goes on
-behind it. A completion lies where it will lie when it is trained on, in a row with room for the
-longest, so that no token that is confirmed changes with those behind it or in other texts. What is
-recorded as the sampler's are the log-probabilities of the last pass, which confirms every token.
-This is speculative decoding (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192) with common
-random numbers in the place of rejections.
+The engine decodes with a KV cache, by matrix products of other shapes than in training, so its
+log-probabilities equal those of training only up to rounding. With determinism=full, completions
+are exactly what the training forward pass itself draws. The engine proposes tokens. Then one
+training forward pass over all proposals draws each token again, with the same random numbers, after
+the tokens before it. Both nearly always agree, and a text on which they agree is what a pass for
+each token would have drawn. At the first disagreement, the token of the training pass counts, and
+the engine continues after it. A completion is laid out as in its training batch, in a row with room
+for the longest, so that later tokens and other texts do not change a confirmed token. The recorded
+log-probabilities of the sampler are those of the last pass, which confirms every token. This is
+speculative decoding (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192) with common random
+numbers instead of rejections.
 
-The random numbers of a completion depend on the run's seed, the step and its place among those that
-are sampled for the step. On several processes, all of them call the engine with the same prompts:
-its rows are split over all devices like those of a training batch, and the model need not fit onto
-one host. So a completion does not depend on how many processes there are.
+The random numbers of a completion depend on the run's seed, the step and its index in that step. On
+several processes, all of them call the engine with the same prompts. Rows are sharded over all
+devices like those of a training batch, and the model need not fit onto one host. So a completion
+does not depend on the number of processes.
 """
 
 import hashlib
@@ -54,17 +54,17 @@ from maxtrain.train_step.trainable import models_from
 
 
 class Sampler:
-    """Samples and scores with the arrays of a training state. To be used inside
+    """Samples and scores completions with the arrays of a training state. Use it inside
     `jax.set_mesh(mesh)`; all processes call its functions in the same order.
 
     Args:
-        config: how completions are sampled.
-        seed: of the run.
+        config: settings of rollouts.
+        seed: the seed of the run.
         stop_ids: tokens that end a completion.
-        batches: the rows in which they are scored.
-        mesh: that the models lie on.
-        graphdefs: the structure of each model, as of `models_from`.
-        clock: a sign of life for each chunk of tokens.
+        batches: the layout of rows for scoring.
+        mesh: the mesh of the models.
+        graphdefs: the structure of each model, as for `models_from`.
+        clock: receives a heartbeat for each chunk of tokens.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Sampler:
         self._batches = batches
         self._graphdefs = graphdefs
         self._clock = clock
-        # Whole in each process.
+        # Results are replicated, so that each process can read them.
         whole = NamedSharding(mesh, PartitionSpec())
         platform = next(iter(mesh.devices.flat)).platform
         self._score = jax.jit(
@@ -93,14 +93,15 @@ class Sampler:
     def sampled(
         self, prompts: Sequence[Prompt], step: int, before: int, state: TrainState, slots: int
     ) -> Rollout:
-        """Completions of these prompts, without rewards.
+        """Sample completions of these prompts, without rewards.
 
         Args:
-            prompts: to be completed.
-            step: numbered from 0, the first that trains on them.
-            before: how many prompts were sampled for that step before these.
-            state: whose weights sample.
-            slots: completions that are made at once. For each number, programs are compiled.
+            prompts: the prompts to complete.
+            step: the first step that trains on the completions, numbered from 0.
+            before: number of prompts that were sampled for that step before these.
+            state: the state whose weights sample.
+            slots: completions that are generated at once. Each number needs its own compiled
+                programs.
 
         Raises:
             DivergedError: a log-probability is not finite.
@@ -110,7 +111,7 @@ class Sampler:
         structure = self._graphdefs[POLICY]
         assert structure is not None
         if jax.process_count() > 1:
-            # Two programs at a time may read each other's messages.
+            # Two programs at a time may mix up their collectives.
             jax.block_until_ready(state)
         model: Decoder = nnx.merge(structure, policy_variables(state))
         engine = Engine(model, slots=slots, eager=True)
@@ -145,7 +146,7 @@ class Sampler:
         return rollout._replace(about=rollout.about | about)
 
     def with_scores(self, rollout: Rollout, state: TrainState) -> Rollout:
-        """With log-probabilities, and values if there are some, by the training forward, under the
+        """Add log-probabilities, and values if there are any, by the training forward pass, in the
         shapes of the training step."""
         found = self._scored(rollout, state)
         nothing = np.zeros(0, np.float32)
@@ -163,18 +164,18 @@ class Sampler:
         generation: GenerationConfig,
         state: TrainState,
     ) -> Rollout:
-        """Completions of which the training forward draws every token.
+        """Sample completions of which the training forward pass draws every token.
 
         Args:
-            prompts: to be completed.
-            requests: their completions.
+            prompts: the prompts to complete.
+            requests: the requested completions.
             completed: returns the completions that the engine makes of some requests.
-            generation: how it makes them.
-            state: whose weights draw.
+            generation: settings of the generation.
+            state: the state whose weights draw.
 
         Raises:
-            ConfigError: what the training forward gives for a token changes with tokens behind it
-                or in other texts, so that there is no end to it.
+            ConfigError: the training pass's result for a token depends on later tokens or other
+                texts, so that the passes never agree.
         """
         made = completed(requests)
         num_replaced = 0
@@ -183,13 +184,13 @@ class Sampler:
             rollout = as_sampled(prompts, made)
             found = self._scored(rollout, state, generation.seed, requests[0].row)
             self._sign_of_life()
-            mended = with_first_replaced(made, found[DRAWN], generation)
-            if not mended:
+            replaced = with_first_replaced(made, found[DRAWN], generation)
+            if not replaced:
                 about = {"sampling_passes": passes, "tokens_replaced": num_replaced}
                 return rollout._replace(sampled=found[OLD], about=about)
-            num_replaced += len(mended)
+            num_replaced += len(replaced)
             unfinished = {}
-            for number, completion in mended.items():
+            for number, completion in replaced.items():
                 made[number] = completion
                 if not completion.has_ended and len(completion.ids) < generation.longest:
                     unfinished[number] = requests[number].continued(completion.ids)
@@ -205,14 +206,14 @@ class Sampler:
     def _scored(
         self, rollout: Rollout, state: TrainState, seed: int = 0, first: int = 0
     ) -> dict[str, np.ndarray]:
-        """What `scored` finds for each token of the completions, in their order; also the tokens
-        that are drawn, if they have to be exact.
+        """Score the tokens of completions with `scored`, in their order; with exact sampling also
+        draw tokens.
 
         Args:
             rollout: the completions.
-            state: whose weights score.
-            seed: of what is drawn.
-            first: the number of the first completion among those of the step.
+            state: the state whose weights score.
+            seed: random seed of the draws.
+            first: the number of the first completion within the step.
         """
         batch, places = self._batches.to_score(rollout, first)
         arguments = (state.trainable, state.frozen, state.buffers, batch, np.uint32(seed))
@@ -222,7 +223,7 @@ class Sampler:
     def _scores(
         self, trainable: nnx.State, frozen: Any, buffers: nnx.State, batch: Batch, seed: Array
     ) -> dict[str, Array]:
-        """As of `scored`, in the micro-batches of a step."""
+        """Apply `scored` to the micro-batches of a step."""
         models = models_from(self._graphdefs, frozen, buffers)(trainable)
 
         def one(micro: Batch) -> dict[str, Array]:
@@ -244,7 +245,8 @@ class Sampler:
 def _keys(
     seed: UInt32[Array, ""], completions: UInt32[Array, "B T"], numbers: Int[Array, "B T"]
 ) -> Key[Array, "B T"]:
-    """What the engine draws each token by, from the number of its completion and its own."""
+    """Return the engine's random key for each token, from the number of its completion and its
+    index."""
     rows = completions.reshape(-1)
     seeds = jnp.stack([jnp.broadcast_to(seed, rows.shape), rows], axis=-1)
     return token_keys(row_keys(seeds), numbers.reshape(-1)).reshape(completions.shape)
@@ -253,12 +255,12 @@ def _keys(
 def with_first_replaced(
     made: Sequence[Completion], drawn: np.ndarray, generation: GenerationConfig
 ) -> dict[int, Completion]:
-    """Of each completion of which another token was drawn, what is before the first such place and
-    the token that was drawn there; by the completion's number.
+    """For each completion with a different draw, return its tokens before the first difference, and
+    the drawn token; by the completion's number.
 
     Args:
         made: completions.
-        drawn: in the place of each of their tokens, back to back.
+        drawn: the drawn token at each of their tokens, concatenated.
         generation: says what ends a completion.
     """
     found = {}
@@ -272,14 +274,14 @@ def with_first_replaced(
         first = int(differs[0])
         token = int(tokens[first])
         ids = [*completion.ids[:first], token]
-        # Its log-probability is that of the pass that confirms it.
+        # The pass that confirms the token provides its log-probability.
         logprobs = [*completion.logprobs[:first], 0.0]
         found[number] = Completion(ids, token in generation.stop_ids, logprobs)
     return found
 
 
 def _require_finite(is_finite: bool, step: int) -> None:
-    """DivergedError: a log-probability is not."""
+    """Raise a DivergedError if a log-probability is not finite."""
     if is_finite:
         return
     raise DivergedError(
@@ -289,7 +291,8 @@ def _require_finite(is_finite: bool, step: int) -> None:
 
 
 def stop_ids(tokenizer: Tokenizer, shards: Any) -> tuple[int, ...]:
-    """Tokens that end a completion: the end mark, and with a chat template what ends a turn."""
+    """Return the tokens that end a completion: the end-of-document token, and with a chat template
+    the tokens that end a turn."""
     found = {tokenizer.eod_id}
     if shards.is_rendered and isinstance(tokenizer, JsonTokenizer):
         found.update(Chat(tokenizer, shards.path).stop_ids)
@@ -297,13 +300,13 @@ def stop_ids(tokenizer: Tokenizer, shards: Any) -> tuple[int, ...]:
 
 
 def _seed_of_step(seed: int, step: int) -> int:
-    """32 bits for the completions of a step."""
+    """Return a 32-bit seed for the completions of a step."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def as_sampled(prompts: Sequence[Prompt], made: Sequence[Completion]) -> Rollout:
-    """A rollout of these completions, those of a prompt behind each other."""
+    """Build a rollout of these completions, those of a prompt consecutive."""
     tokens = [np.array(completion.ids, np.int32) for completion in made]
     sampled = [logprob for completion in made for logprob in completion.logprobs]
     return Rollout(

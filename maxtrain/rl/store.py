@@ -1,7 +1,7 @@
-"""Where rollouts are kept: files in the folder of a run.
+"""Storage of rollouts as files in the folder of a run.
 
-Process 0 alone reads and writes them, like all that is told of a run, and hands what it has read to
-the others. So all processes have the same rollout, or know together that there is none.
+Only process 0 reads and writes them, and sends what it has read to the other processes. So all
+processes have the same rollout, or all know that there is none.
 """
 
 from pathlib import Path
@@ -13,31 +13,32 @@ from data_pipeline.base.errors import TryAgainError, UserError
 from maxtrain.parallel.agreement import from_first, gather, raise_together
 from maxtrain.rl.rollout import FOLDER, DamagedRolloutError, Rollout, from_bytes, read_file
 
-# Of words about a file, and bytes in which they are told to others.
+# Longest text about a file in letters, and the bytes of the message that carries it.
 _MOST_WORDS = 400
 _MOST_BYTES = 4096
 
 
 class RolloutStore:
-    """The rollouts of a run. All processes call these functions in the same order."""
+    """The stored rollouts of a run. All processes call its functions in the same order."""
 
     def __init__(self, run: Path):
         self._folder = run / FOLDER
 
     def path(self, first: int) -> Path:
-        """Of the rollout that step `first`, counted from 0, is the first to read."""
+        """Return the path of the rollout whose first step is `first`, counted from 0."""
         return self._folder / f"{first + 1:08d}.npz"
 
     def path_as_sampled(self, first: int) -> Path:
-        """Likewise, of what the sampler has made for it."""
+        """Return the path of the samples for the rollout whose first step is `first`, counted from
+        0."""
         return self._folder / f"{first + 1:08d}.sampled.npz"
 
     def load(self, path: Path) -> Rollout:
-        """What process 0 reads.
+        """Load the rollout that process 0 reads.
 
         Raises:
-            DamagedRolloutError: in all processes: it is missing there, or not what was written.
-            TryAgainError: it was damaged on its way to another process.
+            DamagedRolloutError: the file is missing or damaged; raised in all processes.
+            TryAgainError: the content was damaged on its way to another process.
         """
         content = b""
         problem = ""
@@ -47,10 +48,10 @@ class RolloutStore:
                 from_bytes(content)
             except DamagedRolloutError as damage:
                 problem = str(damage)[:_MOST_WORDS]
-        said = gather({"problem": problem, "size": len(content)}, _MOST_BYTES)[0]
-        if said["problem"]:
-            raise DamagedRolloutError(said["problem"])
-        mine = np.zeros(said["size"], np.uint8)
+        report = gather({"problem": problem, "size": len(content)}, _MOST_BYTES)[0]
+        if report["problem"]:
+            raise DamagedRolloutError(report["problem"])
+        mine = np.zeros(report["size"], np.uint8)
         if jax.process_index() == 0:
             mine = np.frombuffer(content, np.uint8)
         found = from_first(mine).tobytes()
@@ -66,7 +67,7 @@ class RolloutStore:
         return rollout
 
     def save(self, path: Path, rollout: Rollout) -> None:
-        """Writes a file, or raises in all processes. StorageError: there is no room."""
+        """Write a file, or raise in all processes. Raises a StorageError if there is no room."""
         error = None
         if jax.process_index() == 0:
             try:
@@ -76,7 +77,7 @@ class RolloutStore:
         raise_together(error)
 
     def remove_before(self, first: int) -> None:
-        """Removes what steps before this one were the first to read."""
+        """Remove the rollouts whose first step is before this one."""
         if jax.process_index() != 0:
             return
         for path in self._folder.glob("*.npz"):

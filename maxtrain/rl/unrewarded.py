@@ -17,14 +17,14 @@ from maxtrain.train_step.state import TrainState
 
 
 class UnrewardedRolloutWorker:
-    """Makes rollouts: prompts -> completions. As `RolloutWorker`, without rewards, advantages and
-    old log-probabilities.
+    """Worker for rollouts without rewards, advantages and old log-probabilities: prompts ->
+    completions.
 
     Args:
-        settings: of the run.
+        settings: rollout settings of the run.
         data: the prompts.
-        sampler: of the completions.
-        progress: what is told of it.
+        sampler: samples the completions.
+        progress: receives the log lines.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class UnrewardedRolloutWorker:
         self._progress = progress
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing; there are no processes to end."""
 
     def start(self, steps: range, state: TrainState, about: dict[str, Any]) -> PendingRollout:
-        """Samples completions of what these steps read.
+        """Sample completions for these steps.
 
-        `about`: more that is known of the rollout.
+        `about`: further entries of the rollout's record.
         """
         prompts = read_together(prompts_of, self._data, steps)
         self._progress.phase("sampling")
@@ -51,13 +51,13 @@ class UnrewardedRolloutWorker:
         return PendingRollout(steps, prompts, sampled._replace(about=sampled.about | about))
 
     def resume_pending(self, steps: range, sampled: Rollout) -> PendingRollout:
-        """Likewise, where completions were sampled by an earlier launch."""
+        """Resume a rollout whose completions an earlier launch sampled."""
         return PendingRollout(steps, read_together(prompts_of, self._data, steps), sampled)
 
     def collect(self, pending: PendingRollout, state: TrainState, about: dict[str, Any]) -> Rollout:
-        """The rollout with what is known of it.
+        """Return the rollout with its complete record.
 
-        `about`: more of that.
+        `about`: further entries of the rollout's record.
         """
         del state
         rollout = pending.rollout
@@ -76,6 +76,6 @@ class UnrewardedRolloutWorker:
             "texts": [as_text(first.original), decode_new(self._data.tokenizer, first.ids, ids)],
             "numbers": numbers,
         }
-        # Nobody asks for log-probabilities by the training forward.
+        # The objective needs no log-probabilities by the training forward pass.
         nothing = np.zeros(0, np.float32)
         return rollout._replace(old=nothing, about=rollout.about | about)

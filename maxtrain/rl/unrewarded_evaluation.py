@@ -1,5 +1,5 @@
-"""Evaluation of prompts without rewards: each is completed once by the likeliest tokens, and what
-the objective says of these completions is recorded."""
+"""Evaluation on prompts without rewards: each is completed once, greedily, and the objective's
+metrics of these completions are recorded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ class Completions(NamedTuple):
     """What a model makes of N prompts.
 
     Attributes:
-        prompts: what was asked.
-        texts: completions.
-        rollout: their tokens.
-        failed: completions of which a log-probability was not finite.
+        prompts: the prompts.
+        texts: the completions.
+        rollout: the tokens of the completions.
+        failed: number of completions with a log-probability that was not finite.
     """
 
     prompts: list[Prompt]
@@ -38,17 +38,17 @@ class Completions(NamedTuple):
     failed: int
 
     def record(self) -> dict[str, Any]:
-        """The lengths of completions, and how many there are."""
+        """Return the number and the lengths of the completions."""
         numbers: dict[str, Any] = dict(length_numbers(self.rollout))
         numbers["prompts"] = len(self.prompts)
         return numbers
 
     def samples(self, name: str, count: int) -> list[Sample]:
-        """The first completions.
+        """Return the first completions as samples.
 
         Args:
-            name: of the set that the prompts are from.
-            count: how many, at most.
+            name: the set that the prompts are from.
+            count: most samples.
         """
         found = []
         for i, prompt in enumerate(self.prompts[:count]):
@@ -67,7 +67,7 @@ class Completions(NamedTuple):
         return found
 
     def batches(self, layout: BatchLayout) -> Iterator[Batch]:
-        """Batches of this layout that hold all completions, on the devices.
+        """Iterate over batches of this layout that hold all completions, on the devices.
 
         The layout has a row for each completion of a batch, so that all batches have its shape.
         """
@@ -83,9 +83,9 @@ class PromptEvaluator:
     """Asks a model for completions.
 
     Args:
-        settings: of the run; the longest completion.
-        tokenizer: of prompts and model.
-        slots: completions that are made at once. For each number, programs are compiled.
+        settings: rollout settings, such as the longest completion.
+        tokenizer: the tokenizer of prompts and model.
+        slots: completions that are generated at once. Each number needs its own compiled programs.
     """
 
     def __init__(self, settings: RolloutSettings, tokenizer: Tokenizer, slots: int):

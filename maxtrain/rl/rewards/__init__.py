@@ -1,1 +1,1 @@
-"""Rewards of completions: one file for each, all of one kind; and the processes they run in."""
+"""Rewards of completions, one file for each, and the processes that they run in."""

@@ -1,5 +1,5 @@
-"""Where in a completion its answer is. A whole completion is never given to a parser, which would
-find 24 in `<reasoning>48/2=24</reasoning><answer>72</answer>`."""
+"""Extraction of the answer from a completion. A parser never gets a whole completion, in which it
+would find 24 in `<reasoning>48/2=24</reasoning><answer>72</answer>`."""
 
 import re
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.letters import plain
 
-# What is looked for, in this order; the first that is there has the answer.
+# The places to search, in this order; the first one found has the answer.
 POLICY = ("answer", "boxed", "hash", "number")
-# Boxes that are tried from the end, if their braces do not close.
+# Most boxes that are tried from the end, if their braces do not close.
 _BOXES = 16
 _NUMBER = re.compile(
     # A minus after a word, a number or a bracket is an operator.
@@ -18,10 +18,10 @@ _NUMBER = re.compile(
 
 
 def extract(text: str, policy: Sequence[str] = POLICY) -> str | None:
-    """The answer of a completion, or of a solution; None if there is none.
+    """Return the answer of a completion, or of a solution; None if there is none.
 
     Args:
-        text: what a model, or the author of a dataset, wrote.
+        text: a completion, or the solution of a dataset.
         policy: where to look, in order: "answer" (the last `<answer>...</answer>`, and in it the
             last box if it has one), "boxed" (the last `\\boxed{...}` whose braces close), "hash"
             (the line after the last `####`), "number" (the last number), "all" (the text itself).
@@ -42,7 +42,7 @@ def extract(text: str, policy: Sequence[str] = POLICY) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What is in the last `<answer>...</answer>`."""
+    """Return the content of the last `<answer>...</answer>`."""
     end = text.rfind("</answer>")
     if end < 0:
         return None
@@ -53,7 +53,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What is in the last `\\boxed{...}` or `\\fbox{...}` whose braces close."""
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close."""
     end = len(text)
     for _ in range(_BOXES):
         start = max(text.rfind(r"\boxed{", 0, end), text.rfind(r"\fbox{", 0, end))
@@ -67,7 +67,7 @@ def boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """The rest of the line after the last `####`."""
+    """Return the rest of the line after the last `####`."""
     _, hashes, rest = text.rpartition("####")
     if not hashes:
         return None
@@ -75,7 +75,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number, with a sign, a dollar, a denominator or a percent sign that belong to it."""
+    """Return the last number, with its sign, dollar sign, denominator or percent sign."""
     found = None
     for match in _NUMBER.finditer(plain(text)):
         found = match[0]
@@ -85,6 +85,7 @@ def last_number(text: str) -> str | None:
 
 
 def _answer(text: str) -> str | None:
+    """Return the answer in tags, or in the box inside them."""
     found = tagged(text)
     if found is None:
         return None
@@ -95,7 +96,8 @@ def _answer(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What is between the brace at `start` and the one that closes it; None if none does."""
+    """Return the text between the brace at `start` and its closing brace; None if it does not
+    close."""
     depth = 0
     escaped = False
     for place in range(start, len(text)):
@@ -114,6 +116,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _all(text: str) -> str | None:
+    """Return the text itself."""
     return text
 
 

@@ -1,8 +1,8 @@
 """The reward `code`: a program in the completion passes the tests of a column.
 
 The program and the tests run in confined processes (`sandbox/`): the program never shares a process
-with the tests or with the verdict. Nothing but the name of this reward in a config turns it on, and
-it refuses to start on a machine that cannot confine programs.
+with the tests or with the verdict. The reward runs only if a config names it, and it refuses to
+start on a machine that cannot confine programs.
 """
 
 import re
@@ -18,14 +18,14 @@ from maxtrain.rl.rewards.workers import RewardWorkers
 
 RUN = "maxtrain.rl.rewards.code:run"
 FIND = "maxtrain.rl.rewards.code:find"
-# No program was found in the completion: 0, as where one fails.
+# No program was found in the completion. It scores 0, like a failing program.
 NO_PROGRAM = "no_program"
-# Tests that cannot be judged: the reward does not apply, whatever the completion is.
+# The tests cannot be judged: the reward does not apply to any completion.
 UNSUPPORTED = runner.UNSUPPORTED
 # The column with the name of the function that `check(candidate)` tests.
 _ENTRY_POINT = "entry_point"
-# Seconds beyond its own limit that a program may take to start and to be cleaned up after, and
-# those of the trial at the start.
+# Seconds beyond its own limit for the start and the clean-up of a program, and the limit of the
+# probe at the beginning.
 _SPARE_SECONDS = 10.0
 _PROBE_SECONDS = 120.0
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
@@ -35,12 +35,12 @@ _WORDS = {
     confinement.NOTHING: "WITHOUT isolation (unsafe=true): they may do whatever you may do",
 }
 
-# In a worker: its own sandbox, by the kind of confinement.
+# The sandbox of a worker, by the kind of confinement.
 _sandboxes: dict[str, runner.Sandbox] = {}
 
 
 def program_of(completion: str) -> str | None:
-    """The last block of code, between ``` and ```; None if there is none."""
+    """Return the last code block between ``` and ```; None if there is none."""
     found = _BLOCK.findall(completion)
     if not found:
         return None
@@ -48,7 +48,8 @@ def program_of(completion: str) -> str | None:
 
 
 def find() -> list[str]:
-    """In a worker: the kind of confinement of this machine, and why there is none."""
+    """Return the kind of confinement of this machine, or the reason why there is none. Runs in a
+    worker."""
     return list(probe.find_confinement())
 
 
@@ -60,7 +61,8 @@ def run(
     seconds: float,
     memory_bytes: int,
 ) -> list[str]:
-    """In a worker: an outcome and what the program printed."""
+    """Run the tests on the program of a completion; return an outcome and the printed text. Runs in
+    a worker."""
     try:
         read = forms.read_tests(tests, entry_point)
     except forms.NoTestsError as error:
@@ -73,6 +75,7 @@ def run(
 
 
 def _sandbox(kind: str) -> runner.Sandbox:
+    """Return this worker's sandbox, started anew if it has ended."""
     sandbox = _sandboxes.get(kind)
     if sandbox is None or not sandbox.is_alive:
         sandbox = _sandboxes[kind] = runner.Sandbox(kind)
@@ -82,14 +85,14 @@ def _sandbox(kind: str) -> runner.Sandbox:
 class code:
     """A reward for completions whose last block of code passes the tests; any other gives 0.
 
-    Tests are in one of the forms of `sandbox/forms.py`. Where they cannot be judged, which depends
-    on them alone, the reward does not apply, and the outcome is `unsupported_tests`.
+    Tests have one of the forms of `sandbox/forms.py`. If they cannot be judged, the reward does not
+    apply, and the outcome is `unsupported_tests`. This depends on the tests alone.
 
     Args:
         column: the column with the tests; None there: the reward does not apply.
-        seconds: limit of a program with all its tests, of time and of CPU time.
+        seconds: limit of wall time and of CPU time, for a program with all its tests.
         memory_bytes: limit of the address space of a program.
-        unsafe: run programs without isolation on a machine that has none.
+        unsafe: whether to run programs without isolation on a machine that has none.
 
     Raises, when it is checked or called first:
         ConfigError: this machine cannot confine programs.
@@ -124,7 +127,7 @@ class code:
         self._kind = ""
 
     def check(self) -> None:
-        """Find out how this machine can confine programs, and say so."""
+        """Find out how this machine can confine programs, and print it."""
         if self._kind:
             return
         (result,) = self._workers.run(
@@ -173,7 +176,7 @@ class code:
 
 
 def _plain(tests: Any) -> Any:
-    """Tests as types that can be sent to a worker, whatever reads the dataset."""
+    """Convert tests to types that can be sent to a worker."""
     if isinstance(tests, Mapping):
         return {str(key): _plain(value) for key, value in tests.items()}
     if isinstance(tests, str | bytes | int | float | None):

@@ -1,11 +1,11 @@
-"""What a reward is, and what it may return.
+"""The interface of rewards, and the checks of what they return.
 
     reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
 `prompts` are texts or lists of messages, `completions` texts, `completion_ids` their tokens, and
-`columns` the columns of the dataset by name; all of them have an entry for each row. None says that
-the reward does not apply to a row, which is not 0. Functions of users are called as TRL calls them,
-see user.py.
+`columns` the columns of the dataset by name; each has an entry for each row. None means that the
+reward does not apply to a row, which is not 0. Functions of users are called as TRL calls them, see
+user.py.
 """
 
 import math
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 from data_pipeline.base.errors import ConfigError, DataError
 
-# Of a value of a reward: it is a number, or None.
+# Outcome of a value that is a number, or None.
 OK = "ok"
-# It is NaN or infinite.
+# Outcome of a value that is NaN or infinite.
 INVALID = "invalid"
 
 
-# A function of the contract above.
+# A function with the interface above.
 type Reward = Callable[..., list[float | None]]
 
 
 class Scored(NamedTuple):
-    """The reward of a row, what became of it (OK, INVALID, or an outcome of workers.py or of
-    verify.py), and words about what went wrong."""
+    """The reward of a row, its outcome (OK, INVALID, or one of workers.py or verify.py), and a text
+    about what went wrong."""
 
     value: float | None
     outcome: str = OK
@@ -35,7 +35,7 @@ class Scored(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows to be scored; every list has an entry for each."""
+    """Rows to score; every list has an entry for each row."""
 
     prompts: list
     completions: list[str]
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     columns: Mapping[str, list]
 
     def rows(self, start: int, end: int) -> "Batch":
-        """The rows from `start` to before `end`."""
+        """Return the rows from `start` to before `end`."""
         return Batch(
             self.prompts[start:end],
             self.completions[start:end],
@@ -52,31 +52,32 @@ class Batch(NamedTuple):
         )
 
     def call(self, reward: Reward) -> Any:
+        """Call a reward with these rows."""
         return reward(self.prompts, self.completions, self.completion_ids, **self.columns)
 
 
 def checked(name: str, returned: Any, rows: int) -> list[Scored]:
-    """What a reward has returned, for so many rows.
+    """Check the return value of a reward for this number of rows.
 
-    A NaN or an infinite number depends on what was written, so it is counted as INVALID and does
-    not apply. What is wrong for every row is a fault of the function.
+    A NaN or infinite number may depend on the completion, so it is counted as INVALID and does not
+    apply. Other errors are faults of the function.
 
     Raises:
-        DataError: it is no list, has another number of entries, or an entry is no number.
+        DataError: the value is no list, has another number of entries, or an entry is no number.
     """
-    mend = "Mend the function: it returns a list with a number or None for each completion."
+    fix = "Let the function return a list with a number or None for each completion."
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
-        raise DataError(f"the reward {name} returned {_shown(returned)}, which is no list. {mend}")
+        raise DataError(f"the reward {name} returned {_shown(returned)}, which is no list. {fix}")
     if len(returned) != rows:
         raise DataError(
-            f"the reward {name} returned {len(returned)} values for {rows} completions. {mend}"
+            f"the reward {name} returned {len(returned)} values for {rows} completions. {fix}"
         )
     scored = []
     for value in returned:
         if value is None:
             scored.append(Scored(None))
         elif not isinstance(value, Real):
-            raise DataError(f"the reward {name} returned {_shown(value)} as a value. {mend}")
+            raise DataError(f"the reward {name} returned {_shown(value)} as a value. {fix}")
         elif not math.isfinite(value):
             scored.append(Scored(None, INVALID, f"{name} returned {float(value)}"))
         else:
@@ -85,7 +86,8 @@ def checked(name: str, returned: Any, rows: int) -> list[Scored]:
 
 
 def column_of(columns: Mapping[str, list], column: str, reward: str) -> list:
-    """A column that a reward needs. ConfigError: the dataset has no such column."""
+    """Return a column that a reward needs. Raise a ConfigError if the dataset has no such
+    column."""
     if column not in columns:
         known = ", ".join(sorted(columns)) or "none"
         raise ConfigError(
@@ -96,4 +98,5 @@ def column_of(columns: Mapping[str, list], column: str, reward: str) -> list:
 
 
 def _shown(value: Any) -> str:
+    """Show a value and its type, shortened."""
     return f"{value!r:.60} ({type(value).__name__})"

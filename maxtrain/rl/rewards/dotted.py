@@ -1,4 +1,4 @@
-"""Functions by their dotted path: `package.module:function` or `package.module.function`."""
+"""Import of functions by dotted path: `package.module:function` or `package.module.function`."""
 
 import importlib
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from data_pipeline.base.errors import ConfigError
 
 
 def is_dotted(name: str) -> bool:
-    """Whether a name can be a dotted path."""
+    """Return whether a name can be a dotted path."""
     return "." in name or ":" in name
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Imports the function of a dotted path.
+    """Import the function of a dotted path.
 
     Raises:
-        ConfigError: there is no such module, or no such function in it. What the module itself
-            raises while it is imported is raised as it is.
+        ConfigError: there is no such module, or no such function in it. Exceptions of the module
+            itself during its import are not converted.
     """
     module_name, _, function_name = path.partition(":")
     if not function_name:
@@ -30,7 +30,7 @@ def load_function(path: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that is there, but misses another one, has its own message.
+        # An existing module that lacks another one has its own message.
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(

@@ -13,14 +13,14 @@ def exact(
     policy: Sequence[str] = ("all",),
     ignore_case: bool = False,
 ) -> Reward:
-    """A reward for completions whose answer is the text of a column, after both are normalised:
-    the compatibility forms of Unicode (see `plain`), and white space as single spaces.
+    """Build a reward for completions whose answer equals the text of a column, after normalising
+    both: compatibility forms of Unicode (see `plain`), and single spaces.
 
     Args:
         column: the column with the answers; None there: the reward does not apply.
-        reward: for an equal text; any other gives 0.
-        policy: where completions have their answers, see `extract`.
-        ignore_case: whether A is a.
+        reward: the reward of an equal text; any other text gives 0.
+        policy: where to find the answers in completions, see `extract`.
+        ignore_case: whether upper and lower case are equal.
     """
     extract("", policy)
 

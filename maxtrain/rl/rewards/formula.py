@@ -1,5 +1,4 @@
-"""Formulas as programs and people type them, such as `2*sqrt(3)/3` or `x**2 <= pi`, translated into
-LaTeX.
+"""Translation of typed formulas, such as `2*sqrt(3)/3` or `x**2 <= pi`, into LaTeX.
 
 The grammar below is an allow-list: numbers, operators, brackets, and the names of this file.
 Nothing else is a formula, and no part of a text is ever evaluated as a program. Operands that are
@@ -54,7 +53,7 @@ _SEPARATORS = (",", ";", "and", "or")
 
 
 class NoFormulaError(Exception):
-    """A text is no formula of the grammar; says which part of it is not."""
+    """A text is no formula of the grammar; the message names the part that is not."""
 
 
 class _Token(NamedTuple):
@@ -84,7 +83,7 @@ class _Part(NamedTuple):
 
 
 def to_latex(text: str) -> str:
-    """Return the LaTeX of a formula. NoFormulaError: the text is none."""
+    """Return the LaTeX of a formula. Raise a NoFormulaError if the text is none."""
     parser = _Parser(_tokens(text))
     latex = parser.elements()
     if parser.next() is not None:
@@ -93,6 +92,7 @@ def to_latex(text: str) -> str:
 
 
 def _tokens(text: str) -> list[_Token]:
+    """Split a text into tokens."""
     tokens = []
     place = 0
     text = text.rstrip()
@@ -116,7 +116,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 class _Parser:
-    """A parser by recursive descent, which writes LaTeX."""
+    """A recursive descent parser that writes LaTeX."""
 
     def __init__(self, tokens: list[_Token]):
         self._tokens = tokens
@@ -124,18 +124,20 @@ class _Parser:
         self._depth = 0
 
     def next(self) -> _Token | None:
+        """Return the next token; None at the end."""
         if self._place < len(self._tokens):
             return self._tokens[self._place]
         return None
 
     def next_text(self) -> str:
+        """Return the text of the next token; empty at the end."""
         token = self.next()
         if token is None:
             return ""
         return token.text
 
     def _take(self, *signs: str) -> str:
-        """The next token if it is one of these signs, which is then done with; "" if not."""
+        """Consume and return the next token if it is one of these signs; else return ""."""
         token = self.next()
         if token is None or token.kind != "sign" or token.text not in signs:
             return ""
@@ -143,13 +145,14 @@ class _Parser:
         return token.text
 
     def _require(self, *signs: str) -> str:
+        """Consume one of these signs, or raise a NoFormulaError."""
         found = self._take(*signs)
         if not found:
             raise NoFormulaError(f"{self.next_text()!r} stands where {' or '.join(signs)} must be")
         return found
 
     def elements(self) -> str:
-        """Relations or terms, and commas between them."""
+        """Parse relations or terms, separated by commas."""
         parts = [self._relation()]
         while self._take(*_SEPARATORS):
             parts.append(self._relation())
@@ -189,16 +192,16 @@ class _Parser:
                 part = _Part(rf"{_factor(part)} \cdot {_factor(factor)}", is_product=True)
 
     def _is_juxtaposed(self) -> bool:
-        """Whether a factor follows without a sign, as in 2x, 2(x+1) and (x+1)(x-1)."""
+        """Return whether a factor follows without a sign, as in 2x, 2(x+1) and (x+1)(x-1)."""
         token = self.next()
         before = self._tokens[self._place - 1]
         if token is None or not (before.kind == "number" or before.text == ")"):
             return False
-        # Two letters that are no name are a unit there: sqrt(2) cm.
+        # Two letters that are no known name are a unit: sqrt(2) cm.
         return token.text == "(" or (token.kind == "name" and _is_known(token.text))
 
     def _signed(self) -> _Part:
-        """A power with signs in front of it."""
+        """Parse a power with signs in front of it."""
         self._depth += 1
         if self._depth > _DEEPEST:
             raise NoFormulaError(f"it is over {_DEEPEST} deep")
@@ -255,7 +258,7 @@ class _Parser:
         return _Part(rf"\left{opening}{latex}\right{closing}", True)
 
     def _call(self, name: str) -> _Part:
-        """A function of the list, whose opening bracket is done with."""
+        """Parse the arguments of a function, after its opening bracket."""
         arguments = [self._sum().latex]
         while self._take(","):
             arguments.append(self._sum().latex)
@@ -267,7 +270,7 @@ class _Parser:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a name is a constant, a variable of one letter, or a function of the lists."""
+    """Return whether a name is a constant, a variable of one letter, or a known function."""
     letters = name.rstrip("_{}0123456789")
     return len(letters) == 1 or letters in _CONSTANTS or name in _SINGLES or name in _LISTS
 
@@ -316,7 +319,7 @@ def _round(latex: str) -> str:
 
 
 def _factor(part: _Part) -> str:
-    """A part as a factor of a product."""
+    """Return the LaTeX of a part as a factor of a product."""
     if part.is_product and not part.latex.startswith("-"):
         return part.latex
     return part.bracketed()

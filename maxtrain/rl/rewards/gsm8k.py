@@ -1,8 +1,8 @@
 """GSM8K in the format `<reasoning>...</reasoning><answer>...</answer>`: five rewards, with the
-weights of the well-known notebook (see unsloth_compat.py) and its faults mended.
+weights of the well-known notebook (see unsloth_compat.py) and its faults fixed.
 
-* Formats hold for reasoning of several lines.
-* Each tag counts that is there exactly once and in its order.
+* Formats allow reasoning of several lines.
+* A tag counts if it occurs exactly once and in its order.
 * White space at the end is free; other text there costs 0.001 a character, once.
 * Numbers are compared as numbers: "1,000", "-5", "72.0" and "72 apples".
 * Without closed tags there is no answer.
@@ -21,15 +21,16 @@ _COLUMN = "answer"
 
 
 def gold_of(answer: str) -> str:
-    """What follows `####` in an answer of the dataset; all of it, if it has none."""
+    """Return the text after `####` in an answer of the dataset, or the whole answer if there is no
+    `####`."""
     return extract(answer, ("hash", "all")) or ""
 
 
 def correctness(
     prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
 ) -> list[float | None]:
-    """2.0 if the tagged answer is the number of the column `answer`, else 0.0; None if that has no
-    number."""
+    """Reward 2.0 if the tagged answer is the number of the column `answer`, else 0.0; None if the
+    column has no number."""
     rewards = []
     for text, answer in zip(completions, column_of(columns, _COLUMN, "gsm8k.correctness")):
         gold = read_number(gold_of(str(answer)))
@@ -46,7 +47,7 @@ def correctness(
 def integer(
     prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
 ) -> list[float | None]:
-    """0.5 if the tagged answer is a whole number, else 0.0."""
+    """Reward 0.5 if the tagged answer is a whole number, else 0.0."""
     rewards: list[float | None] = []
     for text in completions:
         found = read_number(tagged(text) or "")
@@ -58,22 +59,22 @@ def integer(
 def strict_format(
     prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
 ) -> list[float | None]:
-    """0.5 if the completion is the four tags, once each, on lines of their own, else 0.0."""
+    """Reward 0.5 if the completion is the four tags, once each, on lines of their own, else 0.0."""
     return [0.5 * (_once(text) and bool(_STRICT.fullmatch(text))) for text in completions]
 
 
 def soft_format(
     prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
 ) -> list[float | None]:
-    """0.5 if the completion begins with reasoning and an answer in their tags, else 0.0."""
+    """Reward 0.5 if the completion begins with reasoning and an answer in their tags, else 0.0."""
     return [0.5 * _begins_with_both(text.lstrip()) for text in completions]
 
 
 def tags(
     prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
 ) -> list[float | None]:
-    """0.125 for each tag that is there exactly once and after the tags before it, less 0.001 for
-    each character of text after `</answer>`; at least 0.0."""
+    """Reward 0.125 for each tag that occurs exactly once and after the tags before it, minus 0.001
+    for each character of text after `</answer>`; at least 0.0."""
     return [_tags(text) for text in completions]
 
 
@@ -92,7 +93,8 @@ def _tags(text: str) -> float:
 
 
 def _begins_with_both(text: str) -> bool:
-    """Whether it matches `<reasoning>.*</reasoning>\\s*<answer>.*</answer>`, in linear time."""
+    """Return whether a text matches `<reasoning>.*</reasoning>\\s*<answer>.*</answer>`, in linear
+    time."""
     between = _BETWEEN.search(text)
     if not text.startswith("<reasoning>") or between is None:
         return False

@@ -1,5 +1,5 @@
-"""What is refused before a parser of mathematics sees it: texts that are no mathematics, and those
-that would take it for ever. What still passes is ended by its time limit."""
+"""Checks before a parser of mathematics sees a text: texts that are no mathematics, and texts that
+would take forever, are refused. A time limit ends whatever still passes."""
 
 import re
 
@@ -18,7 +18,7 @@ _TOWER = re.compile(
 _EXPONENT = re.compile(rf"{_POWER}\s*[{{(]?\s*[+-]?\s*(\d+)")
 _FACTORIAL_OF_NUMBER = re.compile(r"(\d+)\s*!")
 _FACTORIAL_OF_MORE = re.compile(r"[)}\]!]\s*!")
-# Words of a formula; any other word of three letters or more says that a text is none.
+# Words of a formula; a text with any other word of three letters or more is no formula.
 _KNOWN_WORDS = frozenset(
     "sqrt cbrt sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan log exp "
     "abs max min det gcd lcm mod inf oo alpha beta gamma delta theta lambda mu phi psi omega sigma "
@@ -37,13 +37,13 @@ _NO_FORMULA = re.compile(
 
 
 def has_words(text: str) -> bool:
-    """Whether a text has words that no formula has, so that it is prose, or a name."""
+    """Return whether a text has words that no formula has, so that it is prose or a name."""
     bare = _PLACE_OF_COMMAND.sub(" ", text)
     return any(word.lower() not in _KNOWN_WORDS for word in _WORD.findall(bare))
 
 
 def foreign_part(text: str) -> str:
-    """The first part of a text that no formula has; "" if there is none."""
+    """Return the first part of a text that no formula has; "" if there is none."""
     found = _FOREIGN.search(text) or _NO_FORMULA.search(text)
     if found is None:
         return ""
@@ -51,7 +51,7 @@ def foreign_part(text: str) -> str:
 
 
 def refusal(text: str) -> str:
-    """Why a text is not handed to a parser; "" if it may be."""
+    """Return why a text must not reach a parser; "" if it may."""
     if len(text) > _LONGEST:
         return f"{len(text)} characters"
     numbers = re.findall(r"\d+", text)
@@ -67,7 +67,7 @@ def refusal(text: str) -> str:
 
 
 def _too_large(text: str) -> str:
-    """Why the value of a formula may be too large to be computed; "" if nothing says so."""
+    """Return why the value of a formula may be too large to compute; "" if it seems computable."""
     if _TOWER.search(text):
         return "a power in an exponent"
     if any(int(exponent) > _LARGEST_EXPONENT for exponent in _EXPONENT.findall(text)):
@@ -81,7 +81,7 @@ def _too_large(text: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets of any kind are nested, at most."""
+    """Return the deepest nesting of brackets of any kind."""
     deepest = 0
     depth = 0
     for character in text:

@@ -1,12 +1,12 @@
-"""Rewards of the number of tokens: `length`, which pulls everything to be shorter, and `overlong`,
-which only asks to end in time."""
+"""Rewards of the number of tokens: `length` favours short completions in general, and `overlong`
+only penalises completions near the limit."""
 
 from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.contract import Reward
 
 
 def length(max_tokens: int) -> Reward:
-    """-L / max_tokens, at least -1, for a completion of L tokens."""
+    """Build the reward -L / max_tokens, at least -1, for a completion of L tokens."""
     if max_tokens < 1:
         raise ConfigError(
             f"length.max_tokens={max_tokens} must be at least 1. Set it to max_completion_length."
@@ -21,11 +21,11 @@ def length(max_tokens: int) -> Reward:
 
 
 def overlong(max_tokens: int, cache_tokens: int) -> Reward:
-    """DAPO's soft punishment of completions that are too long, for L tokens:
+    """Build DAPO's soft penalty for overlong completions, for L tokens:
 
         min(0, max(-1, (max_tokens - cache_tokens - L) / cache_tokens))
 
-    It is 0 up to max_tokens - cache_tokens, and -1 from max_tokens on.
+    The reward is 0 up to max_tokens - cache_tokens, and -1 from max_tokens on.
 
     Source: DAPO, arXiv 2503.14476, equation 13.
     """

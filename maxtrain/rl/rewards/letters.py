@@ -1,4 +1,4 @@
-"""Texts in the characters of a keyboard."""
+"""Normalisation of texts to keyboard characters."""
 
 import re
 import unicodedata
@@ -9,8 +9,7 @@ _POWER = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 
 def plain(text: str) -> str:
-    """A text in the compatibility forms of Unicode (NFKC), in which all kinds of minus signs are
-    one.
+    """Return a text in the compatibility forms of Unicode (NFKC), with all minus signs unified.
 
     Differs from NFKC: powers and fractions keep their meaning. 5\u00b2 is `5^{2}`, not 52, and
     1\u00bd is `1 1/2`, not 11/2.
@@ -23,7 +22,7 @@ def plain(text: str) -> str:
 
 
 def _spaced(character: str) -> str:
-    """A character, with a space before it if it is a fraction."""
+    """Return a character, with a space before it if it is a fraction."""
     if unicodedata.decomposition(character).startswith("<fraction>"):
         return f" {character}"
     return character

@@ -1,11 +1,12 @@
-"""Whether two expressions are the same, by math-verify and sympy. It runs in a worker, which is
-killed if it takes too long: nothing here has a limit of its own, since math-verify's need the main
-thread and signals, which a call of C does not heed.
+"""Comparison of two expressions by math-verify and sympy.
 
-Texts come from a model or from a dataset, and sympy evaluates text as a program in many places.
-So a text reaches a parser only if it consists of what formulas consist of (guards.py), formulas as
-programs write them are translated into LaTeX by our own parser (formula.py), and while packages
-work on an expression the interpreter refuses to evaluate text at all (no_programs.py).
+It runs in a worker, which is killed if it takes too long. There is no limit in this module:
+math-verify's limits need the main thread and signals, which a call of C ignores.
+
+Texts come from a model or a dataset, and sympy evaluates text as a program in many places. So a
+text reaches a parser only if it has only characters of formulas (guards.py). Formulas in program
+notation are translated into LaTeX by our own parser (formula.py). While the packages work on an
+expression, the interpreter refuses to evaluate text at all (no_programs.py).
 """
 
 import contextlib
@@ -27,7 +28,7 @@ WRONG = "wrong"
 UNPARSABLE = "unparsable"
 # The fault is the dataset's, not the model's.
 BAD_GOLD = "bad_gold"
-# In texts without a backslash that are written as programs are, rather than in LaTeX.
+# Texts without a backslash that contain one of these are in program notation, not LaTeX.
 _PLAIN = ("*", "sqrt", "cbrt", "pi", "exp", "log", "ln", "sin", "cos", "tan", "cot", "csc", "sec")
 _PLAIN += ("abs", "max", "min", "gcd", "lcm", "floor", "ceil")
 
@@ -35,14 +36,14 @@ _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 
 
 def warm_up() -> None:
-    """Imports what `check` needs and fills its tables, before workers are forked."""
+    """Import everything that `check` needs and fill its tables, before workers are forked."""
     check(r"\frac{1}{2} + \sqrt{2}", "sqrt(2) + 1/2")
 
 
 def check(gold: str, answer: str) -> str:
-    """Whether an answer is the one that was asked for: CORRECT, WRONG, UNPARSABLE or BAD_GOLD.
+    """Return whether an answer equals the gold answer: CORRECT, WRONG, UNPARSABLE or BAD_GOLD.
 
-    It is not symmetric: an inequality in the gold may be answered by an interval, but not the
+    The comparison is not symmetric: an interval may answer an inequality in the gold, but not the
     reverse.
 
     Args:
@@ -51,7 +52,7 @@ def check(gold: str, answer: str) -> str:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     package = load_package("math_verify", EXTRA, WANTED_BY)
-    # sympy imports it when it simplifies something, and its names are made from texts.
+    # sympy imports this module during simplification, and creates its names from texts.
     load_package("sympy.physics.units", EXTRA, WANTED_BY)
     with no_programs(), _numbers_read_as_numbers():
         expected = _parsed(package, gold)
@@ -67,8 +68,8 @@ def check(gold: str, answer: str) -> str:
 
 @contextlib.contextmanager
 def _numbers_read_as_numbers() -> Iterator[None]:
-    """sympy makes a number of a text by evaluating that text, also where math-verify asks it for
-    the number of a few digits. Meanwhile it takes digits only, and evaluates nothing."""
+    """Let sympy parse digits only. Otherwise it evaluates a text to get a number, even when
+    math-verify passes a few digits."""
     parser = load_package("sympy.parsing.sympy_parser", EXTRA, WANTED_BY)
     numbers = load_package("sympy.core.numbers", EXTRA, WANTED_BY)
 
@@ -88,8 +89,8 @@ def _numbers_read_as_numbers() -> Iterator[None]:
 
 
 def _parsed(package: Any, text: str) -> list[Any]:
-    """The expression of a text by math-verify, or nothing. The text as such is not kept: that texts
-    are equal was found before."""
+    """Parse a text with math-verify; return the expression, or nothing. The text itself is dropped,
+    because equal texts were found before."""
     if foreign_part(text):
         return []
     config = package.LatexExtractionConfig()
@@ -98,7 +99,7 @@ def _parsed(package: Any, text: str) -> list[Any]:
             text = to_latex(text)
         except NoFormulaError:
             return []
-        # It has no units, and a product may end with a variable that looks like one.
+        # Such texts have no units, and a product may end with a variable that looks like a unit.
         without_units = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=without_units)
     return package.parse(

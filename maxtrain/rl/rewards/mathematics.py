@@ -1,4 +1,4 @@
-"""The reward `math`: the answer of a completion is mathematically that of a column."""
+"""The reward `math`: the answer of a completion is mathematically equal to that of a column."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from maxtrain.rl.rewards.contract import Batch, Scored, column_of
 from maxtrain.rl.rewards.verify import GOLD_POLICY, Verifier
 from maxtrain.rl.rewards.workers import RewardWorkers
 
-# An answer that breaks the parser is wrong; what was never looked at does not apply.
+# An answer that breaks the parser is wrong; a skipped answer does not apply.
 REWARDS: dict[str, float | None] = {
     verify.CORRECT: 1.0,
     verify.WRONG: 0.0,
@@ -29,15 +29,15 @@ def math(
     seconds: float | None = None,
     deadline: float | None = None,
 ) -> Callable[[Batch], list[Scored]]:
-    """A reward for answers that are right, see `Verifier`. Without a pool, only numbers and equal
+    """Build a reward for correct answers, see `Verifier`. Without a pool, only numbers and equal
     texts are judged.
 
     Args:
-        column: the column with the answers, or with solutions that have them; None there: the
-            reward does not apply.
-        policy, gold_policy: where completions and the dataset have their answers.
-        rewards: of outcomes, instead of those of REWARDS; None: the reward does not apply.
-        seconds, deadline: limits of an answer and of a batch.
+        column: the column with the answers, or with solutions that contain them. The reward does
+            not apply to rows with None.
+        policy, gold_policy: where to find the answers in completions and in the dataset.
+        rewards: rewards by outcome that replace those of REWARDS; None: the reward does not apply.
+        seconds, deadline: time limits of an answer and of a batch.
     """
     values = REWARDS | dict(rewards or {})
     unknown = sorted(set(values) - set(REWARDS))

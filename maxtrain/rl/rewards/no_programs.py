@@ -1,10 +1,10 @@
-"""Refuses, within a `with` statement, what only a program does: to evaluate text, to start another
-program, to write a file, to use the network.
+"""A context manager that refuses the actions of programs: evaluating text, starting programs,
+writing files, using the network.
 
-sympy and the packages around it have many functions that evaluate the text they are given. None of
-them is needed to compare two formulas, and the interpreter itself is asked to refuse them here: an
-audit hook sees every way in which text becomes code, whichever package does it, and cannot be
-removed. Outside of the `with` statement the hook does nothing.
+sympy and the packages around it have many functions that evaluate text. Comparing two formulas
+needs none of them, and here the interpreter itself refuses them: an audit hook sees every way in
+which text becomes code, in any package, and cannot be removed. Outside of the `with` statement the
+hook does nothing.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ _STARTING = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "s
 _OTHERS = ("socket.", "ctypes.", "shutil.", "os.remove", "os.rename", "os.kill", "os.putenv")
 _REFUSED = (*_STARTING, *_OTHERS, "urllib.", "webbrowser.", "os.mkdir", "os.symlink", "os.link")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# These make classes, where a package is imported late, or products of monomials, from text that
-# depends on nothing but names in the code of a package, or on a number.
+# These modules create classes during late imports, or products of monomials, from text that depends
+# only on names in a package's code, or on a number.
 _MAKERS = frozenset(["collections", "dataclasses", "typing", "enum", "sympy.polys.monomials"])
 
 
 class RefusedError(PermissionError):
-    """Something was refused that no formula needs."""
+    """An action was refused that no formula needs."""
 
 
 class _State:
-    """Whether the hook of this process is there, and whether it refuses."""
+    """Whether this process has the hook, and whether it refuses."""
 
     has_hook = False
     refuses = False
@@ -37,8 +37,8 @@ class _State:
 def no_programs() -> Iterator[None]:
     """Refuse to run text, to start programs, to write files and to use the network.
 
-    Each attempt raises a RefusedError. Modules may still be imported. It is for processes with a
-    single thread.
+    Each attempt raises a RefusedError. Modules may still be imported. Use it only in
+    single-threaded processes.
     """
     if not _State.has_hook:
         sys.addaudithook(_hook)
@@ -54,6 +54,7 @@ def no_programs() -> Iterator[None]:
 # Type checkers wrap functions, and `_is_text` counts the frames below itself.
 @no_type_check
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse an audit event that only programs cause."""
     if not _State.refuses:
         return
     if event == "exec":
@@ -72,12 +73,13 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @no_type_check
 def _is_text(filename: Any) -> bool:
-    """Whether code with this file name was made from text, and not from the file of a module."""
+    """Return whether code with this file name was made from text, and not from the file of a
+    module."""
     if isinstance(filename, bytes):
         filename = os.fsdecode(filename)
     if isinstance(filename, str) and not filename.startswith("<"):
         return False
     if isinstance(filename, str) and filename.startswith("<frozen "):
         return False
-    # The frame of the function that evaluates: that of the hook, and of `_hook`, come first.
+    # The frame of the evaluating function comes after those of this function and of `_hook`.
     return sys._getframe(2).f_globals.get("__name__") not in _MAKERS

@@ -1,6 +1,7 @@
-"""Numbers as people and models write them, read exactly: "1,000", "$ -5", "72.0", "3/4",
-"\\frac{3}{4}", "1 1/2", "12 km". No parser of mathematics is needed for these, and none is as
-exact.
+"""Exact reading of numbers as people and models write them: "1,000", "$ -5", "72.0", "3/4",
+"\\frac{3}{4}", "1 1/2", "12 km".
+
+These need no parser of mathematics, and no such parser is as exact.
 """
 
 import re
@@ -25,7 +26,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|~|\\qquad|\\quad")
 _UNIT = re.compile(r"(?P<number>.*?[\d.}])\s*(?P<unit>[^\W\d_][^\d\\{}$]*(?:\^?\{?[23]\}?)?)\.?")
 
-# Words that make another number of the one before them.
+# Words that scale the number before them.
 _SCALES = {
     "dozen": 12,
     "hundred": 100,
@@ -34,7 +35,7 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-# After these, more of the number would have to come, or what is there is no unit.
+# Words that continue the number, or are no unit.
 _NO_UNITS = frozenset(
     "and or to of half halves third thirds quarter quarters fourth fourths fifth fifths sixth "
     "tenth tenths hundredth hundredths thousandth thousandths times plus minus over squared cubed "
@@ -83,14 +84,14 @@ _KINDS = (
 
 
 class Numeral(NamedTuple):
-    """A number and the unit that it was written with; "" if it has none."""
+    """A number with the unit that it was written with; "" if it has none."""
 
     value: Fraction
     unit: str
 
 
 def normalized(text: str) -> str:
-    """A text with one way to write signs, spaces and delimiters of formulas."""
+    """Return a text with unified signs, spaces and formula delimiters."""
     text = plain(text).replace(r"\left", "").replace(r"\right", "").replace(r"\$", "$")
     text = text.replace(r"\%", "%").replace("{,}", ",")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0", " degrees ", text)
@@ -103,7 +104,7 @@ def normalized(text: str) -> str:
 
 
 def read_number(text: str) -> Numeral | None:
-    """The number that a text is as a whole; None if it is none, or not surely.
+    """Return the number that a text is as a whole; None if it is none, or uncertain.
 
     A percent sign is a unit, so that 50% is 50, and never 0.5.
     """
@@ -128,8 +129,7 @@ def read_number(text: str) -> Numeral | None:
 
 
 def same_number(gold: Numeral, answer: Numeral) -> bool:
-    """Whether both are the same number, in units that do not contradict each other: 5 m is not
-    5 cm."""
+    """Return whether both are the same number, in compatible units: 5 m is not 5 cm."""
     if gold.value != answer.value:
         return False
     if gold.unit == answer.unit:
@@ -138,7 +138,7 @@ def same_number(gold: Numeral, answer: Numeral) -> bool:
 
 
 def _with_unit(text: str) -> Numeral | None:
-    """A number that words follow."""
+    """Read a number followed by words."""
     match = _UNIT.fullmatch(text)
     if match is None:
         return None
@@ -190,7 +190,7 @@ def _signed(text: str) -> Fraction | None:
 
 
 def _unsigned(text: str) -> Fraction | None:
-    """A number without a sign: a decimal, a fraction, or a whole number and a fraction."""
+    """Read a number without a sign: a decimal, a fraction, or a whole number and a fraction."""
     if match := _DECIMAL.fullmatch(text):
         exponent = int(match[2] or 0)
         if abs(exponent) > _LARGEST_EXPONENT:

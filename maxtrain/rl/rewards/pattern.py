@@ -1,5 +1,5 @@
-"""The reward `pattern`: a completion has a format that a regular expression says. It runs in the
-pool, since an expression may take exponential time."""
+"""The reward `pattern`: a completion matches a regular expression. It runs in the pool, since an
+expression may take exponential time."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ WHERE = ("whole", "begin", "anywhere")
 
 
 def matches(completion: str, regex: str, where: str) -> bool:
-    """In a worker: whether a completion matches."""
+    """Return whether a completion matches. Runs in a worker."""
     expression = re.compile(regex, re.DOTALL)
     if where == "whole":
         return expression.fullmatch(completion) is not None
@@ -30,15 +30,15 @@ def pattern(
     reward: float = 1.0,
     on_failure: float | None = 0.0,
 ) -> Callable[[Batch], list[Scored]]:
-    """A reward for completions that match a regular expression, in which `.` also matches newlines;
-    any other gives 0.
+    """Build a reward for completions that match a regular expression, in which `.` also matches
+    newlines; any other completion gives 0.
 
     Args:
-        regex: the expression, as `re` of Python has it.
+        regex: the expression, in the syntax of Python's `re`.
         where: "whole": the whole completion matches; "begin": its beginning; "anywhere": a part.
-        reward: for a match.
-        on_failure: the reward of a completion for which the expression took too long; None: it does
-            not apply.
+        reward: the reward of a match.
+        on_failure: the reward of a completion for which the expression took too long; None: the
+            reward does not apply.
     """
     workers = required(pool, "pattern")
     if where not in WHERE:
@@ -47,7 +47,7 @@ def pattern(
         re.compile(regex, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"pattern.regex={regex!r} is no regular expression ({error}). Mend it; `re` of Python "
+            f"pattern.regex={regex!r} is no regular expression ({error}). Correct it; `re` of Python "
             "says how they are written."
         ) from error
 

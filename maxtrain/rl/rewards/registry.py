@@ -1,4 +1,4 @@
-"""Rewards by name, and several of them over a batch."""
+"""Registry of rewards by name, and sets of rewards that score a batch."""
 
 import collections
 import functools
@@ -22,7 +22,7 @@ from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.verify import CORRECT, SKIPPED
 from maxtrain.rl.rewards.workers import RewardWorkers
 
-# Names that stand for several rewards, which may also be named one by one: gsm8k.correctness.
+# Names of several rewards, which may also be named one by one: gsm8k.correctness.
 PROFILES: dict[str, dict[str, Reward]] = {
     "gsm8k": {
         "correctness": gsm8k.correctness,
@@ -42,7 +42,7 @@ PROFILES: dict[str, dict[str, Reward]] = {
         )
     },
 }
-# Those that are made with options and run in this process, and those that run in the pool.
+# Rewards with options that run in this process, and rewards that run in the pool.
 SIMPLE: dict[str, Callable[..., Reward]] = {
     "exact": exact,
     "length": length,
@@ -54,8 +54,8 @@ POOLED: dict[str, Callable[..., Callable[[Batch], list[Scored]]]] = {
     "code": code,
 }
 
-# Those of ours that tell whether an answer is right. What is wrong gets 0, but for `math`, whose
-# options may say otherwise: there the outcome tells.
+# Built-in rewards that decide whether an answer is correct. A wrong answer gets 0, except with
+# options of `math`, whose outcome decides instead.
 _MATH = "math"
 VERIFYING = (
     "exact",
@@ -66,12 +66,12 @@ VERIFYING = (
 )
 
 
-# Outcomes of rows that a reward could not judge, which is no fault of the completion.
+# Outcomes of rows that a reward could not judge, for reasons other than the completion.
 FAILURES = (workers.ERROR, workers.TIMEOUT, workers.CRASH, workers.SKIPPED, INVALID)
 
 
 class NamedReward(NamedTuple):
-    """A reward with its name in records, its weight, and whether it tells if answers are right."""
+    """A reward with its name in records, its weight, and whether it verifies answers."""
 
     name: str
     score: Callable[[Batch], list[Scored]]
@@ -80,23 +80,24 @@ class NamedReward(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """The outcome of a reward for one row, and what the reward says about it; mostly nothing."""
+    """The outcome of a reward for one row, with its detail text, which is mostly empty."""
 
     outcome: str
     detail: str
 
 
 class Scores(NamedTuple):
-    """Rewards of a batch of N rows by R rewards.
+    """The rewards of a batch of N rows by R rewards.
 
-    values: NaN where a reward does not apply.
-    names: of the rewards.
-    weights: of the rewards.
-    outcomes: by the name of a reward, how many rows had which outcome.
-    details: by the name of a reward, the first words about what went wrong, if anything did.
-    right: 1 where every reward that verifies and applies calls the answer right, else 0; NaN where
-        there is none.
-    judgements: for each reward, in the order of `names`, its judgement of each row.
+    Attributes:
+        values: NaN if a reward does not apply.
+        names: names of the rewards.
+        weights: weights of the rewards.
+        outcomes: number of rows with each outcome, by the name of a reward.
+        details: first text about a problem, if there was one, by the name of a reward.
+        right: 1 if every applicable verifying reward calls the answer correct, else 0; NaN if there
+            is none.
+        judgements: the judgement of each row, for each reward in the order of `names`.
     """
 
     values: Float[np.ndarray, "R N"]
@@ -109,18 +110,19 @@ class Scores(NamedTuple):
 
 
 class RewardSet:
-    """Several rewards.
+    """A set of rewards that scores batches.
 
     Args:
-        names: names of ours (`names_of_ours`), or dotted paths of users' functions,
+        names: built-in names (`names_of_ours`), or dotted paths of users' functions,
             `package.module:function` or `package.module.function`.
-        options: keyword arguments of a reward, by the name that it has in `names`.
-        weights: one for each of `names`; None: 1 each. That of a profile is of each of its rewards.
-        pool: where `math`, `pattern`, `code` and rewards of users run.
-        num_generations: rows of a group, which follow each other.
+        options: keyword arguments of a reward, by its name in `names`.
+        weights: one for each of `names`; None: 1 each. The weight of a profile applies to each of
+            its rewards.
+        pool: the processes of `math`, `pattern`, `code` and users' rewards.
+        num_generations: rows of a group, which are consecutive.
 
     Raises:
-        ConfigError: a name, an option or a weight makes no sense.
+        ConfigError: a name, an option or a weight is invalid.
     """
 
     def __init__(
@@ -151,13 +153,13 @@ class RewardSet:
             )
 
     def check(self, columns: Sequence[str] | None = None) -> None:
-        """Check what can only be found out by running it. Call it before a run begins.
+        """Run the checks that need the rewards themselves. Call it before a run begins.
 
         Args:
             columns: names of the columns of the dataset; None: they are not known.
 
         Raises:
-            ConfigError: the function of a user cannot be imported, or requires an argument that is
+            ConfigError: a user's function cannot be imported, or requires an argument that is
                 neither a standard one nor a column; or this machine cannot confine the programs of
                 `code`.
         """
@@ -174,11 +176,11 @@ class RewardSet:
         completion_ids: list[list[int]],
         columns: Mapping[str, list],
     ) -> Scores:
-        """The rewards of the rows.
+        """Score the rows.
 
         Raises:
-            ConfigError: a column is missing, or has not as many entries as there are rows.
-            DataError: a reward returned what is no list of as many numbers.
+            ConfigError: a column is missing, or does not have one entry for each row.
+            DataError: a reward did not return a list with one number for each row.
         """
         batch = Batch(prompts, completions, completion_ids, columns)
         _check_rows(batch)
@@ -194,10 +196,10 @@ class RewardSet:
             row[:] = [np.nan if each.value is None else each.value for each in found]
             judgements.append([Judgement(each.outcome, each.detail) for each in found])
             outcomes[reward.name] = dict(collections.Counter(each.outcome for each in found))
-            said = [each.detail for each in found if each.detail and each.outcome in FAILURES]
-            said += [each.detail for each in found if each.detail]
-            if said:
-                details[reward.name] = said[0]
+            texts = [each.detail for each in found if each.detail and each.outcome in FAILURES]
+            texts += [each.detail for each in found if each.detail]
+            if texts:
+                details[reward.name] = texts[0]
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
         right = _right(verdicts, len(completions))
@@ -205,7 +207,7 @@ class RewardSet:
 
 
 def failures(scores: Scores) -> dict[str, int]:
-    """How many rows each reward could not judge, by the names of rewards that have any."""
+    """Return how many rows each reward could not judge, for rewards with such rows."""
     found = {}
     for name, outcomes in scores.outcomes.items():
         count = sum(outcomes.get(outcome, 0) for outcome in FAILURES)
@@ -215,9 +217,9 @@ def failures(scores: Scores) -> dict[str, int]:
 
 
 def require_rewards(scores: Scores, what: str) -> None:
-    """DataError: no reward applies to any row, so that there is nothing to learn from.
+    """Raise a DataError if no reward applies to any row, so that there is no learning signal.
 
-    What `on_failure` gives to rows whose call failed is no reward in this sense.
+    Rows that got `on_failure` because their call failed do not count as rewarded.
 
     Args:
         what: the rows, for the message.
@@ -243,29 +245,30 @@ def require_rewards(scores: Scores, what: str) -> None:
 
 
 def names_of_ours() -> list[str]:
-    """All names that are no dotted paths of users."""
+    """Return the names of all built-in rewards."""
     parts = [f"{profile}.{part}" for profile, parts in PROFILES.items() for part in parts]
     return [*PROFILES, *parts, *SIMPLE, *POOLED]
 
 
 def _verdict(name: str, scored: Scored) -> float:
-    """1 for what a verifying reward calls right, 0 for what is wrong; NaN: it can't say."""
+    """Return 1 if a verifying reward calls the answer correct, 0 if wrong, NaN if it cannot
+    decide."""
     is_math = name == _MATH
     if scored.value is None and not is_math:
         return np.nan
-    # Without a gold there is a value of None, and nothing went wrong.
+    # Without a gold answer the value is None, and nothing went wrong.
     if is_math and scored.outcome in (SKIPPED, OK):
         return np.nan
     if is_math:
         return float(scored.outcome == CORRECT)
-    # What a user's call that failed is worth says nothing of the answer.
+    # The value of a failed user's call says nothing about the answer.
     if name not in names_of_ours() and scored.outcome != OK:
         return np.nan
     return float(scored.value != 0)
 
 
 def _right(verdicts: list[list[float]], rows: int) -> np.ndarray:
-    """Whether all verdicts that there are call an answer right; see `Scores`."""
+    """Return whether all known verdicts call each answer correct; see `Scores`."""
     if not verdicts:
         return np.full(rows, np.nan)
     of_rewards = np.array(verdicts, np.float64)
@@ -275,13 +278,14 @@ def _right(verdicts: list[list[float]], rows: int) -> np.ndarray:
 
 
 def _is_ours(name: str) -> bool:
+    """Return whether a name is that of a built-in reward."""
     return name in names_of_ours()
 
 
 def _made(
     name: str, options: Mapping[str, Any], pool: RewardWorkers | None, num_generations: int
 ) -> list[tuple[str, Callable[[Batch], list[Scored]]]]:
-    """The rewards that a name stands for, each with its own name."""
+    """Build the rewards that a name stands for, each with its own name."""
     profile, _, part = name.partition(".")
     if _is_ours(name) and profile in PROFILES:
         if options:
@@ -312,6 +316,7 @@ def _scored_here(name: str, reward: Reward, batch: Batch) -> list[Scored]:
 def _check(
     names: Sequence[str], options: Mapping[str, Mapping[str, Any]], weights: Sequence[float]
 ) -> None:
+    """Raise a ConfigError if a name, an option or a weight is invalid."""
     if not names:
         raise ConfigError("there is no reward. Name one, such as gsm8k.")
     for name in names:
@@ -327,7 +332,7 @@ def _check(
         )
     if len(weights) != len(names):
         raise ConfigError(
-            f"there are {len(weights)} weights for {len(names)} rewards: one for each is wanted. "
+            f"there are {len(weights)} weights for {len(names)} rewards: there must be one for each. "
             "Set as many, or none for 1 each."
         )
 
@@ -335,7 +340,7 @@ def _check(
 def _check_options(
     name: str, factory: Callable, options: Mapping[str, Any], given: tuple[Any, ...]
 ) -> None:
-    """ConfigError: a reward does not take these options, or lacks one."""
+    """Raise a ConfigError if a reward does not accept these options, or lacks one."""
     signature = inspect.signature(factory)
     try:
         signature.bind(*given, **options)
@@ -347,6 +352,7 @@ def _check_options(
 
 
 def _check_rows(batch: Batch) -> None:
+    """Raise a ConfigError if a column does not have one entry for each row."""
     rows = len(batch.completions)
     lists = {"prompts": batch.prompts, "completion_ids": batch.completion_ids}
     for name in batch.columns:

@@ -1,9 +1,9 @@
-"""Rewards of users, by a dotted path: they run in the pool, so that one that hangs or crashes costs
-its own rows only.
+"""Rewards of users, by dotted path: they run in the pool, so that a hang or crash affects its own
+rows only.
 
 They are called as TRL calls them: all arguments are keywords, and completions of conversational
 prompts are lists of one message. Differences: `trainer_state` and other arguments that only a
-trainer of TRL has are not there, and a function gets only what it has a parameter for.
+trainer of TRL has are missing, and a function gets only the arguments that it has parameters for.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from maxtrain.rl.rewards.workers import ERROR, RewardWorkers
 
 CALL = "maxtrain.rl.rewards.user:call"
 BY = ("item", "group")
-# Seconds in which a function that is imported already says what its parameters are.
+# Seconds in which an imported function must report its parameters.
 _CHECK_SECONDS = 60.0
 _REFUSED = "refused"
 _PARAMETERS = "maxtrain.rl.rewards.user:required_parameters"
@@ -27,14 +27,14 @@ _STANDARD = ("prompts", "completions", "completion_ids")
 
 
 def call(path: str, batch: tuple) -> list:
-    """In a worker: the rewards of some rows, as ["ok", [[value, outcome, detail], ...]], or what is
-    wrong with what the function returned, as ["refused", message]."""
+    """Return the rewards of some rows, as ["ok", [[value, outcome, detail], ...]], or what is wrong
+    with the return value, as ["refused", message]. Runs in a worker."""
     reward = load_function(path)
     rows = Batch(*batch)
     returned = reward(**_arguments(reward, rows))
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
-    # An array of numpy, or of another package that has this.
+    # An array of numpy or of a similar package.
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     try:
@@ -44,12 +44,12 @@ def call(path: str, batch: tuple) -> list:
 
 
 def required_parameters(path: str) -> list[str]:
-    """In a worker: the parameters without a default of a function. Those that are positional only
-    have a slash behind them, since no function with one can be called by keywords."""
+    """Return the parameters without a default of a function. Positional-only ones have a trailing
+    slash, since rewards are called by keywords. Runs in a worker."""
     try:
         parameters = inspect.signature(load_function(path)).parameters.values()
     except ValueError:
-        # A function that is written in C may not say.
+        # A function written in C may not have a signature.
         return []
     found = []
     for each in parameters:
@@ -60,7 +60,7 @@ def required_parameters(path: str) -> list[str]:
 
 
 def check(path: str, pool: RewardWorkers, columns: Sequence[str] | None = None) -> None:
-    """ConfigError: a worker cannot import the function of a path, or the function requires an
+    """Raise a ConfigError if a worker cannot import a function, or the function requires an
     argument that it will not get.
 
     Args:
@@ -87,7 +87,7 @@ def check(path: str, pool: RewardWorkers, columns: Sequence[str] | None = None) 
 
 
 def _arguments(reward: Callable[..., Any], rows: Batch) -> dict[str, Any]:
-    """The arguments that a function takes, as TRL gives them."""
+    """Return the arguments that a function takes, as TRL passes them."""
     completions: list[Any] = []
     for prompt, text in zip(rows.prompts, rows.completions, strict=True):
         if isinstance(prompt, str):
@@ -114,25 +114,25 @@ def user(
     seconds: float | None = None,
     verifies: bool = False,
 ) -> Callable[[Batch], list[Scored]]:
-    """The reward of a dotted path. What the function prints is lost, unless it goes to stderr.
+    """Build the reward of a dotted path. What the function prints is lost, unless it goes to
+    stderr.
 
     Args:
         num_generations: rows of a group.
-        by: "item": each call of the function has one row, and each row its own limit; "group": each
-            call has the rows of one prompt, so that the function can compare them, and all of them
-            share their limits.
+        by: "item": each call has one row, and each row its own time limit; "group": each call has
+            the rows of one prompt, so that the function can compare them, and they share their
+            limits.
         on_failure: the reward of rows whose call took too long, crashed or raised an exception;
-            None: it does not apply to them.
-        seconds: limit of a row; None: that of the pool.
-        verifies: the function tells whether an answer is right: it gives 0 to one that is wrong,
-            and something else to one that is right. Records of training and evaluations count that
-            as accuracy.
+            None: the reward does not apply to them.
+        seconds: time limit of a row; None: that of the pool.
+        verifies: whether the function verifies answers: it returns 0 for a wrong answer, and
+            another number for a correct one. Training records and evaluations report this as
+            accuracy.
 
-    Raises, when it is called:
-        DataError: the function returned something else than a list of as many numbers (or None) as
-            rows. NaN and infinite numbers count as "invalid" and do not apply.
+    Raises, when it is called: DataError: the function did not return a list with one number or None
+        for each row. NaN and infinite numbers count as "invalid" and do not apply.
     """
-    # Of the values, not of the calls: see RewardSet.
+    # RewardSet reads this option; calls do not need it.
     del verifies
     workers = required(pool, path)
     if by not in BY:

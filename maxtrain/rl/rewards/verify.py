@@ -1,11 +1,11 @@
-"""Is this answer that one?
+"""Verification of answers against the gold answers of a dataset.
 
 1. The answer is extracted by a policy (answers.py).
 2. Numbers are compared exactly, in this process (numerals.py), and so are texts.
-3. What remains goes to math-verify (math_check.py), in a pool whose processes are killed when their
-   time is over (workers.py), unless guards.py refuses it.
+3. The rest goes to math-verify (math_check.py), in a pool whose processes are killed at their time
+limit (workers.py), unless guards.py refuses it.
 
-Without a pool, the third part is "skipped"; nothing here raises because of what a model wrote.
+Without a pool, the third part is "skipped". Nothing here raises because of what a model wrote.
 """
 
 import collections
@@ -23,31 +23,31 @@ from maxtrain.rl.rewards.workers import RewardWorkers
 
 CORRECT = math_check.CORRECT
 WRONG = math_check.WRONG
-# No answer was found, or it is no mathematics, or guards refused it.
+# No answer was found, it is no mathematics, or guards refused it.
 UNPARSABLE = math_check.UNPARSABLE
 TIMEOUT = workers.TIMEOUT
 CRASH = workers.CRASH
-# Nothing was found out: no pool, the deadline, or a gold that cannot be read.
+# The answer was not judged: no pool, the deadline passed, or the gold answer cannot be read.
 SKIPPED = workers.SKIPPED
 OUTCOMES = (CORRECT, WRONG, UNPARSABLE, TIMEOUT, CRASH, SKIPPED)
-# Where a dataset has its answer: in a box of a solution, after ####, or it is all there is.
+# Where a dataset has its answer: in a box of a solution, after ####, or as the whole text.
 GOLD_POLICY = ("boxed", "hash", "all")
 CHECK = "maxtrain.rl.rewards.math_check:check"
 WARM_UP = "maxtrain.rl.rewards.math_check:warm_up"
-# No expression that is asked for is longer, and what reads them may take time that grows faster.
+# Gold expressions are not longer, and the time of parsers may grow faster than the length.
 LONGEST = 300
 _UNIT_AT_THE_END = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}(?:\^\{?[23]\}?)?$")
 
 
 class Verdict(NamedTuple):
-    """One of OUTCOMES, and why."""
+    """One of OUTCOMES, and a reason."""
 
     outcome: str
     detail: str = ""
 
 
 def compare_exactly(gold: str, answer: str) -> Verdict | None:
-    """Compares numbers as numbers and texts as texts; None: it takes mathematics to say.
+    """Compare numbers as numbers and texts as texts; None: the comparison needs mathematics.
 
     A factor of 100 is wrong, with a percent sign or without: 50% is 50.
     """
@@ -69,13 +69,14 @@ def compare_exactly(gold: str, answer: str) -> Verdict | None:
 
 
 class Verifier:
-    """Judges answers.
+    """Verifier of answers.
 
     Args:
-        pool: where math-verify runs, best with preload=(WARM_UP,); None: nowhere.
-        policy: where completions have their answers, see `extract`.
-        gold_policy: where the dataset has them.
-        seconds, deadline: limits of an answer and of a batch; None: those of the pool.
+        pool: the processes of math-verify, best with preload=(WARM_UP,); None: math-verify is not
+            used.
+        policy: where to find the answers in completions, see `extract`.
+        gold_policy: where to find the answers in the dataset.
+        seconds, deadline: time limits of an answer and of a batch; None: those of the pool.
 
     Raises:
         UsageError: there is a pool, but math-verify is not installed.
@@ -102,7 +103,7 @@ class Verifier:
         self._deadline = deadline
 
     def __call__(self, golds: Sequence[str], completions: Sequence[str]) -> list[Verdict]:
-        """A verdict for each completion; equal answers to a question are judged once."""
+        """Return a verdict for each completion; equal answers to a question are judged once."""
         if len(golds) != len(completions):
             raise ConfigError(
                 f"{len(golds)} golds for {len(completions)} completions: there must be one for "
@@ -115,12 +116,12 @@ class Verifier:
         return [verdicts[pair] or found[pair] for pair in pairs]
 
     def _pair(self, gold: str, completion: str) -> tuple[str, str]:
-        """The two answers; "" where there is none."""
+        """Return the gold answer and the given answer; "" for a missing one."""
         expected = extract(gold, self._gold_policy) or ""
         return expected, extract(completion, self._policy) or ""
 
     def _judge(self, gold: str, answer: str) -> Verdict | None:
-        """A verdict without a parser; None: it takes one."""
+        """Return a verdict that needs no parser; None: a parser is needed."""
         if not gold:
             return Verdict(SKIPPED, "there is no gold")
         if not answer:
@@ -151,14 +152,14 @@ class Verifier:
 
 
 def counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """How many there are of each outcome, all of them named."""
+    """Return the number of verdicts of each outcome, including zeros."""
     found = collections.Counter(verdict.outcome for verdict in verdicts)
     return {outcome: found[outcome] for outcome in OUTCOMES}
 
 
 def _verdict(result: workers.Result) -> Verdict:
     if result.outcome == workers.ERROR:
-        # sympy has raised it.
+        # sympy raised an exception.
         return Verdict(UNPARSABLE, result.detail)
     if result.outcome != workers.OK:
         return Verdict(result.outcome, result.detail)
@@ -168,7 +169,7 @@ def _verdict(result: workers.Result) -> Verdict:
 
 
 def _expression(text: str) -> str:
-    """What a parser gets: no delimiters, no percent signs, and numbers as fractions."""
+    """Return the text for a parser: no delimiters, no percent signs, and numbers as fractions."""
     number = read_number(text)
     if number is None:
         return _without_units(text)

@@ -1,13 +1,13 @@
-"""What runs in the processes of a pool: a server that forks workers, and the workers.
+"""The processes of a pool: a server that forks workers, and the workers.
 
-The server is one clean process: it imports what workers need once, so that a worker which was
-killed is replaced in milliseconds. It never runs a reward, hence it always answers, and it notices
-the end of the process that it serves, however that ended; it then kills all its workers. On Linux,
-workers also die with the server, by the kernel.
+The server is one clean process. It imports what workers need once, so that a killed worker is
+replaced in milliseconds. It never runs a reward, so it always answers. It notices any end of the
+process that it serves, and then kills all its workers. On Linux, the kernel also kills workers when
+the server ends.
 
-A worker is the leader of a session of its own, so that what it starts is killed with it. On Linux,
-so is what left that session: processes whose parent has ended become children of the worker, and
-those of a worker that has ended become children of the server, which kills them.
+A worker is the leader of a session of its own, so that its child processes are killed with it. On
+Linux, processes that left the session are killed as well: orphans become children of the worker,
+and those of a dead worker become children of the server, which kills them.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ from maxtrain.rl.rewards.dotted import load_function
 COMMAND = struct.Struct("<cq")
 FORK = b"f"
 KILL = b"k"
-# Its answer: the id of the process that it forked or killed; 0: it could not.
+# The server's answer: the id of the process that it forked or killed; 0: it could not.
 ANSWER = struct.Struct("<q")
-# Seconds between two looks at whether the parent lives.
+# Seconds between checks that the parent is alive.
 _LOOK = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Seconds between two looks for processes that were left, and in which they have to be gone at last.
+# Seconds between searches for leftover processes, and the limit for their end at shutdown.
 _SWEEP = 0.05
 _END_SECONDS = 5.0
-# Characters of a message about an error.
+# Most characters of an error message.
 _DETAIL = 2000
 
 
 def die_with(parent: int) -> None:
-    """On Linux, the kernel kills this process when its parent ends, which is `parent`. Call it in a
-    process that was just started."""
+    """Let the kernel (on Linux) kill this process when its parent ends, which must be `parent`.
+    Call it in a new process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -58,27 +58,27 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """On Linux, descendants whose parent has ended become children of this process."""
+    """Make descendants whose parent has ended children of this process (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _children() -> dict[int, list[int]]:
-    """The children of each process, by the ids of both; empty where there is no /proc."""
+    """Return the children of each process, by process id; empty without /proc."""
     found: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{name}/stat", "rb") as file:
-                # The name of a program, in brackets, may have spaces and brackets.
+                # The name of a program, in brackets, may contain spaces and brackets.
                 parent = int(file.read().rpartition(b")")[2].split()[1])
             found.setdefault(parent, []).append(int(name))
     return found
 
 
 def _descendants(process: int) -> list[int]:
-    """The children of a process, their children, and so on."""
+    """Return the children of a process, their children, and so on."""
     children = _children()
     found = list(children.get(process, []))
     for each in found:
@@ -87,13 +87,14 @@ def _descendants(process: int) -> list[int]:
 
 
 def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
-    """Forks and kills workers as the commands say, until nobody is left to give commands.
+    """Fork and kill workers on command, until the commanding process has ended.
 
     Args:
         fd: the socket of the commands.
-        parent: the process that gives them.
+        parent: the process that sends them.
         preload: modules that are imported before the first worker is forked, or functions
-            (`module:function`) that are called once; what fails is left to workers, which say so.
+            (`module:function`) that are called once; workers report a failure when they import
+            again.
         memory_bytes: the address space of a worker; 0: no limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -102,14 +103,14 @@ def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
     for name in preload:
         with contextlib.suppress(Exception):
             _preload(name)
-    # Collecting garbage in workers would copy the pages of what is here.
+    # Garbage collection in workers would otherwise copy the shared memory pages.
     gc.freeze()
     workers: set[int] = set()
-    # Killed, but perhaps not gone: that takes a while where there is much memory to be freed.
+    # Killed processes that may still exist, because freeing much memory takes a while.
     killed: set[int] = set()
     try:
         while os.getppid() == parent:
-            # What a killed worker leaves behind becomes a child of this process a little later.
+            # Children of a killed worker become children of this process a little later.
             patience = _SWEEP if killed else _LOOK
             ready, _, _ = select.select([control], [], [], patience)
             if ready and not _obey(control, workers, killed, memory_bytes):
@@ -127,7 +128,7 @@ def serve(fd: int, parent: int, preload: list[str], memory_bytes: int) -> None:
 
 
 def _sweep(workers: set[int], killed: set[int]) -> None:
-    """Waits for killed processes, and kills all children of this process that are no workers."""
+    """Wait for killed processes, and kill all children of this process that are no workers."""
     gone = {worker for worker in killed if _is_gone(worker, os.WNOHANG)}
     killed -= gone
     for child in _children().get(os.getpid(), []):
@@ -137,6 +138,7 @@ def _sweep(workers: set[int], killed: set[int]) -> None:
 
 
 def _preload(name: str) -> None:
+    """Import a module, or call a function."""
     if ":" in name:
         load_function(name)()
     else:
@@ -144,7 +146,7 @@ def _preload(name: str) -> None:
 
 
 def _obey(control: socket.socket, workers: set[int], killed: set[int], memory_bytes: int) -> bool:
-    """Does one command. False: there will be no more."""
+    """Execute one command. False: there will be no more commands."""
     message, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
     if len(message) < COMMAND.size:
         return False
@@ -165,7 +167,8 @@ def _obey(control: socket.socket, workers: set[int], killed: set[int], memory_by
 
 
 def _fork(fd: int, control: socket.socket, memory_bytes: int) -> int:
-    """The id of a new worker that talks over the descriptor; 0: the system has no room for it."""
+    """Fork a worker that communicates over the descriptor, and return its id; 0: the system has no
+    room for it."""
     server = os.getpid()
     try:
         worker = os.fork()
@@ -185,10 +188,11 @@ def _fork(fd: int, control: socket.socket, memory_bytes: int) -> int:
 
 
 def _kill(worker: int) -> None:
-    """Kills a worker and what it started. It was not waited for before, so that its id is still its
-    own."""
+    """Kill a worker and its descendants. Nobody has waited for it yet, so its process id is still
+    valid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # It can't start more, nor wait for a process, whose id would then be another one's.
+        # A stopped worker can neither start processes nor reap them, which would let their ids be
+        # reused.
         os.kill(worker, signal.SIGSTOP)
     for process in _descendants(worker):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -199,7 +203,7 @@ def _kill(worker: int) -> None:
 
 
 def _is_gone(worker: int, options: int) -> bool:
-    """Waits for the end of a worker, or with os.WNOHANG only looks."""
+    """Return whether a worker has ended; wait for its end unless os.WNOHANG is given."""
     try:
         pid, _ = os.waitpid(worker, options)
     except ChildProcessError:
@@ -208,7 +212,7 @@ def _is_gone(worker: int, options: int) -> bool:
 
 
 def work(fd: int, memory_bytes: int) -> None:
-    """Answers requests until the other end of the descriptor is closed."""
+    """Answer requests until the other end of the descriptor is closed."""
     os.setsid()
     adopt_orphans()
     if memory_bytes:
@@ -228,10 +232,10 @@ def work(fd: int, memory_bytes: int) -> None:
 
 
 def _answer(request: bytes) -> tuple[str, Any, str]:
-    """An outcome ("ok" or "error"), the value, and what is to be said about an error.
+    """Return an outcome ("ok" or "error"), the value, and a text about an error.
 
-    The answer is JSON, since a worker is not trusted: it deals with what a model wrote. A
-    MemoryError ends the process, in which nothing is certain any more.
+    The answer is JSON, because a worker processes model output and is not trusted. A MemoryError
+    ends the process, whose state is unreliable then.
     """
     functions = []
     try:
@@ -256,11 +260,11 @@ def _has_code(function: Any) -> bool:
 
 
 def _described(error: Exception, files: set[str]) -> str:
-    """An error with the place where it was raised: the last one in these files, if there is one,
-    else the last one of all."""
-    said = "".join(traceback.format_exception_only(error)).strip()
+    """Describe an error with the place where it was raised: the last frame in these files if there
+    is one, else the last frame."""
+    text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename in files] or frames
     if not frames:
-        return said[:_DETAIL]
-    return f"{said[:_DETAIL]} ({frames[-1].filename}, line {frames[-1].lineno})"
+        return text[:_DETAIL]
+    return f"{text[:_DETAIL]} ({frames[-1].filename}, line {frames[-1].lineno})"

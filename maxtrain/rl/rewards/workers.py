@@ -1,9 +1,9 @@
-"""Processes in which functions run that may hang, crash or take all memory: a slow or dead item
-costs only itself.
+"""A pool of processes for functions that may hang, crash or exhaust memory: a slow or dead item
+affects only itself.
 
 A limit is enforced by killing the process, since nothing within Python can end every call: the
-power `9**9**9` is one call of C, which no signal handler and no thread interrupts. How the
-processes are made is in worker_process.py.
+power `9**9**9` is one call of C, which no signal handler and no thread interrupts.
+worker_process.py creates the processes.
 """
 
 import array
@@ -28,22 +28,22 @@ from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import worker_process
 
 OK = "ok"
-# The item took more than its seconds, or the batch's deadline came while it ran.
+# The item exceeded its time limit, or the batch's deadline passed while it ran.
 TIMEOUT = "timeout"
-# The process ended: a signal, no memory, an exit.
+# The process ended: by a signal, lack of memory, or an exit.
 CRASH = "crash"
-# It was never begun: the deadline had come, or there are no processes.
+# The item never started: the deadline had passed, or there are no processes.
 SKIPPED = "skipped"
 # The function raised an exception.
 ERROR = "error"
 
-# Seconds in which the server has to answer; the first time, it imports modules before.
+# Seconds in which the server must answer. Before its first answer it imports modules.
 _ANSWER_SECONDS = 60.0
-# Seconds in which a worker has to import a function.
+# Seconds in which a worker must import a function.
 _LOAD_SECONDS = 60.0
-# Seconds in which a worker that waits for requests has to take one.
+# Seconds in which an idle worker must accept a request.
 _SEND_SECONDS = 5
-# Times in a row that processes may not start before no more are tried.
+# Number of consecutive failed starts after which no more are tried.
 _ATTEMPTS = 3
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from maxtrain.rl.rewards.worker_process import serve; "
@@ -52,8 +52,8 @@ _PROGRAM = (
 
 
 class Result(NamedTuple):
-    """What became of an item: OK, TIMEOUT, CRASH, SKIPPED or ERROR, the value if it is "ok", and
-    words about what went wrong."""
+    """The outcome of an item (OK, TIMEOUT, CRASH, SKIPPED or ERROR), the value if it is OK, and a
+    text about what went wrong."""
 
     outcome: str
     value: Any = None
@@ -65,7 +65,7 @@ class _LostError(Exception):
 
 
 class _Worker:
-    """A process that does one item at a time."""
+    """A process that executes one item at a time."""
 
     def __init__(self, pid: int, connection: Connection):
         self.pid = pid
@@ -77,7 +77,7 @@ class _Worker:
 
 
 class _Server:
-    """The process that forks workers, and kills them."""
+    """The process that forks and kills workers."""
 
     def __init__(self, preload: Sequence[str], memory_bytes: int, passed: Sequence[str]):
         self._control, theirs = socket.socketpair()
@@ -96,7 +96,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=bare_environment(passed),
-                # Ctrl-C goes to this process alone, whose end is noticed.
+                # Ctrl-C reaches this process only; the server notices its end.
                 start_new_session=True,
             )
         except OSError as error:
@@ -107,9 +107,9 @@ class _Server:
         self.close = weakref.finalize(self, _end, self._control, self._process, os.getpid())
 
     def fork(self) -> _Worker:
-        """A new worker."""
+        """Fork a new worker."""
         ours, theirs = socket.socketpair()
-        # A worker that was stopped takes no request, and must not stop this process.
+        # A stopped worker accepts no request, and must not block this process.
         limit = struct.pack("ll", _SEND_SECONDS, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
@@ -123,7 +123,7 @@ class _Server:
         return _Worker(pid, Connection(ours.detach()))
 
     def kill(self, worker: _Worker) -> None:
-        """Kills a worker and what it started."""
+        """Kill a worker and its descendants."""
         worker.connection.close()
         self._ask(worker_process.KILL, worker.pid, [])
 
@@ -145,7 +145,7 @@ class _Server:
 
 
 def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
-    """Ends a server, which ends its workers. A fork of its owner leaves it alone."""
+    """End a server, which ends its workers. In a fork of its owner, leave it alone."""
     control.close()
     if os.getpid() != owner:
         return
@@ -160,20 +160,21 @@ class RewardWorkers:
     """A pool of processes for functions that may hang or crash. Use as `with RewardWorkers() as
     workers:`, or close it; the processes also end with this one, however it ends.
 
-    It never raises because of a process: where none can be started, every item is "skipped". It may
-    be used from several threads, one of which runs at a time.
+    It never raises because of a process: if none can be started, every item is "skipped". Several
+    threads may use it; one runs at a time.
 
     Args:
-        workers: how many items run at once.
-        seconds: limit of an item.
-        deadline: limit of a whole batch, in seconds; what has not begun by then is skipped.
-        memory_bytes: address space of a worker; 0: no limit. Packages of arrays ask for much more
-            than they use.
-        recycle: items after which a worker is replaced, since packages keep what they computed.
+        workers: number of items that run at once.
+        seconds: time limit of an item.
+        deadline: time limit of a whole batch, in seconds; items that have not started by then are
+            skipped.
+        memory_bytes: address space of a worker; 0: no limit. Array packages reserve much more than
+            they use.
+        recycle: items after which a worker is replaced, since packages cache results.
         preload: modules that are imported once for all workers, or functions (`module:function`)
             that are called once. They must not start threads.
-        passed: names of environment variables that workers find, beside those of
-            `bare_environment`: all others, such as keys and tokens, they do not.
+        passed: names of environment variables that workers get, beside those of `bare_environment`;
+            all others, such as keys and tokens, are removed.
     """
 
     def __init__(
@@ -216,23 +217,23 @@ class RewardWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """The workers that are there now."""
+        """Return the process ids of the present workers."""
         return [worker.pid for worker in self._workers]
 
     @property
     def server_pid(self) -> int | None:
-        """The process that forks them, if it was started."""
+        """Return the process id of the server, if it was started."""
         if self._server is None:
             return None
         return self._server._process.pid
 
     def close(self) -> None:
-        """Ends all processes, and the batch of another thread, whose other items are then lost.
-        They start again with the next batch."""
+        """End all processes, and the batch of another thread, whose remaining items are lost. The
+        processes start again with the next batch."""
         self._is_closing = True
         server = self._server
         if server is not None:
-            # Awakens the thread.
+            # This wakes the other thread.
             server.close()
         with self._lock:
             self._drop()
@@ -247,17 +248,17 @@ class RewardWorkers:
         deadline: float | None = None,
         imports: Sequence[str] = (),
     ) -> list[Result]:
-        """Calls a function for each item, several at once.
+        """Call a function for each item, several at once.
 
         Args:
-            function: its dotted path.
+            function: the dotted path of the function.
             items: the arguments of each call, of types that can be pickled.
-            seconds, deadline: limits; None: those of the pool. Importing the function is no part of
-                an item's seconds.
-            imports: dotted paths of other functions that are imported with it.
+            seconds, deadline: time limits; None: those of the pool. Importing the function does not
+                count against an item's limit.
+            imports: dotted paths of other functions that are imported with the function.
 
         Returns:
-            A result for each item, in their order. Values are what JSON has.
+            A result for each item, in their order. Values are JSON values.
         """
         seconds = seconds or self.seconds
         with self._lock:
@@ -279,10 +280,11 @@ class RewardWorkers:
             return batch.finished(self._lost)
 
     def _busy(self) -> list[_Worker]:
+        """Return the workers that are executing an item or an import."""
         return [worker for worker in self._workers if worker.ends]
 
     def _start(self) -> None:
-        """All workers are there; otherwise `_lost` says why not."""
+        """Start all missing workers; on failure, set `_lost` to the reason."""
         if self._failures >= _ATTEMPTS:
             return
         self._lost = ""
@@ -296,12 +298,14 @@ class RewardWorkers:
             self._fail(error)
 
     def _fail(self, error: _LostError) -> None:
-        """After this, there are no processes until the next batch, or never again."""
+        """Record a failure: there are no processes until the next batch, or never again after
+        several failures."""
         self._failures += 1
         self._drop()
         self._lost = str(error)
 
     def _drop(self) -> None:
+        """Forget all workers, and end the server."""
         for worker in self._workers:
             worker.connection.close()
         self._workers = []
@@ -310,7 +314,7 @@ class RewardWorkers:
             self._server = None
 
     def _replace(self, worker: _Worker) -> None:
-        """A new worker instead of this one, which is killed. _LostError: the server has ended."""
+        """Kill a worker and fork a new one. Raise a _LostError if the server has ended."""
         assert self._server is not None
         self._workers.remove(worker)
         self.replaced += 1
@@ -318,7 +322,8 @@ class RewardWorkers:
         self._workers.append(self._server.fork())
 
     def _recover(self, batch: "_Batch", error: _LostError) -> None:
-        """The server has ended, and with it what its workers did: all of them start anew."""
+        """Start the server and all workers anew after the server has ended, and record the lost
+        items."""
         for worker in self._busy():
             if worker.item is not None:
                 batch.note(worker.item, Result(CRASH, detail=str(error)))
@@ -331,7 +336,7 @@ class RewardWorkers:
         self._start()
 
     def _hand_out(self, batch: "_Batch", now: float) -> None:
-        """Gives what is waiting to workers that have nothing to do."""
+        """Give waiting items to idle workers."""
         for worker in list(self._workers):
             if worker.ends or not batch.waiting:
                 continue
@@ -349,12 +354,13 @@ class RewardWorkers:
             try:
                 worker.connection.send_bytes(batch.request(arguments))
             except OSError:
-                # It had died, or was stopped, before it got the item, which another one may do.
+                # The worker died or was stopped before it got the item, so another worker may
+                # execute it.
                 batch.give_back(worker.item)
                 self._replace(worker)
 
     def _collect(self, batch: "_Batch", limit: float) -> None:
-        """Waits until a worker is ready, has died, or is out of time, and notes what it did."""
+        """Wait until a worker is ready, dead or out of time, and record its result."""
         busy = self._busy()
         if not busy:
             return
@@ -382,11 +388,12 @@ class RewardWorkers:
         worker.item = None
 
     def _kill(self, worker: _Worker, batch: "_Batch", result: Result) -> None:
+        """Record the result of a worker's item, and replace the worker."""
         batch.note(worker.item, result)
         self._replace(worker)
 
     def _interrupt(self, batch: "_Batch") -> None:
-        """The deadline has come: what still runs is killed."""
+        """Kill what still runs when the deadline has passed."""
         for worker in self._busy():
             if worker.item is not None:
                 batch.note(worker.item, Result(TIMEOUT, detail="the batch's deadline came"))
@@ -398,10 +405,10 @@ class RewardWorkers:
 
 
 class _Batch:
-    """The items of one call of `run`, and what became of them."""
+    """The items of one call of `run`, with their results."""
 
     def __init__(self, functions: tuple[str, ...], items: Sequence[tuple], seconds: float):
-        # The one that is called, and those that are imported with it.
+        # The function to call, and those that are imported with it.
         self.functions = functions
         self.items = items
         self.seconds = seconds
@@ -412,12 +419,12 @@ class _Batch:
         self._failed_loads = 0
 
     def request(self, arguments: tuple | None) -> bytes:
-        """What a worker is sent: the arguments of a call; None: the functions are to be
-        imported."""
+        """Return the message to a worker: the arguments of a call; None: only import the
+        functions."""
         return pickle.dumps((self.functions, arguments))
 
     def give_back(self, item: int | None) -> None:
-        """An item that did not reach its worker; twice: it is lost."""
+        """Return an item that did not reach its worker to the queue; the second time it is lost."""
         if item is None:
             return
         if item in self._given_back:
@@ -427,17 +434,18 @@ class _Batch:
         self.waiting.appendleft(item)
 
     def note(self, item: int | None, result: Result) -> None:
-        """What became of an item; None: of importing the function, without which there is nothing
-        to be done."""
+        """Record the result of an item; None: of importing the function, without which no item can
+        run."""
         if item is not None:
             self._results[item] = result
             return
         self._failed_loads += 1
-        # A worker that was killed while it imported says nothing about the function.
+        # A worker that was killed during an import says nothing about the function.
         if result.outcome == ERROR or self._failed_loads >= _ATTEMPTS:
             while self.waiting:
                 self._results[self.waiting.popleft()] = result
 
     def finished(self, lost: str) -> list[Result]:
+        """Return the results of all items; those without a result were skipped."""
         skipped = Result(SKIPPED, detail=lost or "the batch's deadline came before it")
         return [result or skipped for result in self._results]

@@ -204,7 +204,7 @@ def test_what_makes_no_sense_is_refused(given, mend):
 @pytest.mark.parametrize(
     ("options", "mend"),
     [
-        ({"pattern": {"regex": "("}}, "Mend it; `re` of Python"),
+        ({"pattern": {"regex": "("}}, "Correct it; `re` of Python"),
         ({"pattern": {"regex": "a", "where": "end"}}, "Set it to whole, begin, anywhere"),
         ({f"{HERE}:brevity": {"by": "batch"}}, "Set it to item or group"),
     ],

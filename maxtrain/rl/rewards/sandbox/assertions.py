@@ -1,7 +1,7 @@
-"""Tests that are Python: which names of the program they use, and whether they can be judged.
+"""Tests in Python: which names of the program they use, and whether they can be judged.
 
-The decision depends on the tests alone, never on what a program does. Otherwise a program that
-would fail could choose not to be judged.
+The decision depends on the tests alone, never on the behaviour of a program. Otherwise a failing
+program could choose not to be judged.
 """
 
 import ast
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 # Modules under which tests import the program.
 _PROGRAM_MODULES = ("solution", "main", "program")
-# What tests use without importing it: programs often import it. The judge's own is used, since a
-# program could define one that agrees to everything.
+# Names that tests use without an import, because programs often import them. The judge uses its
+# own, since a program could define an object that equals everything.
 _USUAL = {
     "isclose": ("math", "isclose"),
     "Counter": ("collections", "Counter"),
@@ -27,7 +27,7 @@ _USUAL = {
     **{name: ("typing", name) for name in ("Any", "Dict", "List", "Optional", "Set", "Tuple")},
 }
 _USUAL_MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pytest": "pytest"}
-# They would run data of the program as code in the judge, or expect the program in the same process
+# These would run data of the program as code in the judge, or need the program in the same process
 # and folder.
 _FORBIDDEN_NAMES = frozenset(
     ("eval", "exec", "compile", "globals", "vars", "locals", "__import__", "open", "input")
@@ -69,7 +69,8 @@ class Assertions(NamedTuple):
 
 
 def read_assertions(source: str, entry_point: str | None) -> Assertions:
-    """Return tests that can be judged. UnsupportedTestsError: why they cannot."""
+    """Return tests that can be judged. Raise an UnsupportedTestsError with the reason if they
+    cannot."""
     try:
         tree = ast.parse(source)
         tree = ast.fix_missing_locations(_OwnNames().visit(tree))
@@ -101,7 +102,7 @@ def read_assertions(source: str, entry_point: str | None) -> Assertions:
 
 
 class _OwnNames(ast.NodeTransformer):
-    """Tests that import the program use its names, as if they stood behind it."""
+    """Rewrites tests that import the program, so that they use its names directly."""
 
     def __init__(self) -> None:
         self._modules: set[str] = set()
@@ -126,7 +127,7 @@ class _OwnNames(ast.NodeTransformer):
 
 
 def _free_names(tree: ast.Module) -> set[str]:
-    """Names that are read as globals, and that neither the tests nor Python define."""
+    """Return names that are read as globals, and that neither the tests nor Python define."""
     top = symtable.symtable(ast.unparse(tree), "tests", "exec")
     used: set[str] = set()
     bound: set[str] = set()
@@ -145,7 +146,7 @@ def _free_names(tree: ast.Module) -> set[str]:
 
 
 def _is_module(tree: ast.Module, name: str) -> bool:
-    """Whether every use of a name is of its attributes."""
+    """Return whether a name is only used for its attributes."""
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
     attributes = sum(
         isinstance(node, ast.Attribute)
@@ -173,7 +174,7 @@ def _called_names(tree: ast.Module) -> set[str]:
 
 
 def functions_to_call(tree: ast.Module) -> list[str]:
-    """Functions `test_...` that the tests do not call: pytest would."""
+    """Return the functions `test_...` that the tests do not call, as pytest would."""
     called = _called_names(tree)
     return [
         node.name
@@ -195,7 +196,7 @@ def _is_check(node: ast.AST) -> bool:
 
 
 def _refuse(tree: ast.Module) -> None:
-    """UnsupportedTestsError: the tests need the program in their own process."""
+    """Raise an UnsupportedTestsError if the tests need the program in their own process."""
     modules = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -236,10 +237,11 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _refuse_objects(tree: ast.Module, names: set[str]) -> None:
-    """UnsupportedTestsError: objects of the program's classes are compared or calculated with.
+    """Raise an UnsupportedTestsError if the tests compare or calculate with objects of the
+    program's classes.
 
-    Their class says what is equal, so only the program could tell. Classes are recognised by their
-    names, such as `Point`.
+    The class of an object defines equality, so the program would judge itself. Classes are
+    recognised by their names, such as `Point`.
     """
     classes = {name for name in names if _CLASS.match(name)}
     for node in ast.walk(tree):
@@ -260,7 +262,7 @@ def _refuse_objects(tree: ast.Module, names: set[str]) -> None:
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
-    """Expressions whose class decides what a comparison or a calculation gives."""
+    """Return the expressions whose class decides the result of a comparison or calculation."""
     match node:
         case ast.Compare(left=left, ops=ops, comparators=right):
             if all(isinstance(op, ast.Is | ast.IsNot) for op in ops):

@@ -1,10 +1,9 @@
-"""Taking the rights of a process away, on Linux: files, network, other processes, memory.
+"""Confinement of a process on Linux: files, network, other processes, memory.
 
-`NAMESPACES`: the zygote enters namespaces of its own for users, mounts, network and IPC, whose root
-has only Python and system libraries, read-only. Each process gets a folder in memory of limited
-size. `LANDLOCK`: Landlock lets a process read the same files and write to one folder, whose size
-the runner watches. Either comes with the filter of system calls in seccomp.py. `NOTHING` is for
-`unsafe` alone.
+`NAMESPACES`: the zygote enters its own user, mount, network and IPC namespaces, whose root has only
+Python and system libraries, read-only. Each process gets an in-memory folder of limited size.
+`LANDLOCK`: Landlock lets a process read the same files and write to one folder, whose size the
+runner watches. Both come with the system call filter of seccomp.py. `NOTHING` is for `unsafe` only.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ FOLDER_BYTES = 64 << 20
 FOLDER_ENTRIES = 4096
 _FILE_BYTES = 16 << 20
 _OPEN_FILES = 64
-# Where a process in a mount namespace has its folder.
+# The folder of a process in a mount namespace.
 FOLDER = "/program"
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -84,7 +83,8 @@ def readable_paths() -> list[str]:
 
 
 def enter_namespaces() -> None:
-    """Move this process into namespaces of its own. OSError: the system does not allow it."""
+    """Move this process into namespaces of its own. Raise an OSError if the system does not allow
+    it."""
     flags = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC
     uid, gid = os.getuid(), os.getgid()
     paths = readable_paths()
@@ -93,7 +93,7 @@ def enter_namespaces() -> None:
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    # Any folder can carry the new root: what it hides is hidden from this process alone.
+    # Any folder can carry the new root, because the mount is visible to this process only.
     root = "/dev"
     files = [(path, _opened(path)) for path in (*paths, *_DEVICES) if os.path.exists(path)]
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
@@ -125,17 +125,17 @@ def landlock_abi() -> int:
 
 
 def confine(kind: str, folder: str, seconds: float, memory_bytes: int, filter_: bytes) -> None:
-    """Take the rights of this process away for good.
+    """Drop the rights of this process permanently.
 
     Args:
         kind: NAMESPACES, LANDLOCK or NOTHING.
-        folder: what it may write to; with NAMESPACES, FOLDER.
+        folder: the writable folder; with NAMESPACES, FOLDER.
         seconds: limit of CPU time, rounded up.
         memory_bytes: limit of the address space.
         filter_: the filter of system calls.
 
     Raises:
-        OSError: something of it is not possible.
+        OSError: a part of the confinement is not possible.
     """
     if kind == NAMESPACES:
         os.unshare(os.CLONE_NEWNS)
@@ -172,7 +172,7 @@ def _restrict_files(folder: str) -> None:
                 rights &= _READ_FILE | _WRITE_FILE
             _call(_LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
             os.close(fd)
-    # Landlock asks for this, or for a capability.
+    # Landlock requires this or a capability.
     _check(_libc().prctl(38, *map(ctypes.c_ulong, (1, 0, 0, 0))), "PR_SET_NO_NEW_PRIVS")
     _call(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
@@ -194,7 +194,7 @@ def _limit(seconds: float, memory_bytes: int, strict: bool) -> None:
             limit = min(limit, most - (which == resource.RLIMIT_CPU))
         hard = limit
         if which == resource.RLIMIT_CPU:
-            # At the soft limit comes SIGXCPU, which tells what has happened.
+            # At the soft limit the process gets SIGXCPU, which identifies the cause.
             hard += 1
         try:
             resource.setrlimit(which, (limit, hard))

@@ -1,7 +1,7 @@
-"""The forms in which datasets write tests of programs, and what they become.
+"""The formats of program tests in datasets, and their conversion.
 
-`Assertions` are Python, as of MBPP and HumanEval; `Calls` are arguments and results of a function,
-and `Scripts` what a program reads and prints, as of APPS, CodeContests and LiveCodeBench.
+`Assertions` are Python, as in MBPP and HumanEval. `Calls` are arguments and results of a function,
+and `Scripts` are inputs and outputs of a program, as in APPS, CodeContests and LiveCodeBench.
 """
 
 import json
@@ -14,7 +14,7 @@ _NAMES = ("fn_name", "func_name", "entry_point")
 
 
 class Assertions(NamedTuple):
-    """Tests that are Python, and the function for `check(candidate)`."""
+    """Tests in Python, and the function for `check(candidate)`."""
 
     tests: str
     entry_point: str | None
@@ -24,7 +24,8 @@ class Calls(NamedTuple):
     """Cases of a function: its arguments, and the result.
 
     Attributes:
-        may_be_wrapped: every result is a list of one element, which may stand for the element.
+        may_be_wrapped: whether every result is a list of one element, which may stand for the
+            element.
     """
 
     name: str
@@ -33,17 +34,17 @@ class Calls(NamedTuple):
 
 
 class Scripts(NamedTuple):
-    """Cases of a program: what it reads, and what it prints."""
+    """Cases of a program: its input, and its output."""
 
     cases: list[tuple[str, str]]
 
 
 class NoTestsError(ValueError):
-    """A value is in none of the forms."""
+    """The value has none of the formats."""
 
 
 def read_tests(value: Any, entry_point: str | None) -> Assertions | Calls | Scripts:
-    """Return the tests of a row. NoTestsError: the value is in none of the forms."""
+    """Return the tests of a row. Raise a NoTestsError if the value has none of the formats."""
     if isinstance(value, str):
         text = value.lstrip()
         if not text.startswith(("{", "[")):
@@ -63,7 +64,7 @@ def read_tests(value: Any, entry_point: str | None) -> Assertions | Calls | Scri
 
 
 def _joined(cases: Sequence[Mapping[str, Any]], entry_point: str | None) -> Calls | Scripts:
-    """A list of cases, each with an input and an output."""
+    """Convert a list of cases, each with an input and an output."""
     merged: dict[str, Any] = {"inputs": [], "outputs": []}
     kinds = set()
     for case in cases:
@@ -105,7 +106,7 @@ def _one_of(value: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """What a program reads or prints: a text, or its lines."""
+    """Return the input or output of a program: a text, or joined lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
@@ -114,7 +115,8 @@ def _text(value: Any) -> str:
 
 
 def _call(arguments: Any, result: Any) -> tuple[list, Any]:
-    """A case of a function. In texts, each line is an argument in JSON, as in LiveCodeBench."""
+    """Return a case of a function. In texts, each line is an argument in JSON, as in
+    LiveCodeBench."""
     try:
         if isinstance(arguments, str):
             arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
@@ -128,8 +130,8 @@ def _call(arguments: Any, result: Any) -> tuple[list, Any]:
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs are equal, but for white space at the ends of lines and for empty lines
-    at the end."""
+    """Return whether two outputs are equal, except for white space at line ends and empty lines at
+    the end."""
     return _lines(printed) == _lines(expected)
 
 

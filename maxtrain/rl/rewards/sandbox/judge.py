@@ -1,8 +1,9 @@
-"""The judge: a process that runs tests, calls the program in another process, and tells a verdict.
+"""The judge: a process that runs tests, calls the program in another process, and reports a
+verdict.
 
-Tests see stand-ins for the program's functions and objects. What a call returns is plain data of
-exactly the built-in types, or a `Proxy`, which is equal to nothing but itself. The tests come with
-the dataset, so that this process is confined like that of the program.
+Tests see stand-ins for the program's functions and objects. A call returns plain data of exactly
+the built-in types, or a `Proxy`, which equals nothing but itself. The tests come from the dataset,
+so this process is confined like that of the program.
 """
 
 import ast
@@ -36,7 +37,8 @@ PASSED = "passed"
 FAILED = "failed"
 UNSUPPORTED = "unsupported_tests"
 
-# Descriptors: of the runner, which sends the tests and gets the verdict, and of the program.
+# File descriptors of the sockets to the runner, which sends the tests and gets the verdict, and to
+# the program.
 _RUNNER = 3
 _PROGRAM = 4
 _DETAIL = 2000
@@ -45,11 +47,11 @@ _TOLERANCE = 1e-6
 
 
 class Stop(BaseException):
-    """Ends the tests, which must not be able to go on: there is a verdict already."""
+    """Exception that ends the tests when there is a verdict; tests must not be able to continue."""
 
 
 def serve() -> int:
-    """Judge once; returns the exit status."""
+    """Judge once, and return the exit status."""
     runner = socket.socket(fileno=_RUNNER)
     job = receive(runner)
     verdict = UNSUPPORTED, ""
@@ -92,7 +94,7 @@ def _run_assertions(channel: "_Channel", tests: Assertions, job: dict[str, Any])
         imported = importlib.import_module(package)
         names[name] = getattr(imported, attribute) if attribute else imported
     names.update(channel.request("names", tests.names))
-    # The cases are run below, by a name that tests may have.
+    # The test cases are run below, under any name that the tests use.
     unittest.main = unittest.TestProgram = lambda *_, **__: None  # type: ignore
     code = compile(tests.tree, "tests.py", "exec")
     exec(code, names)
@@ -112,7 +114,7 @@ def _run_assertions(channel: "_Channel", tests: Assertions, job: dict[str, Any])
 
 
 def _import_modules(tests: Assertions) -> None:
-    """UnsupportedTestsError: a module that the tests import is not installed."""
+    """Raise an UnsupportedTestsError if a module that the tests import is not installed."""
     wanted = [package for package, _ in tests.imports.values()]
     for node in tests.tree.body:
         if isinstance(node, ast.Import):
@@ -145,7 +147,7 @@ def _run_methods(cls: type) -> None:
 
 
 def _run_cases(channel: "_Channel", job: dict[str, Any]) -> None:
-    """Calls of a function, each with its arguments and the expected result."""
+    """Call a function with the arguments of each case, and compare the result."""
     for number, (arguments, expected) in enumerate(job["cases"]):
         result = channel.request("case", job["name"], arguments)
         if isinstance(result, Proxy):
@@ -159,7 +161,7 @@ def _run_cases(channel: "_Channel", job: dict[str, Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Tuples as lists, and keys of dicts as texts, as JSON has them."""
+    """Convert tuples to lists, and keys of dicts to texts, as in JSON."""
     if isinstance(value, list | tuple):
         return [_as_json(each) for each in value]
     if isinstance(value, dict):
@@ -176,8 +178,8 @@ def _as_key(key: Any) -> Any:
 
 
 def is_same_json(value: Any, expected: Any) -> bool:
-    """Whether two values of JSON are equal: floats within 1e-6, relative or absolute, and true is
-    not 1."""
+    """Return whether two JSON values are equal: floats within 1e-6, relative or absolute, and true
+    is not 1."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
@@ -199,7 +201,7 @@ def is_same_json(value: Any, expected: Any) -> bool:
 
 
 class _Channel:
-    """Calls of the program in the other process, whose answers nobody trusts."""
+    """Calls of the program in the other process, whose answers are not trusted."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -220,12 +222,12 @@ class _Channel:
             self.fail(str(message.get("failed", "the program ended")))
 
     def fail(self, why: str) -> NoReturn:
-        """The program has failed."""
+        """Record that the program has failed, and stop the tests."""
         self.failure = self.failure or why
         raise Stop
 
     def note(self, error: BaseException) -> None:
-        """The tests ended with an exception."""
+        """Record the exception that ended the tests."""
         if isinstance(error, Stop) and (self.failure or self.unsupported):
             return
         if isinstance(error, UnsupportedTestsError):
@@ -234,7 +236,7 @@ class _Channel:
         self.failure = self.failure or _described(error)
 
     def request(self, do: str, *operands: Any) -> Any:
-        """Let the program do something; returns its value or raises its exception."""
+        """Let the program execute a request; return its value or raise its exception."""
         if self.failure or self.unsupported:
             raise Stop
         encoder = Encoder(self._node)
@@ -245,8 +247,7 @@ class _Channel:
             self.unsupported = str(error)
             raise Stop from None
         except (ValueError, ProtocolError) as error:
-            # Only before the program has returned anything is it certain that the tests are at
-            # fault.
+            # The tests are certainly at fault only before the program has returned anything.
             if self._has_returned:
                 self.fail(str(error))
             self.unsupported = str(error)
@@ -281,7 +282,7 @@ class _Channel:
         return message
 
     def _call_back(self, message: dict[str, Any]) -> None:
-        """The program calls a function of the tests."""
+        """Execute a call of a function of the tests by the program."""
         try:
             decoder = Decoder(message["nodes"], self._value)
             arguments, keywords = (decoder.get(each) for each in message["operands"])
@@ -308,7 +309,7 @@ class _Channel:
             self.fail("the program ended")
 
     def _node(self, value: Any) -> list:
-        """The node of what is not plain data, for the program."""
+        """Return the node of a value that is not plain data, for the program."""
         if isinstance(value, Proxy):
             return ["handle", _handle(value)]
         if isinstance(value, type):
@@ -330,7 +331,7 @@ class _Channel:
         raise UnsupportedTestsError(f"they hand an object ({type(value).__name__}) to the program")
 
     def _value(self, node: list) -> Any:
-        """The value of a node of the program that is not plain data."""
+        """Return the value of a node of the program that is not plain data."""
         kind, argument = node[0], node[1]
         if kind == "builtin" and isinstance(argument, str):
             value = getattr(builtins, argument)
@@ -355,8 +356,8 @@ class _Channel:
     def _exception(
         self, message: dict[str, Any], decoder: Decoder, is_iteration: bool
     ) -> BaseException:
-        """The exception that the program raised: of a class that the tests know, or of a built-in
-        one."""
+        """Return the exception that the program raised: of a class that the tests know, or of a
+        built-in one."""
         arguments = decoder.get(message["arguments"])
         if type(arguments) is not tuple:
             raise ProtocolError("arguments of an exception are none")
@@ -367,7 +368,7 @@ class _Channel:
         else:
             cls = _known_exception(message["raised"])
         if issubclass(cls, StopIteration) and not is_iteration:
-            # It would end `map` and `all(map(...))` early, as if all were well.
+            # StopIteration would end `map` and `all(map(...))` early, as if the tests had passed.
             return RuntimeError("a function of the program raised StopIteration")
         error = cls.__new__(cls)
         error.args = arguments
@@ -377,7 +378,7 @@ class _Channel:
 
 
 class _OfProgram:
-    """An exception whose class the program defined; its attributes are there."""
+    """An exception whose class the program defined; its attributes are in the program."""
 
     of_program: Any = None
 
@@ -391,10 +392,10 @@ class _OfProgram:
 
 
 def _known_exception(classes: list) -> type[BaseException]:
-    """The first class that this process has imported, too."""
+    """Return the first class that this process has imported as well."""
     for module, name, *_ in classes:
         cls = getattr(sys.modules.get(module), name, None)
-        # Those of unittest would skip a test, or end it without a failure.
+        # Exceptions of unittest would skip a test, or end it without a failure.
         package = module.partition(".")[0]
         is_ours = package in sys.stdlib_module_names and package != "unittest"
         if is_ours and isinstance(cls, type) and issubclass(cls, BaseException):
@@ -403,10 +404,10 @@ def _known_exception(classes: list) -> type[BaseException]:
 
 
 class Proxy:
-    """Stands for an object of the program: its attributes, calls, items and iteration.
+    """A stand-in for an object of the program, with its attributes, calls, items and iteration.
 
-    There are no comparisons and no arithmetic: an object that says itself what it is equal to
-    would be equal to everything.
+    It has no comparisons and no arithmetic, because an object of the program could claim to equal
+    everything.
     """
 
     __slots__ = ("__weakref__", "_proxy_channel", "_proxy_handle", "_proxy_name")
@@ -421,7 +422,8 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):
-            # numpy would read memory where these say. Without them, it reads item by item.
+            # numpy would read memory at the given addresses. Without these attributes, it reads
+            # item by item.
             raise AttributeError(name)
         return _request(self, "getattr", name)
 
@@ -493,7 +495,7 @@ def _key(key: Any) -> Any:
 
 
 def _described(error: BaseException) -> str:
-    """An exception with the line of the tests in which it was raised."""
+    """Describe an exception with the line of the tests in which it was raised."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:

@@ -1,4 +1,5 @@
-"""A trial at the start: a program that tries to get out, and must fail at everything."""
+"""A probe at the start: a program that tries to break out of the sandbox, and must fail at
+everything."""
 
 import contextlib
 import os
@@ -16,7 +17,7 @@ from maxtrain.rl.rewards.sandbox.runner import PASSED, ConfinementError, Ran, Sa
 
 _SECONDS = 20.0
 _MEMORY_BYTES = 1 << 29
-# Each function returns where an attack worked, and raises where it did not.
+# Each function returns if an attack worked, and raises if it did not.
 _PROGRAM = """
 import os, socket, threading, time
 paths = {paths!r}
@@ -100,7 +101,7 @@ class Found(NamedTuple):
 
 
 def find_confinement() -> Found:
-    """Return the first kind of confinement from which the program did not get out."""
+    """Return the first kind of confinement that the program could not break out of."""
     if sys.platform != "linux":
         return Found("", f"{sys.platform} has neither namespaces nor Landlock: only Linux has")
     reasons = []
@@ -117,8 +118,8 @@ def find_confinement() -> Found:
 
 
 def attack(kind: str) -> list[str]:
-    """Return what a program could do that it must not. ConfinementError: the machine does not have
-    this kind of confinement."""
+    """Return what a program could do that it must not. Raise a ConfinementError if the machine does
+    not support this kind of confinement."""
     abstract = f"probe-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
         sandbox = stack.enter_context(Sandbox(kind))

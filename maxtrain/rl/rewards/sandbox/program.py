@@ -1,7 +1,7 @@
-"""What runs in the process of a program: the program, and answers to calls of its functions.
+"""The process of a program: it runs the program, and answers calls of its functions.
 
-Nothing here is trusted: the program shares this interpreter, and may change all of it. What it can
-win is to answer calls with other plain data, which it could have returned anyway.
+Nothing here is trusted: the program shares this interpreter, and may change all of it. It can only
+gain the ability to answer calls with other plain data, which it could have returned anyway.
 """
 
 import builtins
@@ -24,12 +24,12 @@ from maxtrain.rl.rewards.sandbox.values import (
 )
 
 SOCKET = 3
-# Characters of an error.
+# Most characters of an error message.
 _DETAIL = 2000
 
 
 def run_script() -> int:
-    """Run a program that reads stdin and writes stdout; returns its exit status."""
+    """Run a program that reads stdin and writes stdout, and return its exit status."""
     with socket.socket(fileno=SOCKET) as connection:
         code = receive(connection)
     try:
@@ -55,7 +55,7 @@ def _exit_status(run: Callable[[], None]) -> int:
 
 
 def serve_functions() -> int:
-    """Run a program, and then call its functions as requests say, until there are no more."""
+    """Run a program, and then call its functions on request, until there are no more requests."""
     connection = socket.socket(fileno=SOCKET)
     code = receive(connection)
     main = _new_main()
@@ -83,7 +83,7 @@ def _new_main() -> types.ModuleType:
 
 
 def _flush() -> None:
-    """Show what was printed: this process is killed once there is a verdict."""
+    """Flush the printed text, because this process is killed once there is a verdict."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
 
@@ -102,7 +102,7 @@ def _text(error: BaseException) -> str:
 
 
 class _Server:
-    """Objects of the program that the judge has handles of, and what is done with them."""
+    """The program's objects that the judge has handles of, and the operations on them."""
 
     def __init__(self, connection: socket.socket, main: types.ModuleType):
         self._connection = connection
@@ -120,7 +120,8 @@ class _Server:
             send(self._connection, self._answer(request))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request: a value or an exception, and containers that have changed."""
+        """Return the answer to a request: a value or an exception, and the containers that have
+        changed."""
         decoder = Decoder(request["nodes"], self._foreign_value)
         operands = [decoder.get(each) for each in request["operands"]]
         containers = decoder.containers

@@ -1,8 +1,8 @@
-"""Runs programs and their tests in confined processes, and tells what came out.
+"""Runs programs and their tests in confined processes, and reports the outcome.
 
 The program and the judge of its tests are two processes. They share one socket, over which the
-judge calls functions of the program; the verdict comes over another one, which the program does
-not have. Of a program that reads stdin, the output is compared here.
+judge calls functions of the program. The verdict comes over another socket, which the program does
+not have. The output of a program that reads stdin is compared in this module.
 """
 
 import collections
@@ -26,20 +26,20 @@ from data_pipeline.base.bare_environment import bare_environment
 from maxtrain.rl.rewards.sandbox import confinement, forms, judge, zygote
 from maxtrain.rl.rewards.sandbox.values import ProtocolError, receive, send
 
-# Outcomes. Of UNSUPPORTED, the tests decide alone.
+# Outcomes. UNSUPPORTED depends on the tests alone.
 PASSED = judge.PASSED
 FAILED = judge.FAILED
 UNSUPPORTED = judge.UNSUPPORTED
 TIMEOUT = "timeout"
 
-# Threads of a program.
+# Most threads of a program.
 MAX_THREADS = 128
-# Bytes that a script may print, and that are kept of what a program prints.
+# Bytes that a script may print, and bytes that are kept of a program's output.
 _PRINTED_BYTES = 16 << 20
 _OUTPUT_BYTES = 4000
-# Blocks that a pipe can hold.
+# Number of blocks that a pipe can hold.
 _PIPE_BLOCKS = 16
-# Seconds between two looks at threads and folder.
+# Seconds between checks of threads and folder.
 _LOOK_SECONDS = 0.05
 # Address space of the judge.
 _JUDGE_BYTES = 1 << 30
@@ -52,24 +52,24 @@ _PROGRAM = (
 
 
 class Ran(NamedTuple):
-    """An outcome, and the end of what the program printed or words about what went wrong."""
+    """An outcome, with the end of the program's output or a text about what went wrong."""
 
     outcome: str
     output: str
 
 
 class ConfinementError(RuntimeError):
-    """Rights could not be taken away, so that nothing was run."""
+    """Rights could not be dropped, so nothing was run."""
 
 
 class Sandbox:
-    """Processes of one kind of confinement; to be closed.
+    """Processes with one kind of confinement. Must be closed.
 
     Args:
         kind: NAMESPACES, LANDLOCK or NOTHING of confinement.py.
 
     Raises:
-        ConfinementError: this machine does not have it.
+        ConfinementError: this machine does not support it.
     """
 
     def __init__(self, kind: str):
@@ -131,7 +131,7 @@ class Sandbox:
     def child(
         self, role: str, fds: list[int], seconds: float, memory_bytes: int
     ) -> Iterator["_Child"]:
-        """A process, which is ended with the block."""
+        """Start a process that ends with the block."""
         with _folder(self.kind) as folder:
             message = {
                 "role": role,
@@ -159,7 +159,7 @@ class Sandbox:
 
         Args:
             program: Python; None: only find out whether the tests can be judged.
-            tests: what it must pass.
+            tests: the tests that the program must pass.
             seconds: limit of all tests together.
             memory_bytes: limit of the address space of the program.
         """
@@ -179,7 +179,8 @@ class Sandbox:
     def run_script(
         self, program: str, read: str, seconds: float, memory_bytes: int, ends: float
     ) -> Ran:
-        """Run a program that reads stdin; PASSED: it ended well, and printed this."""
+        """Run a program that reads stdin. PASSED means that it exited with 0; the output is what it
+        printed."""
         with contextlib.ExitStack() as stack:
             stdin = stack.enter_context(tempfile.TemporaryFile())
             stdin.write(read.encode(errors="surrogatepass"))
@@ -213,13 +214,13 @@ class Sandbox:
             null = stack.enter_context(open(os.devnull, "r+b")).fileno()
             printed = stack.enter_context(_Pipe())
             calls, answers = map(stack.enter_context, socket.socketpair())
-            verdicts, told = map(stack.enter_context, socket.socketpair())
+            verdicts, judge_end = map(stack.enter_context, socket.socketpair())
             children = []
             # The judge is forked first: the dataset's tests may be faulty whatever the program is.
-            fds = [null, null, null, told.fileno(), calls.fileno()]
+            fds = [null, null, null, judge_end.fileno(), calls.fileno()]
             judging = self.child("judge", fds, seconds, _JUDGE_BYTES)
             children.append(stack.enter_context(judging))
-            told.close()
+            judge_end.close()
             with contextlib.suppress(OSError):
                 send(verdicts, _job(tests, program is not None))
             if program is not None:
@@ -248,7 +249,7 @@ class Sandbox:
 
 
 class _Child:
-    """A process: its id, its folder if that is on a disk, and its exit status once it is ended."""
+    """A process: its id, its folder if that is on a disk, and its exit status once it has ended."""
 
     def __init__(self, pid: int, folder: str):
         self.pid = pid
@@ -256,7 +257,7 @@ class _Child:
         self.status: int | None = None
 
     def has_too_much(self) -> str:
-        """Which limit the process exceeds; empty if none."""
+        """Return which limit the process exceeds; empty if none."""
         with contextlib.suppress(OSError):
             if len(os.listdir(f"/proc/{self.pid}/task")) > MAX_THREADS:
                 return f"it had over {MAX_THREADS} threads"
@@ -266,7 +267,7 @@ class _Child:
 
 
 class _Pipe:
-    """What a process prints, of which the end is kept."""
+    """The output of a process, of which the end is kept."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()
@@ -291,7 +292,7 @@ class _Pipe:
             self.write_fd = -1
 
     def read(self) -> bool:
-        """Read what is there; False: there is no more."""
+        """Read the available output; False: there is no more."""
         block = os.read(self.read_fd, 1 << 16)
         self.size += len(block)
         self._blocks.append(block)
@@ -301,7 +302,7 @@ class _Pipe:
         return bool(block)
 
     def read_rest(self) -> None:
-        """Read what was printed so far, of a program that may go on."""
+        """Read the output up to now of a program that may continue."""
         for _ in range(_PIPE_BLOCKS):
             if not select.select([self.read_fd], [], [], 0)[0] or not self.read():
                 return
@@ -316,8 +317,8 @@ class _Pipe:
 def _watch(
     pipes: list[_Pipe], children: list[_Child], verdicts: socket.socket | None, ends: float
 ) -> str | None:
-    """Read what processes print until there is a verdict or nothing more comes; returns TIMEOUT or
-    FAILED where a limit was exceeded, or None."""
+    """Read the output of processes until there is a verdict or nothing more comes. Return TIMEOUT
+    or FAILED if a limit was exceeded, else None."""
     for pipe in pipes:
         pipe.close_write()
     open_pipes = {pipe.read_fd: pipe for pipe in pipes}
@@ -350,7 +351,7 @@ def _watch(
 
 
 def _verdict(connection: socket.socket, ends: float) -> tuple[str, str] | None:
-    """What the judge says; None: it said nothing, or nothing that it may say."""
+    """Return the judge's verdict; None: there is none, or it is invalid."""
     connection.settimeout(max(0.01, ends - time.monotonic()))
     try:
         message = receive(connection)
@@ -375,7 +376,7 @@ def _job(tests: forms.Assertions | forms.Calls, has_program: bool) -> dict[str, 
 
 @contextlib.contextmanager
 def _folder(kind: str) -> Iterator[str]:
-    """A folder on the disk for a process; empty where the process has one in its own memory."""
+    """Create a folder on the disk for a process; empty if the process has one in memory."""
     if kind == confinement.NAMESPACES:
         yield ""
         return
@@ -408,6 +409,6 @@ def _is_too_large(folder: str) -> bool:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Let `os.walk` pass over folders that the program has removed meanwhile, and nothing else."""
+    """Let `os.walk` skip only folders that the program has removed meanwhile."""
     if not isinstance(error, FileNotFoundError):
         raise error

@@ -1,4 +1,4 @@
-"""A system call filter (seccomp-BPF) for programs that nobody trusts.
+"""A system call filter (seccomp-BPF) for untrusted programs.
 
 The filter is an allow-list. A process under it cannot start processes, open or address sockets,
 send signals, trace or read other processes, change their limits, or gain privileges. It can use
@@ -250,7 +250,7 @@ class _Condition(NamedTuple):
 
 
 def _conditions(name: str) -> list[_Condition]:
-    """Conditions that must all hold for a call to be allowed."""
+    """Return the conditions that must all hold for a call to be allowed."""
     match name:
         case "open":
             # Landlock before ABI 3 lets O_RDONLY|O_TRUNC empty a file that may be read.
@@ -289,7 +289,8 @@ def _open_modes() -> Iterator[int]:
 
 
 def is_available() -> bool:
-    """Whether the tables know this processor. Whether the kernel has filters, a probe tells."""
+    """Return whether the tables support this processor. A probe checks whether the kernel supports
+    filters."""
     return platform.machine() in _ARCHITECTURES
 
 
@@ -327,7 +328,7 @@ def _checked(conditions: list[_Condition]) -> list[bytes]:
         body.append(_op(_LOAD, _ARGUMENTS_OFFSET + 8 * condition.index + high))
         body.append(_op(_AND, condition.mask))
         for place, value in enumerate(condition.values):
-            # Over the other values and the refusal.
+            # Jump over the other values and the refusal.
             body.append(_op(_JUMP_IF_EQUAL, value, len(condition.values) - place, 0))
         body.append(_op(_RETURN, _ERRNO | errno.EPERM))
     return [*body, _op(_RETURN, _ALLOW)]
@@ -338,7 +339,7 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def install(program: bytes) -> None:
-    """Apply a filter to this process for good. OSError: the kernel does not."""
+    """Apply a filter to this process permanently. Raise an OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, and a pointer to them.

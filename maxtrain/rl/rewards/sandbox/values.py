@@ -1,10 +1,10 @@
-"""Plain data between a program that nobody trusts and the process that judges it.
+"""Plain data between an untrusted program and the process that judges it.
 
 Values are written as a flat table of nodes in JSON, and rebuilt with exactly the built-in types
-that the table names. So nothing of the other process arrives but data: no class, no method, no
-`__eq__`. What is not plain data stays where it is and is written as a handle.
+that the table names. So only data arrives from the other process: no class, no method, no `__eq__`.
+Other values stay where they are and are written as handles.
 
-A scalar stands for itself. Anything else is `[index]`, the place of its node. Nodes of immutable
+A scalar is written as itself. Anything else is `[index]`, the index of its node. Nodes of immutable
 containers come after those of their parts; lists, sets and dicts may contain themselves.
 """
 
@@ -30,7 +30,8 @@ _SEQUENCES = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
 _MUTABLE = {each.__name__: each for each in (*_SEQUENCES, set, bytearray, *_MAPPINGS)}
 _IMMUTABLE = {"tuple": tuple, "frozenset": frozenset}
-# Types that are rebuilt from the arguments of their constructor: how to get these.
+# Types that are rebuilt from the arguments of their constructor, with a function that returns
+# these.
 _BUILT: dict[str, tuple[type, Callable[[Any], list]]] = {
     "complex": (complex, lambda x: [x.real, x.imag]),
     "range": (range, lambda x: [x.start, x.stop, x.step]),
@@ -48,7 +49,8 @@ _NAMES_OF_BUILT = {kind: name for name, (kind, _) in _BUILT.items()}
 _MUTABLE_TYPES = frozenset(_MUTABLE.values())
 
 
-# From an instance of a subclass to the built-in type, without what the subclass overrides.
+# Conversions from an instance of a subclass to the built-in type, without methods that the subclass
+# overrides.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -65,11 +67,11 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
 
 
 class ProtocolError(Exception):
-    """A message is not what it must be: the other process is broken, or forges messages."""
+    """A message is invalid: the other process is broken, or forges messages."""
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Send one message of JSON. ProtocolError: it is too large."""
+    """Send one message of JSON. Raise a ProtocolError if it is too large."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
@@ -77,7 +79,8 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Receive one message. EOFError: there are no more. ProtocolError: it is no message."""
+    """Receive one message. Raise an EOFError if there are no more, and a ProtocolError if it is
+    invalid."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE_BYTES}")
@@ -99,11 +102,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Encoder:
-    """Writes values as a table.
+    """Encoder of values as a table.
 
     Args:
         foreign: returns the node of a value that is no plain data, or raises.
-        known: containers that the other process has, by `id`: their number there.
+        known: numbers of containers that the other process has, by `id`.
         converts: whether instances of subclasses are written as their built-in base class.
     """
 
@@ -119,13 +122,13 @@ class Encoder:
         self._foreign = foreign
         self._known = known or {}
         self._converts = converts
-        # Objects are kept, so that no other one gets their `id`.
+        # Objects are kept alive, so that no other object gets their `id`.
         self._places: dict[int, tuple[list, Any]] = {}
         self._open: set[int] = set()
 
     def add(self, value: Any) -> Any:
-        """Return the reference of a value, and write its nodes. ValueError: it is nested too
-        deep."""
+        """Return the reference of a value, and write its nodes. Raise a ValueError if it is nested
+        too deeply."""
         try:
             return self._add(value, 0)
         except RecursionError:
@@ -194,7 +197,7 @@ def _content(value: Any, add: Callable[[Any], Any]) -> list:
 
 
 def _base_value(value: Any) -> tuple[Any] | None:
-    """A value of a built-in type for an instance of its subclass; None: there is none."""
+    """Return a value of a built-in type for an instance of its subclass; None: there is none."""
     for kind in (int, float, complex, str, bytes, tuple, frozenset):
         if isinstance(value, kind):
             return (_CONVERSIONS[kind](value),)
@@ -206,7 +209,7 @@ def _base_value(value: Any) -> tuple[Any] | None:
     for kind in (list, set, bytearray, collections.deque):
         if isinstance(value, kind):
             return (_CONVERSIONS[kind](value),)
-    # Scalars of numpy, whose class need not be imported here.
+    # Scalars of numpy, without importing numpy here.
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         item = value.item()
         if type(item) in (bool, int, float, complex, str, bytes):
@@ -215,11 +218,11 @@ def _base_value(value: Any) -> tuple[Any] | None:
 
 
 class Decoder:
-    """Rebuilds values from a table.
+    """Decoder that rebuilds values from a table.
 
     Args:
         foreign: returns the value of a node that is no plain data, or raises.
-        known: containers of this process that the table may refer to, by their number.
+        known: containers of this process that the table may refer to by number.
 
     Raises:
         ProtocolError: the table is broken, in any way.
@@ -243,7 +246,7 @@ class Decoder:
             raise ProtocolError(f"a table of values is broken ({type(error).__name__})") from None
 
     def get(self, reference: Any) -> Any:
-        """The value of a reference."""
+        """Return the value of a reference."""
         if not isinstance(reference, list):
             if isinstance(reference, dict):
                 raise ProtocolError("a reference is a dict")
@@ -293,7 +296,7 @@ class Decoder:
         if name == "set":
             value.update(parts)
         elif issubclass(_MUTABLE[name], dict):
-            # Not `update`: that of a Counter adds.
+            # `update` of a Counter would add the values.
             for key, each in zip(parts[::2], parts[1::2], strict=True):
                 value[key] = each
         else:

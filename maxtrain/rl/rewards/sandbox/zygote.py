@@ -1,9 +1,9 @@
-"""The process that forks the processes of programs and judges.
+"""The zygote: a process that forks the processes of programs and judges.
 
 It is started once for many programs, with Python and the usual modules imported, so that a program
-starts in milliseconds. It never runs a program, has nothing in its memory that a program must not
-read, and dies with its parent. A child gets its descriptors and its limits, and what it shall run
-over a socket that the zygote does not see.
+starts in milliseconds. It never runs a program, has nothing secret in its memory, and dies with its
+parent. A child gets its file descriptors and limits from the zygote, and its program over a socket
+that the zygote does not see.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ CHILDREN = {
 }
 MAX_FDS = 8
 MESSAGE_BYTES = 4096
-# What a child says when its rights were taken away.
+# The message of a child after its rights were dropped.
 _CONFINED = b"confined"
 _FIRST_FD = 32
 # Imported once for all programs.
@@ -40,7 +40,8 @@ _MODULES = (
     *("math", "operator", "queue", "random", "re", "statistics", "string", "textwrap", "threading"),
     *("time", "traceback", "types", "typing", "unittest"),
 )
-# One thread each: 64 of them would take the address space of a program for their stacks.
+# Libraries use one thread each, because the stacks of many threads would exhaust the address space
+# of a program.
 _ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -52,7 +53,7 @@ _ENVIRONMENT = {
 
 
 def serve(fd: int, parent: int, kind: str) -> None:
-    """Fork children as requests say, until there are no more.
+    """Fork children on request, until there are no more requests.
 
     The first message is {"ready": true}, or {"error": why this kind is not possible}.
     """
@@ -71,7 +72,7 @@ def serve(fd: int, parent: int, kind: str) -> None:
             filter_ = seccomp.build_filter(platform.machine())
         if kind == confinement.NAMESPACES:
             confinement.enter_namespaces()
-            # New credentials have cleared it.
+            # New credentials have cleared the setting.
             die_with(parent)
         confinement.readable_paths()
     except OSError as error:
@@ -91,7 +92,8 @@ def serve(fd: int, parent: int, kind: str) -> None:
 
 
 def _kill(child: int) -> dict[str, Any]:
-    """End a child and the session that it leads. Its status is its own if it had ended before."""
+    """Kill a child and its session, and return its exit status, which is its own if it had ended
+    before."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -103,7 +105,7 @@ def _kill(child: int) -> dict[str, Any]:
 def _fork(
     control: socket.socket, request: dict[str, Any], fds: list[int], kind: str, filter_: bytes
 ) -> dict[str, Any]:
-    """Fork a child; the answer says whether its rights were taken away, before it runs anything."""
+    """Fork a child. The answer says whether its rights were dropped before it runs anything."""
     zygote = os.getpid()
     read_fd, write_fd = os.pipe()
     child = -1
@@ -118,11 +120,11 @@ def _fork(
                 os.close(fd)
     if child:
         with open(read_fd, "rb") as pipe:
-            said = pipe.read(MESSAGE_BYTES // 2)
-        if said == _CONFINED:
+            message = pipe.read(MESSAGE_BYTES // 2)
+        if message == _CONFINED:
             return {"pid": child}
         _kill(child)
-        return {"error": said.decode(errors="replace") or "the process ended"}
+        return {"error": message.decode(errors="replace") or "the process ended"}
     status = 1
     try:
         die_with(zygote)
@@ -149,15 +151,15 @@ def _fork(
 
 
 def _arrange(fds: list[int], last: int) -> int:
-    """Put the descriptors at 0, 1, 2 and so on, behind them the last one, whose number is returned,
-    and close all others."""
+    """Put the descriptors at 0, 1, 2 and so on, followed by the last one, whose new number is
+    returned; close all others."""
     fds = [*fds, last]
     for place, fd in enumerate(fds):
         os.dup2(fd, _FIRST_FD + place)
     for place in range(len(fds)):
         os.dup2(_FIRST_FD + place, place)
     os.closerange(len(fds), _open_files_limit())
-    # What these streams know of their descriptors (seeking) is of others.
+    # The old streams have cached properties (seekability) of other descriptors.
     sys.stdin = sys.__stdin__ = _text_stream(0, "r")
     sys.stdout = sys.__stdout__ = _text_stream(1, "w")
     sys.stderr = sys.__stderr__ = _text_stream(2, "w")
