@@ -31,7 +31,7 @@ from maxtrain.config.schema import ANOMALIES, IntegrityConfig, RunConfig
 from maxtrain.ops.digest import digests
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
 from maxtrain.parallel.memory import memory_in_use
-from maxtrain.train_step.anomaly_state import Verdict
+from maxtrain.train_step.anomaly_state import StepVerdict
 from maxtrain.train_step.integrity import Integrity
 
 RESULTS = Path(__file__).parent / "results" / "checks.md"
@@ -42,7 +42,7 @@ NORMS_INTERVAL = 100
 STEPS = ("bare", "finite", "watched", "recorded", "norms_due", "norms_not_due")
 
 
-def _no_judge(watch: Any, *_: Any) -> Verdict:
+def _no_judge(watch: Any, *_: Any) -> StepVerdict:
     """A verdict that nothing has to be computed for."""
     no = jnp.zeros((), bool)
     zeros = jnp.zeros(3)
@@ -54,7 +54,7 @@ def _no_judge(watch: Any, *_: Any) -> Verdict:
         "median": zeros,
         "deviation": zeros,
     }
-    return Verdict(no, no, watch, metrics)
+    return StepVerdict(no, no, watch, metrics)
 
 
 def _no_norm(params: Any) -> jax.Array:

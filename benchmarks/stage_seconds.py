@@ -29,7 +29,7 @@ from benchmarks.one_core import processor
 from benchmarks.stages import STAGES
 from maxtrain.commands.fit.estimate import Shape
 from maxtrain.config import load_config
-from maxtrain.models.pipeline import Form
+from maxtrain.models.pipeline import PipelineLayout
 from maxtrain.trainer.abstract_step import StepPrograms
 
 # Of a micro-batch.
@@ -51,12 +51,12 @@ MODEL = (
     f"mesh.stage={STAGES}",
 )
 FORMS = (
-    Form(STAGES, 1, 1),
-    Form(STAGES, 1, 2),
-    Form(STAGES, 1, 4),
-    Form(STAGES, 1, 8),
-    Form(STAGES, 2, 4),
-    Form(STAGES, 2, 8),
+    PipelineLayout(STAGES, 1, 1),
+    PipelineLayout(STAGES, 1, 2),
+    PipelineLayout(STAGES, 1, 4),
+    PipelineLayout(STAGES, 1, 8),
+    PipelineLayout(STAGES, 2, 4),
+    PipelineLayout(STAGES, 2, 8),
 )
 HEAD = (
     "| micro-batches | rounds | stages wait, as printed | CPU s of a step | wait, by CPU s | s "
@@ -95,7 +95,9 @@ MOST = FORMS[3]
 class Steps:
     """The compiled step of a form, with its state."""
 
-    def __init__(self, form: Form, devices: Sequence[Any], schedule: Schedule = SCHEDULES[0]):
+    def __init__(
+        self, form: PipelineLayout, devices: Sequence[Any], schedule: Schedule = SCHEDULES[0]
+    ):
         batch = Shape(ROWS * form.micro_batches, LENGTH)
         words = (
             f"data.batch_size={batch.rows}",
@@ -136,7 +138,7 @@ def measured(made: Sequence[Steps], steps: int) -> list[Took]:
     return medians
 
 
-def waiting(forms: Sequence[Form], times: Sequence[float]) -> list[float]:
+def waiting(forms: Sequence[PipelineLayout], times: Sequence[float]) -> list[float]:
     """The share of a step that is more than its micro-batches need.
 
     What one needs is the slope of the straight line through the times of one round by the number of
@@ -148,7 +150,7 @@ def waiting(forms: Sequence[Form], times: Sequence[float]) -> list[float]:
     return [float(1 - of_one * form.micro_batches / each) for form, each in took]
 
 
-def rows(forms: Sequence[Form], found: Sequence[Took]) -> list[str]:
+def rows(forms: Sequence[PipelineLayout], found: Sequence[Took]) -> list[str]:
     """Of the table."""
     by_seconds = waiting(forms, [each.seconds for each in found])
     by_cpu = waiting(forms, [each.cpu_seconds for each in found])

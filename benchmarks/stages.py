@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxtrain.config import RunConfig, load_config
-from maxtrain.models.pipeline import Form
+from maxtrain.models.pipeline import PipelineLayout
 from maxtrain.parallel.topologies import described_devices
 from maxtrain.trainer.abstract_step import StepPrograms
 
@@ -62,9 +62,9 @@ class Case(NamedTuple):
     remat: str = "full"
 
     @property
-    def form(self) -> Form:
+    def form(self) -> PipelineLayout:
         """Of one pass."""
-        return Form(STAGES, self.rounds, self.rows // self.accumulation)
+        return PipelineLayout(STAGES, self.rounds, self.rows // self.accumulation)
 
     @property
     def config(self) -> RunConfig:

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Literal, NewType
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 # See shards.TokenShards.open.
 Verify = Literal["off", "size", "lazy", "full"]
@@ -42,7 +42,7 @@ def as_epochs(text: str) -> str:
 
 
 _CORRUPTED = UsedBy(
-    {"data.corruption.rate": AllBut(0.0)},
+    {"data.corruption.rate": AnyValueExcept(0.0)},
     "{key}={value} is not used with {cause}. Set data.corruption.rate=0.15, or leave it out.",
 )
 
@@ -205,7 +205,7 @@ class DataConfig:
         low=1,
         high=1000,
         used_by=UsedBy(
-            {"data.min_fill": AllBut(0.0)},
+            {"data.min_fill": AnyValueExcept(0.0)},
             "{key}={value} is not used with {cause}. Set data.min_fill=0.5, or leave it out.",
         ),
     )
@@ -278,7 +278,7 @@ class EvalConfig:
         " a lower loss; null: never",
         low=1,
         used_by=UsedBy(
-            {"eval.sets": AllBut({})},
+            {"eval.sets": AnyValueExcept({})},
             "{key}={value} needs an evaluation set, but eval.sets is empty. "
             "Add eval.sets.NAME.path=DIR, or leave it out.",
         ),
@@ -287,7 +287,7 @@ class EvalConfig:
         None,
         "evaluation set of stop_patience; null: the first one in eval.sets",
         used_by=UsedBy(
-            {"eval.stop_patience": AllBut(None)},
+            {"eval.stop_patience": AnyValueExcept(None)},
             "{key}={value} is not used without eval.stop_patience. "
             "Set eval.stop_patience=3, or leave it out.",
         ),

@@ -68,7 +68,7 @@ def test_each_optimizer_has_a_direction_of_its_own(name):
 
 @pytest.mark.parametrize("name", sorted(choices("schedule.name") - {"wsd", "pieces"}))
 def test_each_schedule_has_a_curve(name):
-    curve = schedule._curve(schedule._Piece(name, 9, 1.0, 0.1))
+    curve = schedule._curve(schedule._SchedulePiece(name, 9, 1.0, 0.1))
     assert float(np.asarray(curve(0))) == pytest.approx(1.0)
     pieces = choices("schedule.pieces[0].name")
     assert pieces == choices("schedule.name") - {"wsd", "pieces"}
@@ -85,7 +85,9 @@ def test_each_initialiser_has_a_distribution(name):
 def _divergence(kind: str) -> Any:
     log = jnp.log(jnp.full((1, 1, 2), 0.5))
     numbers = typing.cast(Any, None)
-    form = top_divergence.TopForm.__new__(top_divergence.TopForm, 1, numbers, 1.0, kind)
+    form = top_divergence.TopDivergenceStaticArgs.__new__(
+        top_divergence.TopDivergenceStaticArgs, 1, numbers, 1.0, kind
+    )
     return top_divergence._of_outcomes(top_divergence._Outcomes(log, log), form)
 
 
@@ -103,7 +105,7 @@ UNKNOWN = "never_heard_of"
     "use",
     [
         lambda: optimizer._direction(_of_name(schema.OptimizerConfig, UNKNOWN)),
-        lambda: schedule._curve(schedule._Piece(UNKNOWN, 9, 1.0, 0.1)),
+        lambda: schedule._curve(schedule._SchedulePiece(UNKNOWN, 9, 1.0, 0.1)),
         lambda: rotation._frequencies(dataclasses.replace(ROPE, scaling=UNKNOWN)),
         lambda: rotation._frequencies_of_rows(
             dataclasses.replace(ROPE, scaling=UNKNOWN), jnp.ones(1, jnp.int32)
@@ -131,7 +133,7 @@ UNKNOWN = "never_heard_of"
             dataclasses.replace(schema.LossScaleConfig(), mode=typing.cast(Any, UNKNOWN)),
         ),
         lambda: OBJECTIVES[UNKNOWN],
-        lambda: remat._policy(UNKNOWN, schema.KeptConfig(), "float32"),
+        lambda: remat._policy(UNKNOWN, schema.RematNamesConfig(), "float32"),
         lambda: mlp._activated(typing.cast(Any, UNKNOWN), jnp.ones(1)),
     ],
 )

@@ -12,14 +12,14 @@ _FOR_VALUES = (
 )
 
 
-class AllBut(NamedTuple):
+class AnyValueExcept(NamedTuple):
     """All values of a key but this one."""
 
     value: Any
 
 
 # Some values of a key.
-Values = tuple[Any, ...] | AllBut
+Values = tuple[Any, ...] | AnyValueExcept
 
 
 @dataclasses.dataclass(frozen=True)

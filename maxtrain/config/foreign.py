@@ -480,7 +480,7 @@ _OURS_SOME_DAY = (
 )
 
 
-class Foreign(NamedTuple):
+class ForeignKey(NamedTuple):
     """Facts about a name that is no key here: the stack that owns it ("" if none does, since it may
     become a key here), our key, and a note.
     """
@@ -512,15 +512,15 @@ _STACKS = {
 }
 
 
-def _table() -> dict[str, Foreign]:
+def _table() -> dict[str, ForeignKey]:
     """Return every foreign name; a name that several stacks have for the same key belongs to all of
     them.
     """
-    found: dict[str, Foreign] = {}
+    found: dict[str, ForeignKey] = {}
     for owner, rows in _STACKS.items():
         for ours, note, names in rows:
             for name in names.split():
-                known = found.setdefault(name, Foreign(owner, ours, note))
+                known = found.setdefault(name, ForeignKey(owner, ours, note))
                 if known.ours == ours and owner not in known.owner:
                     found[name] = known._replace(owner=f"{known.owner} and {owner}")
     return found

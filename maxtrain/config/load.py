@@ -56,7 +56,7 @@ class NamedModel(NamedTuple):
     weights: str | None
 
 
-class Models(NamedTuple):
+class ModelLookup(NamedTuple):
     """Functions that read models outside the config.
 
     Attributes:
@@ -68,7 +68,7 @@ class Models(NamedTuple):
     named: Callable[[str], NamedModel]
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """A checked config, and notes for the user about it, one line each."""
 
     config: RunConfig
@@ -141,7 +141,7 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     return load_with_notes(argv).config
 
 
-def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded:
+def load_with_notes(argv: Sequence[str], models: ModelLookup | None = None) -> LoadedConfig:
     """Load a config as `load_config` does, with notes that a user should see once, when the run is
     launched.
 
@@ -177,11 +177,11 @@ def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded
     config, about_warmup = with_fitting_warmup(_from_tree(tree, problems), given)
     config, about_idle = with_defaults(config, made_idle(config, file_tree, given))
     _require_no_problems(config, problems)
-    return Loaded(config, [*about_words, *about_warmup, *about_idle, *about_model])
+    return LoadedConfig(config, [*about_words, *about_warmup, *about_idle, *about_model])
 
 
 def _name_model(
-    tree: dict, typed: dict[str, str], models: Models | None, problems: list[ValueProblem]
+    tree: dict, typed: dict[str, str], models: ModelLookup | None, problems: list[ValueProblem]
 ) -> list[str]:
     """Puts the model that `model=PLACE` names into `tree`, and begins with its weights, if PLACE is
     a directory; a line about it. Takes the key out of what is typed."""
@@ -213,7 +213,7 @@ def _name_model(
 
 
 def _fill_model(
-    tree: dict, typed: Mapping[str, str], models: Models, problems: list[ValueProblem]
+    tree: dict, typed: Mapping[str, str], models: ModelLookup, problems: list[ValueProblem]
 ) -> list[str]:
     """Puts what the weights of checkpoint.init_from decide into `tree`, but for what is typed; a
     line about it.
@@ -262,7 +262,9 @@ def _with_leaves(section: Mapping[str, Any], changed: Mapping[str, Any]) -> dict
     return result
 
 
-def from_command_line(argv: Sequence[str], prog: str, models: Models | None = None) -> RunConfig:
+def from_command_line(
+    argv: Sequence[str], prog: str, models: ModelLookup | None = None
+) -> RunConfig:
     """The config of a command line; problems are printed without a traceback and end the process.
 
     Args:
@@ -275,7 +277,7 @@ def from_command_line(argv: Sequence[str], prog: str, models: Models | None = No
         return _from_command_line(argv, prog, models)
 
 
-def _from_command_line(argv: Sequence[str], prog: str, models: Models | None) -> RunConfig:
+def _from_command_line(argv: Sequence[str], prog: str, models: ModelLookup | None) -> RunConfig:
     arguments = [word for word in argv if word != "--print-config"]
     try:
         _print_help_if_asked(arguments, prog)

@@ -11,7 +11,7 @@ from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.paths import expand_paths
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import RunConfig, ScheduleConfig
-from maxtrain.config.unused_keys import Idle, idle_keys
+from maxtrain.config.unused_keys import UnusedKey, idle_keys
 from maxtrain.config.values import section_from
 from maxtrain.config.words import show
 
@@ -40,7 +40,7 @@ def with_fitting_warmup(config: RunConfig, typed: Collection[str]) -> tuple[RunC
     return fitted, [note]
 
 
-def made_idle(config: RunConfig, file_tree: dict, typed: Collection[str]) -> list[Idle]:
+def made_idle(config: RunConfig, file_tree: dict, typed: Collection[str]) -> list[UnusedKey]:
     """Return the keys of the file that nothing reads any more because of an override which did not
     set them, in the order in which problems are reported.
 
@@ -49,7 +49,7 @@ def made_idle(config: RunConfig, file_tree: dict, typed: Collection[str]) -> lis
         file_tree: the plain values of the file without them.
         typed: the keys of the overrides.
     """
-    found = [problem for problem in problems_of(config) if isinstance(problem, Idle)]
+    found = [problem for problem in problems_of(config) if isinstance(problem, UnusedKey)]
     of_file = [idle for idle in found if not any(_covers(key, idle.key) for key in typed)]
     if not of_file:
         return []
@@ -63,7 +63,7 @@ def _covers(path: str, key: str) -> bool:
     return key == path or key.startswith((f"{path}.", f"{path}["))
 
 
-def with_defaults(config: RunConfig, idle: list[Idle]) -> tuple[RunConfig, list[str]]:
+def with_defaults(config: RunConfig, idle: list[UnusedKey]) -> tuple[RunConfig, list[str]]:
     """The config with idle keys as if they had not been set, and a line about them."""
     if not idle:
         return config, []

@@ -53,7 +53,7 @@ from maxtrain.config.sections.precision import activation_problems, loss_scale_p
 from maxtrain.config.sections.remat_names import kept_problems
 from maxtrain.config.sections.rules import rule_problems
 from maxtrain.config.sections.schedule import pieces_problems
-from maxtrain.config.unused_keys import Idle, Problem, idle_among, idle_keys
+from maxtrain.config.unused_keys import Problem, UnusedKey, idle_among, idle_keys
 
 
 def problems_of(config: RunConfig) -> list[Problem]:
@@ -71,11 +71,11 @@ def problems_of(config: RunConfig) -> list[Problem]:
         *updates.repeat_problems(config),
     ]
     # An idle key that has no place above, for example one that was declared only now, comes last.
-    reported = [problem.key for problem in problems if isinstance(problem, Idle)]
+    reported = [problem.key for problem in problems if isinstance(problem, UnusedKey)]
     return [*problems, *(found for found in idle if found.key not in reported)]
 
 
-def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_evaluation_and_data(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from directories.run_name_problems(config.run_name)
     yield from url_problems(config)
     yield from idle_among(idle, "eval_interval")
@@ -90,7 +90,7 @@ def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Pro
     yield from evaluation.repeated_set_problems(config)
 
 
-def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_the_model(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from heads_problems(config.model)
     yield from kept_problems(config.model.kept)
     yield from rope_problems(config.model)
@@ -123,7 +123,7 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from directories.copy_problems(config)
 
 
-def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_updates(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from _idle_in_section(idle, DistillConfig, "distill.")
     yield from teacher_problems(config.objective, config.distill)
     if config.objective == "distill":
@@ -185,12 +185,12 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from idle_among(idle, "optimizer.zero")
 
 
-def _idle_in_section(idle: list[Idle], section: type, prefix: str) -> list[Idle]:
+def _idle_in_section(idle: list[UnusedKey], section: type, prefix: str) -> list[UnusedKey]:
     """Return the unused keys that belong to a section, in the schema's order."""
     return idle_among(idle, *(key.path for key in all_keys(section, prefix)))
 
 
-def _of_anomalies(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_anomalies(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from idle_among(
         idle,
         "anomaly.loss_limit",
@@ -206,7 +206,7 @@ def _of_anomalies(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from window_problems(config.anomaly)
 
 
-def _of_the_schedule(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_the_schedule(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from idle_among(
         idle,
         "schedule.min_lr_ratio",
@@ -224,7 +224,7 @@ def _of_the_schedule(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from idle_among(idle, "schedule.pieces[0].power", "schedule.pieces[0].end")
 
 
-def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+def _of_devices(config: RunConfig, idle: list[UnusedKey]) -> Iterator[Problem]:
     yield from idle_among(
         idle,
         "loss_scale.initial",

@@ -8,7 +8,7 @@ across sections is in `across/`.
 import dataclasses
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, Interval
 from maxtrain.config.sections.anomaly import ANOMALIES, AnomalyConfig
 from maxtrain.config.sections.checkpoint import CheckpointConfig
@@ -27,7 +27,7 @@ from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.pipeline import PipelineConfig
 from maxtrain.config.sections.ppo import PpoConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
-from maxtrain.config.sections.remat_names import KeptConfig
+from maxtrain.config.sections.remat_names import RematNamesConfig
 from maxtrain.config.sections.reward import RewardConfig
 from maxtrain.config.sections.schedule import PieceConfig, ScheduleConfig
 from maxtrain.config.sections.train import TrainConfig
@@ -44,7 +44,6 @@ __all__ = [
     "GrpoConfig",
     "InitConfig",
     "IntegrityConfig",
-    "KeptConfig",
     "LatentConfig",
     "LoraConfig",
     "LossConfig",
@@ -59,6 +58,7 @@ __all__ = [
     "PpoConfig",
     "PrecisionConfig",
     "RegularizationConfig",
+    "RematNamesConfig",
     "RewardConfig",
     "RopeConfig",
     "RoutingConfig",
@@ -96,7 +96,7 @@ class RunConfig:
         "steps between evaluations, or epochs such as '0.5 epochs'; 0: none during training",
         low=0,
         used_by=UsedBy(
-            {"eval.sets": AllBut({})},
+            {"eval.sets": AnyValueExcept({})},
             "{key}={value} needs an evaluation set, but eval.sets is empty. "
             "Add eval.sets.NAME.path=DIR, or set {key}=0.",
         ),
@@ -105,7 +105,7 @@ class RunConfig:
         False,
         "evaluate before the first step, too",
         used_by=UsedBy(
-            {"eval.sets": AllBut({})},
+            {"eval.sets": AnyValueExcept({})},
             "{key}={value} needs an evaluation set, but eval.sets is empty. "
             "Add eval.sets.NAME.path=DIR, or leave it out.",
         ),

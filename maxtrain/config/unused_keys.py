@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from data_pipeline.base.config_key import AllBut, UsedBy, Values
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, Values
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import choices, show
 
 
-class Idle(NamedTuple):
+class UnusedKey(NamedTuple):
     """A key that was set although nothing reads it. An error or a note, as load.py decides; `str`
     is the error.
 
@@ -32,15 +32,15 @@ class Idle(NamedTuple):
         return self.problem
 
 
-Problem = str | Idle
+Problem = str | UnusedKey
 
 
-def idle_keys(config: RunConfig) -> list[Idle]:
+def idle_keys(config: RunConfig) -> list[UnusedKey]:
     """Every idle key of a config, in the schema's order, with the first reason that it has."""
     return list(_idle_in(config, config, ""))
 
 
-def idle_among(found: Iterable[Idle], *keys: str, by: str = "") -> list[Idle]:
+def idle_among(found: Iterable[UnusedKey], *keys: str, by: str = "") -> list[UnusedKey]:
     """Return the unused keys that are among `keys`, in this order.
 
     Args:
@@ -53,7 +53,7 @@ def idle_among(found: Iterable[Idle], *keys: str, by: str = "") -> list[Idle]:
         if _declared_path(idle.key) in keys and by in ("", idle.reader):
             chosen.append(idle)
 
-    def place(idle: Idle) -> tuple[list[int], int]:
+    def place(idle: UnusedKey) -> tuple[list[int], int]:
         """Elements of a list one after another, and their keys in the order of `keys`."""
         indices = [int(index) for index in re.findall(r"\[(\d+)\]", idle.key)]
         return indices, keys.index(_declared_path(idle.key))
@@ -73,7 +73,7 @@ def _settings_in_words(use: UsedBy) -> str:
 
 
 def _setting_in_words(path: str, values: Values) -> str:
-    if not isinstance(values, AllBut):
+    if not isinstance(values, AnyValueExcept):
         return f"{path}={_in_words(values)}"
     if values.value is None:
         return f"{path} set"
@@ -86,7 +86,7 @@ def _in_words(values: tuple[Any, ...]) -> str:
     return choices(map(show, values))
 
 
-def _idle_in(config: RunConfig, section: Any, prefix: str) -> Iterator[Idle]:
+def _idle_in(config: RunConfig, section: Any, prefix: str) -> Iterator[UnusedKey]:
     """The idle keys of a section and of those below it, but nothing below an idle key."""
     default = type(section)()
     for field in dataclasses.fields(section):
@@ -117,7 +117,7 @@ def _sections_below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _judged(
     config: RunConfig, path: str, value: Any, default: Any, used_by: Iterable[UsedBy]
-) -> Idle | None:
+) -> UnusedKey | None:
     """The problem with a key that was set, if one of what must read it does not."""
     for use in used_by:
         settings = {_same_element(reader, path): use.settings[reader] for reader in use.settings}
@@ -133,7 +133,7 @@ def _idle(
     default: Any,
     use: UsedBy,
     settings: Mapping[str, Values],
-) -> Idle:
+) -> UnusedKey:
     """Return the problem of an unused key; `settings` are those of `use`, of the same element."""
     reader = next(iter(settings))
     if use.cause:
@@ -142,7 +142,7 @@ def _idle(
         present = [f"{key}={_text(_values(config, key)[0])}" for key in settings]
         cause = " and ".join(present)
     listed = ""
-    if not isinstance(settings[reader], AllBut):
+    if not isinstance(settings[reader], AnyValueExcept):
         listed = _in_words(settings[reader])
     problem = use.problem.format(
         key=path,
@@ -154,7 +154,7 @@ def _idle(
         cause=cause,
         config=config,
     )
-    return Idle(path, value, cause, problem, reader)
+    return UnusedKey(path, value, cause, problem, reader)
 
 
 def _text(value: Any) -> str:
@@ -167,7 +167,7 @@ def _text(value: Any) -> str:
 def _holds(config: RunConfig, path: str, values: Values) -> bool:
     """Return whether a key has one of these values."""
     present = _values(config, path)
-    if isinstance(values, AllBut):
+    if isinstance(values, AnyValueExcept):
         return any(value != values.value for value in present)
     return any(value in values for value in present)
 

@@ -24,18 +24,18 @@ from maxtrain.models.quantized import (
     require_whole_blocks,
     whole,
 )
-from maxtrain.models.stack import Stack
-from maxtrain.ops.quantized import Quantized
+from maxtrain.models.stack import LayerStack
+from maxtrain.ops.quantized import QuantizedArray
 
 
-def products(stack: Stack) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+def products(stack: LayerStack) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     """The products with weights of all layers, by their paths in the model."""
     for path, module in nnx.iter_modules(stack):
         if isinstance(module, Linear | ExpertLinear):
             yield ".".join(["layers", *map(str, path)]), module
 
 
-def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""]) -> None:
+def attach(stack: LayerStack, lora: LoraConfig, init: Initializer, key: Key[Array, ""]) -> None:
     """Gives the products that the config names new adapters, and quantises their kernels if it says
     so.
 
@@ -135,7 +135,7 @@ def _kernel_beside(flat: Mapping[tuple, nnx.Variable], product: tuple) -> Array:
         return kernel.get_value()
     codes = flat[*product, "kernel", CODES]
     scales = flat[*product, "kernel", SCALES]
-    arrays = Quantized(codes.get_value(), scales.get_value())
+    arrays = QuantizedArray(codes.get_value(), scales.get_value())
     return jax.jit(whole, static_argnums=1)(arrays, codes.get_metadata("stands_for"))
 
 

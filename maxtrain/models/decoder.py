@@ -21,9 +21,9 @@ from maxtrain.models.norm import Norm
 from maxtrain.models.rotation import rotation_of
 from maxtrain.models.scan_layers import StackOut, run_layers
 from maxtrain.models.specs import DecoderSpec, RopeSpec
-from maxtrain.models.stack import Stack
+from maxtrain.models.stack import LayerStack
 from maxtrain.models.summary import Summary
-from maxtrain.ops.attention.context_split import Split
+from maxtrain.ops.attention.context_split import ContextSplit
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import MatmulPrecision, dot
@@ -87,7 +87,7 @@ class Decoder(nnx.Module):
             positions = draw.matrix(rngs.params(), shape, ("positions", "embed"), "embedding")
         self.position_embedding = positions
         self.kernel = kernel_of_model(config.attention)
-        self.layers = Stack(spec.stack, D, self.kernel, draw, recipe, rngs.params())
+        self.layers = LayerStack(spec.stack, D, self.kernel, draw, recipe, rngs.params())
         norm_role = "tied_norm" if tied else "norm"
         self.final_norm = Norm(D, spec.norm, draw, norm_role)
         # Logits are rounded to a type of their own.
@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        split = Split.of_rows(tokens.shape[1], self.kernel)
+        split = ContextSplit.of_rows(tokens.shape[1], self.kernel)
         x = split.enter(x)
         positions = split.enter(positions)
         mask = split.mask(split.enter(segment_ids))
@@ -268,7 +268,7 @@ class Decoder(nnx.Module):
     def new_caches(
         self, rows: int, columns: int, most_tokens: int, pages: int | None = None
     ) -> Caches:
-        """Empty caches in the compute type; as of `Stack.new_caches`."""
+        """Empty caches in the compute type; as of `LayerStack.new_caches`."""
         dtype = self.precision.compute
         return self.layers.new_caches(rows, columns, most_tokens, dtype, pages)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.models.lora_bank import BankParam, ChosenAdapters
 from maxtrain.ops.dot import MatmulPrecision
-from maxtrain.ops.experts import Kernel, Order, expert_dot, grouped_dot
+from maxtrain.ops.experts import Kernel, SortedChoices, expert_dot, grouped_dot
 
 
 class ExpertBank(nnx.Module):
@@ -37,7 +37,7 @@ def added_by_pairs(
     x: Float[Array, "M I"],
     a: Float[Array, "E S I R"],
     b: Float[Array, "E S R O"],
-    pairs: Order,
+    pairs: SortedChoices,
     block: int,
     kernel: Kernel,
     recipe: MatmulPrecision,

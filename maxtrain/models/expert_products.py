@@ -32,11 +32,11 @@ from maxtrain.ops.experts import (
     quantized_grouped_dot,
 )
 from maxtrain.ops.names import GATE_UP, named
-from maxtrain.ops.quantized import Quantized
+from maxtrain.ops.quantized import QuantizedArray
 from maxtrain.ops.recompute import elementwise
 
 
-class Taken(NamedTuple):
+class ExpertAssignment(NamedTuple):
     """Where choices go, and with which weights; E where to none."""
 
     experts: Int[Array, "B T C"]
@@ -48,7 +48,7 @@ class Taken(NamedTuple):
     sets: Int[Array, "B T 1"]
 
 
-class Layout(NamedTuple):
+class ExpertSharding(NamedTuple):
     """What is split over which axes of the mesh; None: it is not.
 
     Attributes:
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-class Work(NamedTuple):
+class ExpertSettings(NamedTuple):
     """What is to be done with tokens.
 
     Attributes:
@@ -83,9 +83,13 @@ class Work(NamedTuple):
 
 
 def share(
-    work: Work, layout: Layout, x: Float[Array, "B T D"], taken: Taken, weights: Weights
+    work: ExpertSettings,
+    layout: ExpertSharding,
+    x: Float[Array, "B T D"],
+    taken: ExpertAssignment,
+    weights: Weights,
 ) -> Float[Array, "B S D"]:
-    """What a device's tokens get from experts, float32; or its part of them, see `Layout`.
+    """What a device's tokens get from experts, float32; or its part of them, see `ExpertSharding`.
 
     Args:
         work: what is to be done.
@@ -125,7 +129,7 @@ def _num_experts(weights: Weights) -> int:
     return next(iter(weights.values())).shape[0]
 
 
-def _numbered_here(taken: Taken, axis: str, weights: Weights) -> Taken:
+def _numbered_here(taken: ExpertAssignment, axis: str, weights: Weights) -> ExpertAssignment:
     """Experts by their numbers on this device; choices of other devices' experts go to none."""
     count = _num_experts(weights)
     numbers = taken.experts - jax.lax.axis_index(axis) * count
@@ -134,7 +138,7 @@ def _numbered_here(taken: Taken, axis: str, weights: Weights) -> Taken:
 
 
 def _here(
-    work: Work, x: Float[Array, "N D"], taken: Taken, weights: Weights
+    work: ExpertSettings, x: Float[Array, "N D"], taken: ExpertAssignment, weights: Weights
 ) -> Float[Array, "N D"]:
     """What tokens get from the experts of this device, by their numbers here."""
     E = _num_experts(weights)
@@ -161,11 +165,11 @@ def _num_sets(weights: Weights) -> int:
 
 
 def _everywhere(
-    work: Work,
-    layout: Layout,
+    work: ExpertSettings,
+    layout: ExpertSharding,
     axis: str,
     x: Float[Array, "N D"],
-    taken: Taken,
+    taken: ExpertAssignment,
     weights: Weights,
 ) -> Float[Array, "N D"]:
     """What tokens get from all experts, which are split over an axis as the tokens are.
@@ -209,20 +213,24 @@ def _everywhere(
 
 
 def _by_all_everywhere(
-    work: Work, axis: str, x: Float[Array, "N D"], taken: Taken, weights: Weights
+    work: ExpertSettings,
+    axis: str,
+    x: Float[Array, "N D"],
+    taken: ExpertAssignment,
+    weights: Weights,
 ) -> Float[Array, "N D"]:
     """The oracle where experts are split: each device has the tokens of all for its own experts."""
 
     def of_all(array: Array) -> Array:
         return jax.lax.all_gather(array, axis, tiled=True)
 
-    gathered = _numbered_here(Taken(*map(of_all, taken)), axis, weights)
+    gathered = _numbered_here(ExpertAssignment(*map(of_all, taken)), axis, weights)
     out = _here(work, of_all(x), gathered, weights)
     return jax.lax.psum_scatter(out, axis, tiled=True)
 
 
 def _by_all(
-    work: Work,
+    work: ExpertSettings,
     x: Float[Array, "N D"],
     experts: Int[Array, "N C"],
     gates: Float[Array, "N C"],
@@ -246,7 +254,7 @@ def _by_all(
 
 
 def _with_capacity(
-    work: Work, x: Float[Array, "E R D"], sets: Int[Array, " R"], weights: Weights
+    work: ExpertSettings, x: Float[Array, "E R D"], sets: Int[Array, " R"], weights: Weights
 ) -> Float[Array, "E R D"]:
     """What comes of rows, of which each expert has as many."""
     E, R, _ = x.shape
@@ -262,7 +270,7 @@ def _with_capacity(
 
 
 def _by_chosen(
-    work: Work,
+    work: ExpertSettings,
     x: Float[Array, "N D"],
     experts: Int[Array, "N C"],
     gates: Float[Array, "N C"],
@@ -283,7 +291,7 @@ def _by_chosen(
     def grouped(inputs: Array, matrices: Array, recipe: MatmulPrecision) -> Array:
         return grouped_dot(inputs, matrices, order, block, kernel, recipe)
 
-    def quantized(inputs: Array, stored: Quantized, recipe: MatmulPrecision) -> Array:
+    def quantized(inputs: Array, stored: QuantizedArray, recipe: MatmulPrecision) -> Array:
         return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
 
     def biased(y: Array, bias: Array) -> Array:
@@ -304,7 +312,7 @@ class _Products(NamedTuple):
     """
 
     with_matrices: Callable[[Array, Array, MatmulPrecision], Array]
-    with_quantized: Callable[[Array, Quantized, MatmulPrecision], Array]
+    with_quantized: Callable[[Array, QuantizedArray, MatmulPrecision], Array]
     of_bank: Callable[[Array, Array, Array], Array]
     biased: Callable[[Array, Array], Array]
 
@@ -332,7 +340,7 @@ def _without_bias(
             return out
         added = products.of_bank(x, bank, weights[f"{name}.bank_b"])
         return (out.astype(jnp.float32) + added).astype(recipe.result)
-    stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
+    stored = QuantizedArray(weights[f"{name}.codes"], weights[f"{name}.scales"])
     out = products.with_quantized(x, stored, recipe)
     exact = MatmulPrecision.of(recipe.inputs)
     low = products.with_matrices(x, weights[f"{name}.a"], exact)
@@ -340,7 +348,7 @@ def _without_bias(
     return (out.astype(jnp.float32) + added).astype(recipe.result)
 
 
-def _hidden_and_out(work: Work, x: Array, weights: Weights, products: _Products) -> Array:
+def _hidden_and_out(work: ExpertSettings, x: Array, weights: Weights, products: _Products) -> Array:
     """Hidden units of x, and what comes of them."""
     activated = functools.partial(gated, work.moe.activation)
     gate = named(_product(x, weights, "gate", work.recipe, products), GATE_UP)

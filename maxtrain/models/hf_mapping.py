@@ -76,7 +76,7 @@ def _shape_only(shape: Shape) -> LazyArray:
     return LazyArray(shape, read)
 
 
-class Step(abc.ABC):
+class TensorTransform(abc.ABC):
     """One thing that is done to arrays, and how it is undone."""
 
     @abc.abstractmethod
@@ -89,7 +89,7 @@ class Step(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack(Step):
+class StackLayers(TensorTransform):
     """Ours has a leading dim of several tensors there, such as one for each layer.
 
     Args:
@@ -137,7 +137,7 @@ def _stacked(arrays: list[LazyArray], shape: Shape) -> LazyArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten(Step):
+class Flatten(TensorTransform):
     """A matrix whose inputs and outputs may have several dims here, as [inputs, outputs] there.
 
     Args:
@@ -201,7 +201,7 @@ def _joined(dims: Shape, part: Part) -> range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ravel(Step):
+class Ravel(TensorTransform):
     """A vector there, which may have several dims here."""
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
@@ -236,7 +236,7 @@ def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(Step):
+class Transpose(TensorTransform):
     """The two dims of a matrix change places, or those of several matrices in one array."""
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
@@ -261,7 +261,7 @@ def _last_two_swapped[T](values: tuple[T, ...]) -> tuple[T, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split(Step):
+class Split(TensorTransform):
     """One array here is several there, one after the other along a dim.
 
     Args:
@@ -280,10 +280,10 @@ class Split(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Join(Step):
+class Join(TensorTransform):
     """Several arrays here are one there, one after the other along a dim: the inverse of `Split`.
 
-    Beside a `Stack` it stands first, and `dim` counts the stacked dim.
+    Beside a `StackLayers` it stands first, and `dim` counts the stacked dim.
     """
 
     dim: int
@@ -356,7 +356,7 @@ def _chain(arrays: list[LazyArray], dim: int) -> LazyArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Permute(Step):
+class Permute(TensorTransform):
     """The entries of a dim in another order: the dim seen as several, whose order changes.
 
     Args:
@@ -392,7 +392,7 @@ def _taken(array: LazyArray, dim: int, places: np.ndarray) -> LazyArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offset(Step):
+class Offset(TensorTransform):
     """A number is added to every entry there, such as 1 to a scale that counts from 0 here.
 
     The one step that rounds: what comes back is the same bits where the sum needs no more bits than
@@ -422,20 +422,20 @@ class ParamMapping:
 
     Args:
         params: our paths; several if a `Join` is among the steps.
-        tensors: their names, with one `{}` for each `Stack` among the steps; several if there is a
-            `Split`, in its order.
+        tensors: their names, with one `{}` for each `StackLayers` among the steps; several if there
+            is a `Split`, in its order.
         steps: from ours to theirs.
         dtype: that their tensors have in any file; None: that of the file.
     """
 
     params: tuple[str, ...]
     tensors: tuple[str, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TensorTransform, ...] = ()
     dtype: str | None = None
 
     def places(self, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
         """The numbers in the names, of one tensor after the other; `shapes` are those of ours."""
-        stacks = [step for step in self.steps if isinstance(step, Stack)]
+        stacks = [step for step in self.steps if isinstance(step, StackLayers)]
         numbers = [stack.numbers(size) for stack, size in zip(stacks, shapes[0])]
         return list(itertools.product(*numbers))
 
@@ -502,7 +502,7 @@ def tensors_in_order(
 
 
 def _is_stacked(entry: ParamMapping) -> bool:
-    return any(isinstance(step, Stack) for step in entry.steps)
+    return any(isinstance(step, StackLayers) for step in entry.steps)
 
 
 def _sort_key(

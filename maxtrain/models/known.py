@@ -7,7 +7,7 @@ a third of the time that `--help` would take.
 import importlib
 from typing import Any
 
-from maxtrain.config.load import Models, NamedModel
+from maxtrain.config.load import ModelLookup, NamedModel
 
 _DIRECTORY = "maxtrain.models.families.directory"
 
@@ -20,4 +20,4 @@ def _named(name: str) -> NamedModel:
     return importlib.import_module(_DIRECTORY).model_named(name)
 
 
-MODELS = Models(_of_weights, _named)
+MODELS = ModelLookup(_of_weights, _named)

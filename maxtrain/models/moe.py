@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.context import ROUTER, Context, TrainNoise
 from maxtrain.models.expert_bank import ExpertBank
-from maxtrain.models.expert_products import Layout, Taken, Work, share
+from maxtrain.models.expert_products import ExpertAssignment, ExpertSettings, ExpertSharding, share
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.mlp import Mlp, MlpOut
@@ -49,7 +49,7 @@ from maxtrain.parallel.sharding import (
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenOut:
+class LoadBalanceUpdate:
     """How the correction of each expert changes with the choices that fell on it in a step: by one
     rate, up where it had less than an equal share, down where it had more.
 
@@ -126,7 +126,7 @@ class Moe(nnx.Module):
         )
         correction = None
         if moe.corrected:
-            update = EvenOut(moe.routing.correction_rate)
+            update = LoadBalanceUpdate(moe.routing.correction_rate)
             # Each device routes by those of all experts.
             correction = Buffer(jnp.zeros(E, jnp.float32), axes=("router",), update=update)
         self.correction = correction
@@ -169,7 +169,7 @@ class Moe(nnx.Module):
         metrics = {}
         places = jnp.zeros_like(routing.experts)
         sets = self._sets(x.shape[0], x.shape[1])
-        taken = Taken(routing.experts, routing.weights, places, sets)
+        taken = ExpertAssignment(routing.experts, routing.weights, places, sets)
         capacity = None
         # Generation drops nothing: a token would be alone in what it is judged by.
         if moe.routing.capacity_factor is not None and context.extension is None:
@@ -177,7 +177,7 @@ class Moe(nnx.Module):
                 x.shape[1], moe.num_choices, moe.num_experts, moe.routing.capacity_factor
             )
             kept = within_capacity(routing.experts, moe.num_experts, capacity)
-            taken = Taken(kept.experts, routing.weights, kept.places, sets)
+            taken = ExpertAssignment(kept.experts, routing.weights, kept.places, sets)
             metrics["expert_dropped"] = kept.dropped
         out = self._experts(x, taken, capacity, context.extension is not None)
         if self.shared is not None:
@@ -248,7 +248,11 @@ class Moe(nnx.Module):
         return aux_losses
 
     def _experts(
-        self, x: Float[Array, "B T D"], taken: Taken, capacity: int | None, generates: bool
+        self,
+        x: Float[Array, "B T D"],
+        taken: ExpertAssignment,
+        capacity: int | None,
+        generates: bool,
     ) -> Float[Array, "B T D"]:
         """What tokens get from their experts, float32."""
         moe = self.spec
@@ -263,10 +267,10 @@ class Moe(nnx.Module):
             for part, (value, part_axes) in linear.parts().items():
                 weights[f"{name}.{part}"] = value
                 axes[f"{name}.{part}"] = part_axes
-        work = Work(moe, self.recipe, capacity)
+        work = ExpertSettings(moe, self.recipe, capacity)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return share(work, Layout(), x, taken, weights)
+            return share(work, ExpertSharding(), x, taken, weights)
         # XLA would sort the tokens of all devices together: each device is given its rows, and its
         # part of the experts and of their hidden units.
         length = None
@@ -283,7 +287,7 @@ class Moe(nnx.Module):
         deals_out = deals_out and x.shape[1] % residual_shards() == 0
         if deals_out:
             dealt = partition_spec(("activation_batch", RESIDUAL_LENGTH, None), mesh.shape)
-        layout = Layout(
+        layout = ExpertSharding(
             units=units,
             experts=_axis_of("exp", mesh.shape),
             has_own_tokens=is_split,

@@ -40,7 +40,7 @@ from maxtrain.parallel.sharding import (
 Block = Callable[[Array, Context, Any], tuple[Array, Any]]
 
 
-class Form(NamedTuple):
+class PipelineLayout(NamedTuple):
     """How rows go through the stages.
 
     Attributes:
@@ -75,7 +75,7 @@ def micro_batches_of(rows: int, asked: int | None) -> int:
 
 
 def pipelined(
-    block: Block, x: Float[Array, "B T D"], context: Context, inputs: Any, form: Form
+    block: Block, x: Float[Array, "B T D"], context: Context, inputs: Any, form: PipelineLayout
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x through all blocks, and what is kept of each layer, [N, ...], added up over micro-batches.
 
@@ -144,7 +144,7 @@ def _is_of_stage(x: Shaped[Array, "S *s"], number: int) -> Array:
     return is_it.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def in_blocks(leaf: Shaped[Array, "N *s"], form: Form) -> Shaped[Array, "S R L *s"]:
+def in_blocks(leaf: Shaped[Array, "N *s"], form: PipelineLayout) -> Shaped[Array, "S R L *s"]:
     """The layers of each stage, by round."""
     S, R, _ = form
     N = leaf.shape[0]
@@ -169,7 +169,7 @@ def split_as_used(weights: Any) -> Any:
     return jax.tree.map(split, weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def _of_layers(leaf: Shaped[Array, "I S L *s"], form: Form) -> Shaped[Array, "N *s"]:
+def _of_layers(leaf: Shaped[Array, "I S L *s"], form: PipelineLayout) -> Shaped[Array, "N *s"]:
     """What was kept in each iteration, of each layer; without that of waiting stages."""
     S, R, M = form
     used = jnp.stack([leaf[stage : stage + R * M, stage] for stage in range(S)], axis=1)
@@ -179,7 +179,7 @@ def _of_layers(leaf: Shaped[Array, "I S L *s"], form: Form) -> Shaped[Array, "N 
     return of_blocks.reshape(-1, *leaf.shape[3:])
 
 
-class Rows(NamedTuple):
+class RowInputs(NamedTuple):
     """What each row has of its own in a pass, [B, ...]."""
 
     rotations: list[Rotation]
@@ -188,7 +188,7 @@ class Rows(NamedTuple):
     router_noise: Array | None
 
 
-def rows_of(context: Context) -> Rows:
+def rows_of(context: Context) -> RowInputs:
     mask = context.mask
     assert context.extension is None, "nothing is generated in stages"
     assert mask.q_columns.ndim == 1, "columns are those of all rows"
@@ -198,10 +198,10 @@ def rows_of(context: Context) -> Rows:
     if noise is not None:
         keys = noise.keys
         router_noise = jnp.broadcast_to(jnp.asarray(noise.router_noise), keys.shape)
-    return Rows(list(context.rotations.values()), mask.q_segments, keys, router_noise)
+    return RowInputs(list(context.rotations.values()), mask.q_segments, keys, router_noise)
 
 
-def with_rows(context: Context, rows: Rows) -> Context:
+def with_rows(context: Context, rows: RowInputs) -> Context:
     """The context of some rows."""
     mask = context.mask
     some = Mask(
@@ -222,7 +222,7 @@ def with_rows(context: Context, rows: Rows) -> Context:
     return Context(rotations, some, noise)
 
 
-def form_for(rows: int, config: PipelineConfig) -> Form:
+def form_for(rows: int, config: PipelineConfig) -> PipelineLayout:
     """The form on the current mesh, of batches of so many rows.
 
     Rows that devices can't have equal numbers of, such as those of a prompt, are all on each.
@@ -231,4 +231,6 @@ def form_for(rows: int, config: PipelineConfig) -> Form:
     of_device = rows
     if rows % shards == 0:
         of_device = rows // shards
-    return Form(stages(), config.rounds, micro_batches_of(of_device, config.micro_batches))
+    return PipelineLayout(
+        stages(), config.rounds, micro_batches_of(of_device, config.micro_batches)
+    )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from data_pipeline.base.errors import ConfigError
 from maxtrain.config.schema import LoraConfig
-from maxtrain.ops.quantized import WEIGHTS_PER_CODE, Form, Quantized, dequantize, quantize
+from maxtrain.ops.quantized import WEIGHTS_PER_CODE, Form, QuantizedArray, dequantize, quantize
 from maxtrain.parallel.sharding import RULES, Axes, Rules, named_sharding, parts_of
 
 CODES = "codes"
@@ -109,13 +109,13 @@ class QuantizedKernel(nnx.Module):
             stands_for=self.shape,
         )
 
-    def matrices(self) -> Quantized:
+    def matrices(self) -> QuantizedArray:
         """With all outputs as one dim, as products take them."""
-        return _flat(Quantized(self.codes[...], self.scales[...]), self.shape)
+        return _flat(QuantizedArray(self.codes[...], self.scales[...]), self.shape)
 
     def whole(self) -> Float[Array, "..."]:
         """The kernel that is multiplied with, float32."""
-        return whole(Quantized(self.codes[...], self.scales[...]), self.shape)
+        return whole(QuantizedArray(self.codes[...], self.scales[...]), self.shape)
 
 
 Kernel = nnx.Param | QuantizedKernel
@@ -135,28 +135,28 @@ def kernel_dtype(kernel: Kernel) -> str:
     return str(kernel.dtype)
 
 
-def stored(kernel: Float[Array, "..."], shape: KernelShape) -> Quantized:
+def stored(kernel: Float[Array, "..."], shape: KernelShape) -> QuantizedArray:
     """What takes the place of a kernel, with its outputs as the dims that they are."""
     stacked = kernel.shape[: kernel.ndim - len(shape.inputs) - len(shape.outputs)]
     flat = kernel.reshape(*stacked, math.prod(shape.inputs), math.prod(shape.outputs))
     codes, scales = quantize(flat, shape.form, shape.block)
-    return Quantized(
+    return QuantizedArray(
         codes.reshape(*codes.shape[:-1], *shape.outputs),
         scales.reshape(*scales.shape[:-1], *shape.outputs),
     )
 
 
-def whole(arrays: Quantized, shape: KernelShape) -> Float[Array, "..."]:
+def whole(arrays: QuantizedArray, shape: KernelShape) -> Float[Array, "..."]:
     """The kernel that codes and scales stand for, float32."""
     flat = dequantize(_flat(arrays, shape))
     return flat.reshape(*flat.shape[:-2], *shape.inputs, *shape.outputs)
 
 
-def _flat(arrays: Quantized, shape: KernelShape) -> Quantized:
+def _flat(arrays: QuantizedArray, shape: KernelShape) -> QuantizedArray:
     """All outputs as one dim."""
     count = len(shape.outputs)
     codes, scales = arrays
-    return Quantized(
+    return QuantizedArray(
         codes.reshape(*codes.shape[: codes.ndim - count], -1),
         scales.reshape(*scales.shape[: scales.ndim - count], -1),
     )
@@ -194,7 +194,7 @@ class StoredKernel(NamedTuple):
         """How it is stored, and its shape when it is whole."""
         return f"{self.shape.form}{list(self.whole.shape)}"
 
-    def quantized(self, kernel: Array) -> Quantized:
+    def quantized(self, kernel: Array) -> QuantizedArray:
         """Its arrays from the kernel, which is given up."""
 
         def codes_and_scales(kernel: Array) -> tuple[Array, Array]:
@@ -205,7 +205,7 @@ class StoredKernel(NamedTuple):
         arrays = jax.jit(codes_and_scales, out_shardings=places)(kernel)
         jax.block_until_ready(arrays)
         kernel.delete()
-        return Quantized(*arrays)
+        return QuantizedArray(*arrays)
 
 
 def stored_kernels(abstract: nnx.State) -> dict[str, StoredKernel]:

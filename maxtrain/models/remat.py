@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jaxtyping import DTypeLike
 
-from maxtrain.config.schema import KeptConfig
+from maxtrain.config.schema import RematNamesConfig
 from maxtrain.ops.dot import PRODUCT
 
 Policy = Callable[..., Any]
@@ -47,7 +47,7 @@ _POLICY_OF_ROUNDED: dict[str, Policy | None] = {
 
 
 def rematerialized[**P, R](
-    layer: Callable[P, R], remat: str, kept: KeptConfig, dtype: DTypeLike
+    layer: Callable[P, R], remat: str, kept: RematNamesConfig, dtype: DTypeLike
 ) -> Callable[P, R]:
     """The layer, whose backward pass computes again what is not stored.
 
@@ -62,7 +62,7 @@ def rematerialized[**P, R](
     return jax.checkpoint(layer, policy=_policy(remat, kept, dtype))
 
 
-def _policy(remat: str, kept: KeptConfig, dtype: DTypeLike) -> Policy | None:
+def _policy(remat: str, kept: RematNamesConfig, dtype: DTypeLike) -> Policy | None:
     if remat == "named":
         return _POLICIES.save_and_offload_only_these_names(
             names_which_can_be_saved=list(kept.on_device),

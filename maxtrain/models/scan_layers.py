@@ -14,7 +14,7 @@ from maxtrain.models.context import Context
 from maxtrain.models.layers import LayerOut
 from maxtrain.models.pipeline import form_for, pipelined
 from maxtrain.models.remat import rematerialized
-from maxtrain.models.stack import Stack
+from maxtrain.models.stack import LayerStack
 from maxtrain.ops.sums import WeightedSum
 from maxtrain.parallel.host_memory import on_device
 from maxtrain.parallel.sharding import stages
@@ -57,7 +57,7 @@ class StackOut(NamedTuple):
     aux: LayerAux
 
 
-class Inputs(NamedTuple):
+class LayerInputs(NamedTuple):
     """What one layer has of its own; stacked over repeats for a place in the period."""
 
     params: Any
@@ -75,7 +75,7 @@ class ScannedLayerOut(NamedTuple):
 
 
 def run_layers(
-    stack: Stack,
+    stack: LayerStack,
     x: Float[Array, "B T D"],
     context: Context,
     caches: Caches | None,
@@ -87,7 +87,7 @@ def run_layers(
         stack: the layers.
         x: [B, T, D] what the first one gets.
         context: what they share. Noise is drawn by the number of a layer.
-        caches: as of `Stack.new_caches`; None: there are none.
+        caches: as of `LayerStack.new_caches`; None: there are none.
         config: whether the period is one loop, which compiles fast, or unrolled, which runs fast;
             what the backward pass computes again; how rows go through the stages of the current
             mesh. With caches there is no backward pass, and all devices compute all layers.
@@ -114,7 +114,7 @@ class _LayerScan:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: LayerStack,
         context: Context,
         config: ModelConfig,
         caches: Caches | None,
@@ -135,7 +135,7 @@ class _LayerScan:
         if self._indices is not None:
             index = self._indices[number]
         layer = self._function(graphdef, self._context, x.dtype)
-        out = layer(x, Inputs(params, self._cache(name), index))
+        out = layer(x, LayerInputs(params, self._cache(name), index))
         if out.cache is not None:
             self.new_caches[name] = out.cache
         self.aux = self.aux.merged(name, out.aux_losses, out.metrics, out.buffer_inputs)
@@ -154,15 +154,15 @@ class _LayerScan:
                 end = first + len(names) * spec.repeats
                 index = self._indices[first + place : end : len(names)]
             graphdefs.append(graphdef)
-            inputs.append(Inputs(params, self._cache(name), index))
+            inputs.append(LayerInputs(params, self._cache(name), index))
 
         def through(
-            x: Array, context: Context, inputs: list[Inputs]
+            x: Array, context: Context, inputs: list[LayerInputs]
         ) -> tuple[Array, list[ScannedLayerOut]]:
             """Some repeats, one after the other."""
             layers = [self._function(graphdef, context, x.dtype) for graphdef in graphdefs]
 
-            def once(x: Array, parts: list[Inputs]) -> tuple[Array, list[ScannedLayerOut]]:
+            def once(x: Array, parts: list[LayerInputs]) -> tuple[Array, list[ScannedLayerOut]]:
                 kept = []
                 for layer, part in zip(layers, parts, strict=True):
                     out = layer(x, part)
@@ -196,11 +196,11 @@ class _LayerScan:
 
     def _function(
         self, graphdef: nnx.GraphDef, context: Context, dtype: DTypeLike
-    ) -> Callable[[Array, Inputs], LayerOut]:
+    ) -> Callable[[Array, LayerInputs], LayerOut]:
         """A layer as a function of activations of a type."""
         num_layers = self._stack.spec.num_layers
 
-        def layer(x: Array, inputs: Inputs) -> LayerOut:
+        def layer(x: Array, inputs: LayerInputs) -> LayerOut:
             own = context
             if context.noise is not None:
                 assert inputs.index is not None

@@ -20,7 +20,7 @@ from maxtrain.models.specs import LayerSpec, StackSpec
 from maxtrain.ops.dot import MatmulPrecision
 
 
-class Place(NamedTuple):
+class LayerLocation(NamedTuple):
     """Where a layer's parameters are: the name, and the number in what is stacked there; None:
     nothing is."""
 
@@ -28,16 +28,16 @@ class Place(NamedTuple):
     repeat: int | None
 
 
-def layer_names(spec: StackSpec) -> list[Place]:
+def layer_names(spec: StackSpec) -> list[LayerLocation]:
     """Of each layer, in order."""
-    places = [Place(f"prefix_{i}", None) for i in range(len(spec.prefix))]
+    places = [LayerLocation(f"prefix_{i}", None) for i in range(len(spec.prefix))]
     for repeat in range(spec.repeats):
-        places += [Place(str(i), repeat) for i in range(len(spec.period))]
-    places += [Place(f"rest_{i}", None) for i in range(len(spec.rest))]
+        places += [LayerLocation(str(i), repeat) for i in range(len(spec.period))]
+    places += [LayerLocation(f"rest_{i}", None) for i in range(len(spec.rest))]
     return places
 
 
-class Stack(nnx.Module):
+class LayerStack(nnx.Module):
     """All layers; models/scan_layers.py runs them.
 
     Args:

@@ -26,14 +26,14 @@ class Summary(NamedTuple):
     function: Callable[[Array], Sequence[Array]]
 
 
-class Summarised(NamedTuple):
+class SummaryResult(NamedTuple):
     """Numbers by name, and what else was observed: that is for buffers."""
 
     numbers: dict[str, Array]
     of_buffers: dict[str, Array]
 
 
-def summarise(summaries: Sequence[Summary], observed: Mapping[str, Array]) -> Summarised:
+def summarise(summaries: Sequence[Summary], observed: Mapping[str, Array]) -> SummaryResult:
     """The numbers of these summaries.
 
     Args:
@@ -53,4 +53,4 @@ def summarise(summaries: Sequence[Summary], observed: Mapping[str, Array]) -> Su
         values = summary.function(jnp.concatenate(found))
         for quantity, value in zip(summary.quantities, values, strict=True):
             numbers[quantity.name] = value
-    return Summarised(numbers, rest)
+    return SummaryResult(numbers, rest)

@@ -22,7 +22,7 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
 )
 from maxtrain.ops.quantity import Metric
@@ -41,7 +41,7 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
     Also recorded: `adversarial`, the nats per target at the worst embeddings.
     """
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         clean = objective.forward(models, batch, scales)
         offset = worst_offset(objective, models, batch, scales, loss)
         attacked = objective.forward(models, batch | {"embedding_offset": offset}, scales)

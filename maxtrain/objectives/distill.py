@@ -24,10 +24,10 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
 )
-from maxtrain.ops.divergence import KINDS, Numbers, Predictor, divergence
+from maxtrain.ops.divergence import KINDS, LogitFormats, Predictor, divergence
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum
 
@@ -73,7 +73,7 @@ def distill(
     def denominators(batch: Batch) -> dict[str, Array]:
         return plain.denominators(batch) | {"distill": num_targets(batch, normalize)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         teacher = models[TEACHER]
         out = noisy_forward(policy, batch, regularization)
@@ -116,9 +116,9 @@ def unit_of(temperature: float) -> str:
     return f"nats per target at temperature {temperature:g}"
 
 
-def numbers_of(model: Decoder) -> Numbers:
+def numbers_of(model: Decoder) -> LogitFormats:
     """Return the number formats of a model's logits."""
-    return Numbers(model.precision.compute, model.precision.output, model.spec.logit_softcap)
+    return LogitFormats(model.precision.compute, model.precision.output, model.spec.logit_softcap)
 
 
 def _require_weight(weight: float) -> None:

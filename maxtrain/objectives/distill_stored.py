@@ -18,11 +18,11 @@ from maxtrain.objectives.next_token import (
     num_targets,
     target_weights,
 )
-from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
+from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, ObjectiveOutput, Scales
 from maxtrain.ops.divergence import Predictor
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum
-from maxtrain.ops.top_divergence import Top, top_divergence
+from maxtrain.ops.top_divergence import TopLogProbs, top_divergence
 from maxtrain.parallel.batches import PerToken
 
 
@@ -49,13 +49,13 @@ def distill_stored(
     def denominators(batch: Batch) -> dict[str, Array]:
         return plain.denominators(batch) | {"distill": num_targets(batch, normalize)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         out = noisy_forward(policy, batch, regularization)
         learnt = loss_of_hidden(out, policy, batch, scales, loss, normalize, num_sources)
         found = top_divergence(
             Predictor(out.hidden, policy.output_matrix()),
-            Top(batch[IDS], batch[LOG_PROBS], batch[TAIL]),
+            TopLogProbs(batch[IDS], batch[LOG_PROBS], batch[TAIL]),
             target_weights(batch, normalize) * scales["distill"],
             batch["loss_mask"].astype(jnp.float32),
             chunks=chunks_of(batch, policy),

@@ -31,12 +31,17 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
+from maxtrain.ops.preference import (
+    FREE_OF_REFERENCE,
+    LOSSES,
+    AnswerLogProbs,
+    PreferenceCoefficients,
+)
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum, by_pair, numbers_of_documents, sums_of_pairs
 
@@ -46,8 +51,8 @@ PREFERENCE = Metric("preference", "nats per pair")
 class Pairs(NamedTuple):
     """The pairs of each row; missing pairs have meaningless numbers."""
 
-    chosen: Answers
-    rejected: Answers
+    chosen: AnswerLogProbs
+    rejected: AnswerLogProbs
     # Whether both answers have targets.
     are_there: Bool[Array, "B P"]
 
@@ -71,7 +76,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     loss_of_pairs = LOSSES[config.loss_type]
     needs_reference = config.loss_type not in FREE_OF_REFERENCE
     is_stored = needs_reference and config.reference_logprobs == "stored"
-    strength = Strength(config.beta, config.label_smoothing, config.margin)
+    strength = PreferenceCoefficients(config.beta, config.label_smoothing, config.margin)
     sft_weight = config.sft_weight
     if sft_weight is None:
         sft_weight = float(config.loss_type == "orpo")
@@ -97,7 +102,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
             LAYERS: num_tokens(batch),
         }
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
@@ -161,7 +166,7 @@ def _pairs(
     answers = []
     for place in range(2):
         answers.append(
-            Answers(of_policy[..., place], of_reference[..., place], divisors[..., place])
+            AnswerLogProbs(of_policy[..., place], of_reference[..., place], divisors[..., place])
         )
     return Pairs(answers[0], answers[1], (lengths > 0).all(-1))
 

@@ -34,14 +34,14 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
 )
 from maxtrain.ops.log_probs import TokenLogProbs
 from maxtrain.ops.policy_loss import (
-    Clip,
+    RatioClip,
     importance_weights,
     policy_loss,
     reference_divergence,
@@ -120,7 +120,7 @@ def grpo(
     def denominators(batch: Batch) -> dict[str, Array]:
         return {"policy": divisor(batch), LAYERS: num_tokens(batch)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         if ADVANTAGES not in batch:
             # An evaluation set has no sampled completions.
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
@@ -254,7 +254,7 @@ def scored(
     return found
 
 
-def clip_of(config: GrpoConfig) -> Clip:
+def clip_of(config: GrpoConfig) -> RatioClip:
     """Return the clipping range of the config."""
     high = config.epsilon
     if config.epsilon_high is not None:
@@ -262,4 +262,4 @@ def clip_of(config: GrpoConfig) -> Clip:
     level = "token"
     if config.loss_type == "gspo":
         level = "sequence"
-    return Clip(config.epsilon, high, config.delta, level, config.loss_type == "cispo")
+    return RatioClip(config.epsilon, high, config.delta, level, config.loss_type == "cispo")

@@ -31,7 +31,7 @@ from maxtrain.objectives.objective import (
     FirstPass,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
@@ -87,7 +87,7 @@ def kto(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
             LAYERS: num_tokens(batch),
         }
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)

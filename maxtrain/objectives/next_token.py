@@ -13,7 +13,7 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
@@ -21,7 +21,7 @@ from maxtrain.objectives.objective import (
 from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.ops.gumbel_sample import drawn_tokens
-from maxtrain.ops.log_probs import Form, TokenLogProbs, token_log_probs
+from maxtrain.ops.log_probs import LogProbsStaticArgs, TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum, sums_of_documents
 from maxtrain.parallel.sharding import batch_shards, length_shards
@@ -62,7 +62,7 @@ def next_token(
             LAYERS: num_tokens(batch),
         }
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         model = models[POLICY]
         out = noisy_forward(model, batch, regularization)
         return loss_of_hidden(out, model, batch, scales, loss, normalize, num_sources)
@@ -125,9 +125,9 @@ def target_draws(
     return drawn_tokens(hidden, model.output_matrix(), keys, form)
 
 
-def _form(model: Decoder, batch: Batch, temperature: float) -> Form:
+def _form(model: Decoder, batch: Batch, temperature: float) -> LogProbsStaticArgs:
     """Return the form in which a model's logits are computed."""
-    return Form(
+    return LogProbsStaticArgs(
         chunks_of(batch, model),
         model.precision.compute,
         model.precision.output,
@@ -169,7 +169,7 @@ def loss_of_hidden(
     loss: LossConfig,
     normalize: str,
     num_sources: int,
-) -> Result:
+) -> ObjectiveOutput:
     """Compute the terms of `next_token` from a forward pass, with those of the layers."""
     mask = batch["loss_mask"].astype(jnp.float32)
     z_scale = None

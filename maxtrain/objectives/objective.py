@@ -37,7 +37,7 @@ Models = Mapping[str, Decoder]
 Scales = Mapping[str, Array | float]
 
 
-class Result(NamedTuple):
+class ObjectiveOutput(NamedTuple):
     """The result of one micro-batch: the loss to differentiate, and the metrics.
 
     The loss is the sum of scale * total over terms.
@@ -63,7 +63,7 @@ def num_tokens(batch: Batch) -> Float[Array, ""]:
 
 def with_layers(
     loss: Float[Array, ""], sums: dict[str, WeightedSum], out: DecoderOut, scales: Scales
-) -> Result:
+) -> ObjectiveOutput:
     """Return the result of a micro-batch, with the auxiliary losses and metrics of the policy's
     layers.
 
@@ -83,7 +83,7 @@ def with_layers(
             "Give the number another name: terms are recorded, too."
         )
     loss = with_terms(loss, out.aux_losses, scales)
-    return Result(loss, sums, out.aux_losses | out.metrics, out.buffer_inputs)
+    return ObjectiveOutput(loss, sums, out.aux_losses | out.metrics, out.buffer_inputs)
 
 
 def with_terms(
@@ -95,9 +95,9 @@ def with_terms(
     return loss
 
 
-def with_layer_aux(result: Result, aux: LayerAux, scales: Scales) -> Result:
+def with_layer_aux(result: ObjectiveOutput, aux: LayerAux, scales: Scales) -> ObjectiveOutput:
     """Add the auxiliary losses, metrics and observations of further layers to a result."""
-    return Result(
+    return ObjectiveOutput(
         with_terms(result.loss, aux.aux_losses, scales),
         result.sums,
         added_by_name(result.of_layers, aux.aux_losses | aux.metrics),
@@ -149,7 +149,7 @@ class Objective(NamedTuple):
 
     factors: Mapping[str, float]
     denominators: Callable[[Batch], dict[str, Array]]
-    forward: Callable[[Models, Batch, Scales], Result]
+    forward: Callable[[Models, Batch, Scales], ObjectiveOutput]
     models: tuple[str, ...] = (POLICY,)
     loss: Metric = NLL
     recorded: tuple[Metric, ...] = ()

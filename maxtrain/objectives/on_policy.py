@@ -29,7 +29,7 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
@@ -74,7 +74,7 @@ def on_policy(
     def denominators(batch: Batch) -> dict[str, Array]:
         return {"distill": num_targets(batch, normalize), LAYERS: num_tokens(batch)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         teacher = models[TEACHER]
         mask = batch["loss_mask"].astype(jnp.float32)

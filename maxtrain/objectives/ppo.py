@@ -29,12 +29,12 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.policy_loss import Clip, clipped_value_loss, policy_loss
+from maxtrain.ops.policy_loss import RatioClip, clipped_value_loss, policy_loss
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum
 
@@ -69,7 +69,7 @@ def ppo(
         regularization: noise and dropout, applied if the batch has keys.
         is_exact: as for `pass_through` in grpo.py.
     """
-    clip = Clip(config.cliprange, config.cliprange)
+    clip = RatioClip(config.cliprange, config.cliprange)
     factors = {"policy": 1.0, "value": config.vf_coef, LAYERS: 1.0}
     plain = next_token(regularization=regularization)
     recorded = [
@@ -91,7 +91,7 @@ def ppo(
         count = num_targets(batch, "tokens")
         return {"policy": count, "value": count, LAYERS: num_tokens(batch)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         if ADVANTAGES not in batch:
             # An evaluation set has no sampled completions.
             return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))

@@ -26,7 +26,7 @@ from maxtrain.objectives.ppo import ppo
 from maxtrain.objectives.reward import reward
 
 
-class Settings(NamedTuple):
+class ObjectiveSettings(NamedTuple):
     """The config sections that objectives are built from; each uses what it needs."""
 
     loss: LossConfig
@@ -45,13 +45,13 @@ class Settings(NamedTuple):
     has_end_marks: bool = True
 
 
-def _next_token(settings: Settings) -> Objective:
+def _next_token(settings: ObjectiveSettings) -> Objective:
     return next_token(
         settings.loss, settings.normalize, settings.num_sources, settings.regularization
     )
 
 
-def _distill(settings: Settings) -> Objective:
+def _distill(settings: ObjectiveSettings) -> Objective:
     if settings.distill.on_policy:
         return on_policy(
             settings.distill.temperature,
@@ -80,25 +80,25 @@ def _distill(settings: Settings) -> Objective:
     )
 
 
-def _dpo(settings: Settings) -> Objective:
+def _dpo(settings: ObjectiveSettings) -> Objective:
     if settings.dpo.loss_type in UNPAIRED:
         return kto(settings.dpo, settings.regularization)
     return dpo(settings.dpo, settings.regularization)
 
 
-def _reward(settings: Settings) -> Objective:
+def _reward(settings: ObjectiveSettings) -> Objective:
     return reward(settings.reward, settings.regularization, settings.has_end_marks)
 
 
-def _grpo(settings: Settings) -> Objective:
+def _grpo(settings: ObjectiveSettings) -> Objective:
     return grpo(settings.grpo, settings.regularization, settings.is_exact)
 
 
-def _ppo(settings: Settings) -> Objective:
+def _ppo(settings: ObjectiveSettings) -> Objective:
     return ppo(settings.ppo, settings.grpo.temperature, settings.regularization, settings.is_exact)
 
 
-OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
+OBJECTIVES: dict[str, Callable[[ObjectiveSettings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
     "dpo": _dpo,
@@ -108,7 +108,7 @@ OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
 }
 
 
-def make_objective(name: str, settings: Settings) -> Objective:
+def make_objective(name: str, settings: ObjectiveSettings) -> Objective:
     """Build the objective of this name, with adversarial training if the config says so."""
     objective = OBJECTIVES[name](settings)
     if settings.loss.adversarial:

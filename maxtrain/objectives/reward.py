@@ -21,7 +21,7 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     num_tokens,
     with_layers,
@@ -73,7 +73,7 @@ def reward(
         count = _are_there(batch).sum().astype(jnp.float32)
         return {"preference": count, "off_centre": count, LAYERS: num_tokens(batch)}
 
-    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> ObjectiveOutput:
         policy = models[POLICY]
         out = noisy_forward(policy, batch | {"inputs": batch[tokens]}, regularization)
         is_end = _is_end(batch).astype(jnp.float32)

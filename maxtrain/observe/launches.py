@@ -18,7 +18,7 @@ from data_pipeline.base import strict_yaml
 from data_pipeline.base.masking import masked
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
-from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.observe.jsonl_logs import Book, encode
@@ -60,7 +60,7 @@ _APART = re.compile(
 
 
 def launch_record(
-    config: str, attention: Choice, mesh: Any, data: str, step: int
+    config: str, attention: KernelChoice, mesh: Any, data: str, step: int
 ) -> dict[str, Any]:
     """What is launched, on what, by which versions, as JSON.
 

@@ -30,7 +30,7 @@ class TokenLoss(NamedTuple):
     z: Float[Array, " B"]
 
 
-class Form(NamedTuple):
+class CrossEntropyStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `cross_entropy`."""
 
     chunks: int
@@ -75,7 +75,7 @@ def cross_entropy(
     """
     if mask is None:
         mask = weights
-    form = Form(chunks, dtype, logits, smoothing, softcap)
+    form = CrossEntropyStaticArgs(chunks, dtype, logits, smoothing, softcap)
     return _chunked(hidden, head, targets, weights, mask, z_scale, form)
 
 
@@ -86,7 +86,7 @@ def plain_cross_entropy(
     weights: Array,
     mask: Array,
     z_scale: Array | None,
-    form: Form,
+    form: CrossEntropyStaticArgs,
 ) -> TokenLoss:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `cross_entropy`."""
@@ -135,7 +135,7 @@ def _chunked(
     weights: Array,
     mask: Array,
     z_scale: Array | None,
-    form: Form,
+    form: CrossEntropyStaticArgs,
 ) -> TokenLoss:
     low = gathered(head, form.dtype)
 
@@ -161,7 +161,7 @@ def _forward(
     weights: Array,
     mask: Array,
     z_scale: Array | None,
-    form: Form,
+    form: CrossEntropyStaticArgs,
 ) -> tuple[TokenLoss, tuple[Array, Array]]:
     low = gathered(head, form.dtype)
     smoothing = form.smoothing
@@ -204,7 +204,7 @@ def _forward(
     return total, (join_sequence(dx), dhead.total().astype(head.dtype))
 
 
-def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:
+def _backward(form: CrossEntropyStaticArgs, saved: tuple[Array, Array], g: TokenLoss) -> tuple:
     dx, dhead = saved
     dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
     dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)

@@ -30,7 +30,7 @@ class Predictor(NamedTuple):
     head: Float[Array, "D V"]
 
 
-class Numbers(NamedTuple):
+class LogitFormats(NamedTuple):
     """Number formats of a model's logits."""
 
     # Inputs of the product with the head.
@@ -55,12 +55,12 @@ class TokenDivergence(NamedTuple):
     entropy: Float[Array, " B"]
 
 
-class Form(NamedTuple):
+class DivergenceStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `divergence`."""
 
     chunks: int
-    student: Numbers
-    teacher: Numbers
+    student: LogitFormats
+    teacher: LogitFormats
     temperature: float
     kind: str
     beta: float = 0.5
@@ -73,8 +73,8 @@ def divergence(
     mask: Float[Array, "B T"],
     *,
     chunks: int,
-    student_numbers: Numbers,
-    teacher_numbers: Numbers,
+    student_numbers: LogitFormats,
+    teacher_numbers: LogitFormats,
     temperature: float = 1.0,
     kind: str = "forward",
     beta: float = 0.5,
@@ -102,7 +102,7 @@ def divergence(
         https://arxiv.org/abs/2306.13649, section 2.
     """
     assert kind in KINDS, kind
-    form = Form(chunks, student_numbers, teacher_numbers, temperature, kind, beta)
+    form = DivergenceStaticArgs(chunks, student_numbers, teacher_numbers, temperature, kind, beta)
     return _chunked(student, teacher, weights, mask, form)
 
 
@@ -113,7 +113,7 @@ def _require_mixture(kind: str) -> None:
 
 
 def plain_divergence(
-    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: DivergenceStaticArgs
 ) -> TokenDivergence:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `divergence`."""
@@ -159,7 +159,7 @@ def mixture(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(
-    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: DivergenceStaticArgs
 ) -> TokenDivergence:
     low = gathered(student.head, form.student.compute)
     low_of_teacher = gathered(teacher.head, form.teacher.compute)
@@ -182,25 +182,25 @@ def no_divergence(weights: Array) -> TokenDivergence:
     return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows, rows)
 
 
-class Logits(NamedTuple):
+class RoundedLogits(NamedTuple):
     """A model's logits, as they are compared; and before they were rounded."""
 
     rounded: Float[Array, "B T V"]
     exact: Float[Array, "B T V"]
 
 
-def model_logits(hidden: Array, head: Array, numbers: Numbers) -> Logits:
+def model_logits(hidden: Array, head: Array, numbers: LogitFormats) -> RoundedLogits:
     """The logits of a model, from its last hidden states and its output matrix."""
     exact = dot(hidden, head, MatmulPrecision.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
-    return Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
+    return RoundedLogits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 
 
 def scaled_slopes(
     slopes: Float[Array, "B T V"],
     weights: Float[Array, "B T"],
-    logits: Logits,
-    numbers: Numbers,
+    logits: RoundedLogits,
+    numbers: LogitFormats,
     temperature: float,
 ) -> Float[Array, "B T V"]:
     """The gradient of the loss by a model's logits, in the type of products.
@@ -246,7 +246,7 @@ def summed(
 
 
 def _forward(
-    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: DivergenceStaticArgs
 ) -> tuple[TokenDivergence, tuple[Array, Array]]:
     low = gathered(student.head, form.student.compute)
     low_of_teacher = gathered(teacher.head, form.teacher.compute)

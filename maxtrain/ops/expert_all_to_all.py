@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.experts import Order, combine, dispatch, order_by_expert
+from maxtrain.ops.experts import SortedChoices, combine, dispatch, order_by_expert
 
 # Rows are sent by eights.
 _UNIT = 8
@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
     work: Callable[[Array, Array, Weights], Array]
 
 
-class Queue(NamedTuple):
+class SendQueue(NamedTuple):
     """The choices of a device's tokens, as they wait to be sent.
 
     Attributes:
@@ -65,7 +65,7 @@ class Queue(NamedTuple):
     counts: Int[Array, " P"]
 
 
-def queue_of(experts: Int[Array, "N C"], num_devices: int, experts_each: int) -> Queue:
+def queue_of(experts: Int[Array, "N C"], num_devices: int, experts_each: int) -> SendQueue:
     """How choices wait: for each device in the order of tokens.
 
     Args:
@@ -77,7 +77,7 @@ def queue_of(experts: Int[Array, "N C"], num_devices: int, experts_each: int) ->
     order = order_by_expert(devices, num_devices, 1)
     starts = order.starts[jnp.minimum(devices, num_devices - 1)]
     places = jnp.where(devices < num_devices, order.rows - starts, 0)
-    return Queue(experts, devices, places, order.blocks)
+    return SendQueue(experts, devices, places, order.blocks)
 
 
 def room_of(num_choices: int, num_devices: int, factor: float | None, most: int) -> int:
@@ -95,7 +95,7 @@ def room_of(num_choices: int, num_devices: int, factor: float | None, most: int)
     return min(most, -(-wanted // _UNIT) * _UNIT)
 
 
-def order_of_turn(queue: Queue, number: Int[Array, ""] | int, room: int) -> Order:
+def order_of_turn(queue: SendQueue, number: Int[Array, ""] | int, room: int) -> SortedChoices:
     """Where the choices of one turn lie among the rows that are sent, [P, room]. Those of other
     turns are nowhere."""
     num_devices = queue.counts.size
@@ -106,7 +106,7 @@ def order_of_turn(queue: Queue, number: Int[Array, ""] | int, room: int) -> Orde
     choices = choices.at[rows.reshape(-1)].set(jnp.arange(rows.size), mode="drop")
     starts = jnp.arange(num_devices) * room
     # One block of all that a device is sent.
-    return Order(rows, choices, starts, jnp.ones_like(starts))
+    return SortedChoices(rows, choices, starts, jnp.ones_like(starts))
 
 
 def exchanged(
@@ -144,7 +144,7 @@ def exchanged(
 
 def _turn(
     exchange: Exchange,
-    queue: Queue,
+    queue: SendQueue,
     number: Int[Array, ""] | int,
     x: Float[Array, "N D"],
     weights: Float[Array, "N C"],
@@ -171,7 +171,7 @@ def to_experts(rows: Array, axis: str) -> Array:
 def _further(
     exchange: Exchange,
     turns: Int[Array, ""],
-    queue: Queue,
+    queue: SendQueue,
     x: Float[Array, "N D"],
     weights: Float[Array, "N C"],
     trained: Weights,
@@ -188,7 +188,7 @@ def _further(
 def _further_forward(
     exchange: Exchange,
     turns: Array,
-    queue: Queue,
+    queue: SendQueue,
     x: Array,
     weights: Array,
     trained: Weights,

@@ -19,13 +19,13 @@ from jaxtyping import Array, Float, Int
 from maxtrain.ops.dot import MatmulPrecision
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import PRODUCT, named
-from maxtrain.ops.quantized import Quantized, again, dequantize
+from maxtrain.ops.quantized import QuantizedArray, again, dequantize
 from maxtrain.ops.tokamax import grouped_outer_product, grouped_product
 
 Kernel = Literal["blocks", "ragged", "tokamax"]
 
 
-class Order(NamedTuple):
+class SortedChoices(NamedTuple):
     """Where the choices of tokens lie when they are sorted by expert. Rows that are there to fill a
     block have no choice.
 
@@ -49,7 +49,7 @@ def block_size(num_choices: int, num_experts: int) -> int:
     return min(max(1 << (wanted.bit_length() - 1), 8), 256)
 
 
-def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) -> Order:
+def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) -> SortedChoices:
     """The order of choices by expert, and for one expert as they come.
 
     Args:
@@ -72,7 +72,7 @@ def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) ->
     rows = jnp.where(flat[by_expert] < num_experts, rows, num_rows)
     choices = jnp.full(num_rows, count).at[rows].set(by_expert, mode="drop")
     rows_of_choices = jnp.zeros(count, rows.dtype).at[by_expert].set(rows, unique_indices=True)
-    return Order(rows_of_choices.reshape(experts.shape), choices, starts, blocks)
+    return SortedChoices(rows_of_choices.reshape(experts.shape), choices, starts, blocks)
 
 
 def order_by_pair(
@@ -81,7 +81,7 @@ def order_by_pair(
     num_experts: int,
     num_sets: int,
     block: int,
-) -> tuple[Order, Order]:
+) -> tuple[SortedChoices, SortedChoices]:
     """The order of choices by expert, and for one expert by a number of their token.
 
     Args:
@@ -101,7 +101,7 @@ def order_by_pair(
 
 def order_by_place(
     experts: Int[Array, "B T C"], places: Int[Array, "B T C"], num_experts: int, capacity: int
-) -> Order:
+) -> SortedChoices:
     """The order of choices where each expert has a row for each place of each row of the batch:
     [E, B, capacity]; arguments as of `routing.within_capacity`."""
     num_rows = num_experts * experts.shape[0] * capacity
@@ -114,7 +114,7 @@ def order_by_place(
     starts = jnp.arange(num_experts) * experts.shape[0] * capacity
     # One block for each row of the batch.
     blocks = jnp.full(num_experts, experts.shape[0])
-    return Order(rows, choices, starts, blocks)
+    return SortedChoices(rows, choices, starts, blocks)
 
 
 def _rows_of(x: Float[Array, "N D"], index: Int[Array, "*s"]) -> Float[Array, "*s D"]:
@@ -123,13 +123,13 @@ def _rows_of(x: Float[Array, "N D"], index: Int[Array, "*s"]) -> Float[Array, "*
 
 
 @jax.custom_vjp
-def dispatch(x: Float[Array, "N D"], order: Order) -> Float[Array, "M D"]:
+def dispatch(x: Float[Array, "N D"], order: SortedChoices) -> Float[Array, "M D"]:
     """The inputs of all choices, sorted by expert; zeros in rows without a choice."""
     num_choices = order.rows.shape[1]
     return _rows_of(x, order.choices // num_choices)
 
 
-def _dispatch_forward(x: Array, order: Order) -> tuple[Array, tuple]:
+def _dispatch_forward(x: Array, order: SortedChoices) -> tuple[Array, tuple]:
     return dispatch(x, order), (order, jnp.zeros((), x.dtype))
 
 
@@ -144,14 +144,14 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @jax.custom_vjp
 def combine(
-    y: Float[Array, "M D"], weights: Float[Array, "N C"], order: Order
+    y: Float[Array, "M D"], weights: Float[Array, "N C"], order: SortedChoices
 ) -> Float[Array, "N D"]:
     """What each token gets: the outputs of its choices times their weights, summed in float32."""
     rows = _rows_of(y, order.rows).astype(jnp.float32)
     return (rows * weights[..., None]).sum(1)
 
 
-def _combine_forward(y: Array, weights: Array, order: Order) -> tuple[Array, tuple]:
+def _combine_forward(y: Array, weights: Array, order: SortedChoices) -> tuple[Array, tuple]:
     return combine(y, weights, order), (y, weights, order)
 
 
@@ -167,7 +167,7 @@ def _combine_backward(saved: tuple, g: Array) -> tuple[Array, Array, None]:
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def expert_of_rows(order: Order, block: int) -> Int[Array, " M"]:
+def expert_of_rows(order: SortedChoices, block: int) -> Int[Array, " M"]:
     """The expert of each row; E for rows behind those of the last one."""
     ends = order.starts + order.blocks * block
     return jnp.searchsorted(ends, jnp.arange(order.choices.size), side="right")
@@ -186,7 +186,7 @@ def add_bias(
 def grouped_dot(
     x: Float[Array, "M I"],
     w: Float[Array, "E I O"],
-    order: Order,
+    order: SortedChoices,
     block: int,
     kernel: Kernel,
     recipe: MatmulPrecision,
@@ -211,7 +211,7 @@ def grouped_dot(
 
 
 def _forward(
-    x: Array, w: Array, order: Order, block: int, kernel: Kernel, recipe: MatmulPrecision
+    x: Array, w: Array, order: SortedChoices, block: int, kernel: Kernel, recipe: MatmulPrecision
 ) -> tuple[Array, tuple]:
     rounded = x.astype(recipe.inputs)
     out = grouped_dot(rounded, w, order, block, kernel, recipe)
@@ -233,7 +233,7 @@ def _backward(
 grouped_dot.defvjp(_forward, _backward)
 
 
-def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Array:
+def _product(x: Array, w: Array, order: SortedChoices, block: int, kernel: Kernel) -> Array:
     """[M, I] and [E, I, O] to [M, O], float32."""
     if kernel == "tokamax":
         return grouped_product(x, w, order.blocks * block, _precision(x))
@@ -255,7 +255,11 @@ def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Ar
 
 
 def _by_blocks(
-    x: Array, matrix_of: Callable[[Array], Array], num_outputs: int, order: Order, block: int
+    x: Array,
+    matrix_of: Callable[[Array], Array],
+    num_outputs: int,
+    order: SortedChoices,
+    block: int,
 ) -> Array:
     """[M, I] to [M, O], float32, with the matrix [I, O] of each expert when its turn comes."""
     num_inputs = x.shape[1]
@@ -275,7 +279,7 @@ def _by_blocks(
     return jax.lax.fori_loop(0, order.starts.size, of_expert, out)
 
 
-def _outer_product(x: Array, g: Array, order: Order, block: int, kernel: Kernel) -> Array:
+def _outer_product(x: Array, g: Array, order: SortedChoices, block: int, kernel: Kernel) -> Array:
     """[M, I] and [M, O] to [E, I, O], float32: for each expert the sum over its rows."""
     num_experts = order.starts.size
     if kernel == "tokamax":
@@ -349,8 +353,8 @@ expert_dot.defvjp(_expert_forward, _expert_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def quantized_grouped_dot(
     x: Float[Array, "M I"],
-    weights: Quantized,
-    order: Order,
+    weights: QuantizedArray,
+    order: SortedChoices,
     block: int,
     kernel: Kernel,
     recipe: MatmulPrecision,
@@ -362,7 +366,12 @@ def quantized_grouped_dot(
 
 
 def _quantized_forward(
-    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: MatmulPrecision
+    x: Array,
+    weights: QuantizedArray,
+    order: SortedChoices,
+    block: int,
+    kernel: Kernel,
+    recipe: MatmulPrecision,
 ) -> tuple[Array, tuple]:
     out = quantized_grouped_dot(x, weights, order, block, kernel, recipe)
     return named(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
@@ -381,12 +390,17 @@ quantized_grouped_dot.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _quantized_product(
-    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, is_turned: bool
+    x: Array,
+    weights: QuantizedArray,
+    order: SortedChoices,
+    block: int,
+    kernel: Kernel,
+    is_turned: bool,
 ) -> Array:
     """`_product` with quantised weights, or with each expert's matrix turned around."""
 
     def matrix_of(expert: Array) -> Array:
-        one = Quantized(weights.codes[expert], weights.scales[expert])
+        one = QuantizedArray(weights.codes[expert], weights.scales[expert])
         matrix = dequantize(one, x.dtype)
         if is_turned:
             matrix = matrix.T
@@ -405,7 +419,7 @@ def _quantized_product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_expert_dot(
-    x: Float[Array, "E R I"], weights: Quantized, recipe: MatmulPrecision
+    x: Float[Array, "E R I"], weights: QuantizedArray, recipe: MatmulPrecision
 ) -> Float[Array, "E R O"]:
     """`expert_dot` with quantised weights, which have no gradient."""
     matrices = dequantize(weights, recipe.inputs)
@@ -414,7 +428,7 @@ def quantized_expert_dot(
 
 
 def _quantized_expert_forward(
-    x: Array, weights: Quantized, recipe: MatmulPrecision
+    x: Array, weights: QuantizedArray, recipe: MatmulPrecision
 ) -> tuple[Array, tuple]:
     out = named(quantized_expert_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.head import gathered
-from maxtrain.ops.log_probs import Form, tempered_logits
+from maxtrain.ops.log_probs import LogProbsStaticArgs, tempered_logits
 
 
 def draw(logits: Float[Array, "*s V"], keys: Key[Array, "*s"]) -> Int[Array, "*s"]:
@@ -24,7 +24,7 @@ def drawn_tokens(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "D V"],
     keys: Key[Array, "B T"],
-    form: Form,
+    form: LogProbsStaticArgs,
 ) -> Int[Array, "B T"]:
     """The token that each key draws from the distribution behind each token, without all logits at
     once; of the same logits as `token_log_probs` with this form.

@@ -29,7 +29,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Float[Array, "B T"]
 
 
-class Form(NamedTuple):
+class LogProbsStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `token_log_probs`."""
 
     chunks: int
@@ -62,18 +62,20 @@ def token_log_probs(
         softcap: of the logits, as of `soft_capped`; None: there is none.
         temperature: divides the logits: that of the distribution that was sampled from.
     """
-    form = Form(chunks, dtype, logits, softcap, temperature)
+    form = LogProbsStaticArgs(chunks, dtype, logits, softcap, temperature)
     return _chunked(hidden, head, targets, form)
 
 
-def plain_token_log_probs(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
+def plain_token_log_probs(
+    hidden: Array, head: Array, targets: Array, form: LogProbsStaticArgs
+) -> TokenLogProbs:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `token_log_probs`."""
     return _looked_up(jax.nn.log_softmax(tempered_logits(hidden, head, form)), targets)
 
 
 def tempered_logits(
-    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], form: Form
+    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], form: LogProbsStaticArgs
 ) -> Float[Array, "B T V"]:
     """What the softmax is taken of."""
     return _logits(hidden, head, form).tempered
@@ -86,7 +88,7 @@ def _looked_up(log_p: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Toke
     return TokenLogProbs(of_target, entropy)
 
 
-class _Logits(NamedTuple):
+class _TemperedLogits(NamedTuple):
     """Before they are rounded, which the slope of a softcap is taken of; and what the softmax is
     taken of."""
 
@@ -94,14 +96,14 @@ class _Logits(NamedTuple):
     tempered: Float[Array, "B T V"]
 
 
-def _logits(x: Array, low_head: Array, form: Form) -> _Logits:
+def _logits(x: Array, low_head: Array, form: LogProbsStaticArgs) -> _TemperedLogits:
     exact = soft_capped(dot(x, low_head, MatmulPrecision.of(form.dtype)), form.softcap)
     rounded = exact.astype(form.logits).astype(jnp.float32)
-    return _Logits(exact, rounded / form.temperature)
+    return _TemperedLogits(exact, rounded / form.temperature)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
+def _chunked(hidden: Array, head: Array, targets: Array, form: LogProbsStaticArgs) -> TokenLogProbs:
     low = gathered(head, form.dtype)
 
     def one(part: tuple[Array, Array]) -> TokenLogProbs:
@@ -113,12 +115,14 @@ def _chunked(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLog
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, form: Form
+    hidden: Array, head: Array, targets: Array, form: LogProbsStaticArgs
 ) -> tuple[TokenLogProbs, tuple[Array, Array, Array]]:
     return _chunked(hidden, head, targets, form), (hidden, head, targets)
 
 
-def _backward(form: Form, saved: tuple[Array, Array, Array], g: TokenLogProbs) -> tuple:
+def _backward(
+    form: LogProbsStaticArgs, saved: tuple[Array, Array, Array], g: TokenLogProbs
+) -> tuple:
     """Logits are computed again: keeping them is what chunks are there to avoid."""
     hidden, head, targets = saved
     low = gathered(head, form.dtype)

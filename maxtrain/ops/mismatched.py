@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 ROWS = ("inputs", "targets", "segment_ids", "positions", "loss_mask")
 
 
-class _Documents(NamedTuple):
+class _DocumentSpans(NamedTuple):
     """Of each document of a row, at the number of its segment, [S]; 0 is padding's."""
 
     begin: Int[Array, " S"]
@@ -97,7 +97,7 @@ def _of_row(row: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]
     return {name: jnp.where(is_token, values, 0) for name, values in found.items()}
 
 
-def _documents(row: dict[str, Array]) -> _Documents:
+def _documents(row: dict[str, Array]) -> _DocumentSpans:
     segments = row["segment_ids"]
     size = segments.size
     columns = jnp.arange(size, dtype=jnp.int32)
@@ -106,4 +106,4 @@ def _documents(row: dict[str, Array]) -> _Documents:
     first = jnp.where(row["loss_mask"] > 0, columns, size)
     first = jax.ops.segment_min(first, segments, size + 1)
     prompt = jnp.minimum(first - begin, lengths)
-    return _Documents(begin, prompt, lengths - prompt)
+    return _DocumentSpans(begin, prompt, lengths - prompt)

@@ -17,7 +17,7 @@ from maxtrain.ops.sums import sums_of_documents
 _MOST_APART = 20.0
 
 
-class Clip(NamedTuple):
+class RatioClip(NamedTuple):
     """How far a ratio counts.
 
     Attributes:
@@ -53,7 +53,7 @@ def policy_loss(
     advantages: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     completions: Int[Array, "B T"],
-    clip: Clip,
+    clip: RatioClip,
 ) -> TokenPolicyLoss:
     """-min(ratio * advantage, clip(ratio) * advantage) of each token.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-class Answers(NamedTuple):
+class AnswerLogProbs(NamedTuple):
     """Of one answer of each pair."""
 
     # Summed over its targets, by the policy, nats.
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
         return self.log_prob / self.length
 
 
-class Strength(NamedTuple):
+class PreferenceCoefficients(NamedTuple):
     """Numbers of the losses; each says which it reads.
 
     Attributes:
@@ -54,10 +54,12 @@ class Strength(NamedTuple):
     margin: float = 0.0
 
 
-Loss = Callable[[Answers, Answers, Strength], Float[Array, "*p"]]
+Loss = Callable[[AnswerLogProbs, AnswerLogProbs, PreferenceCoefficients], Float[Array, "*p"]]
 
 
-def sigmoid(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def sigmoid(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """DPO: -log sigmoid(beta * difference of the log-ratios); with label smoothing, cDPO.
 
     Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7; cDPO: Mitchell,
@@ -66,7 +68,9 @@ def sigmoid(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Arr
     return _smoothed(strength.beta * (chosen.log_ratio - rejected.log_ratio), strength)
 
 
-def sigmoid_norm(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def sigmoid_norm(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """DPO of log-ratios that are means over an answer's targets; with label smoothing as `sigmoid`.
 
     Source: Lambert et al., https://arxiv.org/abs/2411.15124, section 5.
@@ -75,7 +79,9 @@ def sigmoid_norm(chosen: Answers, rejected: Answers, strength: Strength) -> Floa
     return _smoothed(strength.beta * difference, strength)
 
 
-def robust(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def robust(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """rDPO: DPO without the bias that wrong labels bring; a label smoothing below 0.5.
 
     Source: Chowdhury et al., https://arxiv.org/abs/2403.00409.
@@ -87,7 +93,9 @@ def robust(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Arra
     return (clean - flipped) / (1 - 2 * wrong)
 
 
-def hinge(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def hinge(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """SLiC: max(0, 1 - beta * difference of the log-ratios).
 
     Source: Zhao et al., https://arxiv.org/abs/2305.10425; with a reference as in Liu et al.,
@@ -96,7 +104,9 @@ def hinge(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array
     return jax.nn.relu(1 - strength.beta * (chosen.log_ratio - rejected.log_ratio))
 
 
-def ipo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def ipo(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """(difference of the mean log-ratios - 1 / (2 beta))^2.
 
     Source: Azar et al., https://arxiv.org/abs/2310.12036, equation 17, of means over an answer's
@@ -106,7 +116,9 @@ def ipo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, 
     return (difference - 1 / (2 * strength.beta)) ** 2
 
 
-def exo_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def exo_pair(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """Reverse KL of the policy's choice between both from the labels'; a label smoothing above 0.
 
     Source: Ji et al., https://arxiv.org/abs/2402.00856, equation 16.
@@ -119,7 +131,9 @@ def exo_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Ar
     return of_win + of_lose
 
 
-def nca_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def nca_pair(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """Noise-contrastive: keeps the likelihood of the chosen answer from falling.
 
     Source: Chen et al., https://arxiv.org/abs/2402.05369, with two answers.
@@ -131,7 +145,9 @@ def nca_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Ar
     return -wins - 0.5 * loses
 
 
-def bco_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def bco_pair(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """A classifier of each answer on its own, without the shift by a mean reward.
 
     Source: Jung et al., https://arxiv.org/abs/2404.04656.
@@ -141,7 +157,9 @@ def bco_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Ar
     return -of_chosen - of_rejected
 
 
-def sppo_hard(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def sppo_hard(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """Self-play with a sure winner: squares around +-1 / (2 beta).
 
     Source: Wu et al., https://arxiv.org/abs/2405.00675, equation 4.7 with probabilities 1 and 0.
@@ -150,7 +168,9 @@ def sppo_hard(chosen: Answers, rejected: Answers, strength: Strength) -> Float[A
     return (chosen.log_ratio - half) ** 2 + (rejected.log_ratio + half) ** 2
 
 
-def apo_zero(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def apo_zero(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """Raises the chosen answer and lowers the rejected one; for answers better than the policy's.
 
     Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 7.
@@ -159,7 +179,9 @@ def apo_zero(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Ar
     return of_chosen + jax.nn.sigmoid(strength.beta * rejected.log_ratio)
 
 
-def apo_down(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def apo_down(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """Lowers both, the rejected one more; for chosen answers worse than the policy's.
 
     Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 8.
@@ -169,7 +191,9 @@ def apo_down(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Ar
     return of_chosen + 1 - jax.nn.sigmoid(strength.beta * difference)
 
 
-def simpo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def simpo(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """-log sigmoid(beta * difference of the mean log-probabilities - margin); free of a reference.
 
     Source: Meng et al., https://arxiv.org/abs/2405.14734, equation 6; the margin is their gamma.
@@ -178,7 +202,9 @@ def simpo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array
     return _smoothed(strength.beta * difference - strength.margin, strength)
 
 
-def orpo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+def orpo(
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
+) -> Float[Array, "*p"]:
     """-beta * log sigmoid(log of the odds ratio); free of a reference.
 
     The whole of ORPO has the cross-entropy of the chosen answers beside it, which the objective
@@ -219,7 +245,7 @@ def of_label(
         label: 1: it is good; -1: it is bad.
         zero: the log-ratio that is neither: an estimate of the divergence of the policy from the
             reference. 0 makes it APO-zero of single answers.
-        beta: as of `Strength`.
+        beta: as of `PreferenceCoefficients`.
 
     Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equation 8, with the weights left
         to the caller and lambda_y for a constant; D'Oosterlinck et al.,
@@ -247,7 +273,7 @@ def off_centre(chosen: Float[Array, "*p"], rejected: Float[Array, "*p"]) -> Floa
     return (chosen + rejected) ** 2
 
 
-def _smoothed(scaled: Float[Array, "*p"], strength: Strength) -> Float[Array, "*p"]:
+def _smoothed(scaled: Float[Array, "*p"], strength: PreferenceCoefficients) -> Float[Array, "*p"]:
     """-log sigmoid of a scaled difference, where some labels are wrong."""
     loss = -(1 - strength.label_smoothing) * jax.nn.log_sigmoid(scaled)
     return loss - strength.label_smoothing * jax.nn.log_sigmoid(-scaled)

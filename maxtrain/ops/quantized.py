@@ -52,7 +52,7 @@ NF4_LEVELS = (
 )
 
 
-class Quantized(NamedTuple):
+class QuantizedArray(NamedTuple):
     """The weights of a product, [*s, I, O], or what stands for these arrays.
 
     Attributes:
@@ -77,7 +77,7 @@ class Quantized(NamedTuple):
         return blocks * width * WEIGHTS_PER_CODE[self.form]
 
 
-def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> Quantized:
+def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> QuantizedArray:
     """The nearest weights that a form can express.
 
     Args:
@@ -100,10 +100,10 @@ def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> Quantiz
         codes = jnp.round(relative).astype(jnp.int8)
     else:
         codes = _packed(_nearest_level(relative))
-    return Quantized(codes, scales.astype(jnp.bfloat16))
+    return QuantizedArray(codes, scales.astype(jnp.bfloat16))
 
 
-def dequantize(weights: Quantized, dtype: str | jnp.dtype = "float32") -> Float[Array, "..."]:
+def dequantize(weights: QuantizedArray, dtype: str | jnp.dtype = "float32") -> Float[Array, "..."]:
     """[*s, I, O]: level times scale in float32, rounded once to a type."""
     if weights.form == "int8":
         values = weights.codes.astype(jnp.float32)
@@ -152,7 +152,7 @@ def _unpacked(codes: UInt8[Array, "*s half o"]) -> UInt8[Array, "*s block o"]:
     return jnp.concatenate([codes & 15, codes >> 4], axis=-2)
 
 
-def again(weights: Quantized, g: Array) -> tuple[Quantized, Array]:
+def again(weights: QuantizedArray, g: Array) -> tuple[QuantizedArray, Array]:
     """The same, for a backward pass: what is made of the weights there is made when the gradient
     has come. A compiler that sees the same done in the forward pass would keep the result."""
     return jax.lax.optimization_barrier((weights, g))
@@ -160,7 +160,7 @@ def again(weights: Quantized, g: Array) -> tuple[Quantized, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_dot(
-    x: Float[Array, "*b i"], weights: Quantized, recipe: MatmulPrecision
+    x: Float[Array, "*b i"], weights: QuantizedArray, recipe: MatmulPrecision
 ) -> Float[Array, "*b o"]:
     """x @ weights, which have no gradient; types as in `ops.dot`. The backward pass keeps the codes
     alone, and makes weights of them again."""
@@ -169,7 +169,7 @@ def quantized_dot(
     return out.astype(recipe.result)
 
 
-def _forward(x: Array, weights: Quantized, recipe: MatmulPrecision) -> tuple[Array, tuple]:
+def _forward(x: Array, weights: QuantizedArray, recipe: MatmulPrecision) -> tuple[Array, tuple]:
     out = named(quantized_dot(x, weights, recipe), PRODUCT)
     return out, (weights, jnp.zeros((), x.dtype))
 

@@ -198,7 +198,7 @@ def z_of(logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]) -> Float[A
     return jnp.where(is_token, squares, 0.0).sum()
 
 
-class Kept(NamedTuple):
+class CapacityAssignment(NamedTuple):
     """What experts with a capacity take.
 
     Attributes:
@@ -212,7 +212,9 @@ class Kept(NamedTuple):
     dropped: WeightedSum
 
 
-def within_capacity(experts: Int[Array, "B T C"], num_experts: int, capacity: int) -> Kept:
+def within_capacity(
+    experts: Int[Array, "B T C"], num_experts: int, capacity: int
+) -> CapacityAssignment:
     """The choices that experts take: of each row the first `capacity`, token by token, and of one
     token the best first.
 
@@ -229,7 +231,7 @@ def within_capacity(experts: Int[Array, "B T C"], num_experts: int, capacity: in
     fits = is_choice & (places < capacity)
     dropped = (is_choice & ~fits).sum().astype(jnp.float32)
     kept = jnp.where(fits, flat, num_experts)
-    return Kept(
+    return CapacityAssignment(
         kept.reshape(experts.shape),
         jnp.where(fits, places, 0).reshape(experts.shape),
         WeightedSum(dropped, is_choice.sum().astype(jnp.float32)),

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.divergence import (
     KINDS,
-    Numbers,
+    LogitFormats,
     Predictor,
     TokenDivergence,
     entropies,
@@ -39,7 +39,7 @@ from maxtrain.ops.einsum import contract
 from maxtrain.ops.head import HeadGradient, gathered
 
 
-class Top(NamedTuple):
+class TopLogProbs(NamedTuple):
     """What is kept of distributions over V tokens."""
 
     # The likeliest K tokens, that with the highest probability first.
@@ -50,31 +50,31 @@ class Top(NamedTuple):
     tail: Float[Array, "*b"]
 
 
-class TopForm(NamedTuple):
+class TopDivergenceStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `top_divergence`."""
 
     chunks: int
-    student: Numbers
+    student: LogitFormats
     temperature: float
     kind: str
     beta: float = 0.5
 
 
-def top_of(log_probs: Float[Array, "B T V"], k: int) -> Top:
+def top_of(log_probs: Float[Array, "B T V"], k: int) -> TopLogProbs:
     """The likeliest k entries of distributions, and what they leave over."""
     kept, ids = jax.lax.top_k(log_probs, k)
     others = jnp.where(_is_in(ids, log_probs.shape[-1]), -jnp.inf, log_probs)
-    return Top(ids, kept, jax.nn.logsumexp(others, axis=-1))
+    return TopLogProbs(ids, kept, jax.nn.logsumexp(others, axis=-1))
 
 
 def top_divergence(
     student: Predictor,
-    teacher: Top,
+    teacher: TopLogProbs,
     weights: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     *,
     chunks: int,
-    student_numbers: Numbers,
+    student_numbers: LogitFormats,
     temperature: float = 1.0,
     kind: str = "forward",
     beta: float = 0.5,
@@ -91,12 +91,16 @@ def top_divergence(
         temperature, kind, beta: as of `divergence`.
     """
     assert kind in KINDS, kind
-    form = TopForm(chunks, student_numbers, temperature, kind, beta)
+    form = TopDivergenceStaticArgs(chunks, student_numbers, temperature, kind, beta)
     return _chunked(student, teacher, weights, mask, form)
 
 
 def plain_top_divergence(
-    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+    student: Predictor,
+    teacher: TopLogProbs,
+    weights: Array,
+    mask: Array,
+    form: TopDivergenceStaticArgs,
 ) -> TokenDivergence:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `top_divergence`."""
@@ -120,7 +124,7 @@ class _Outcomes(NamedTuple):
     teacher: Float[Array, "B T O"]
 
 
-class _Divergence(NamedTuple):
+class _OutcomeDivergence(NamedTuple):
     """Of each token; and what its gradient is made of, for the student's outcomes."""
 
     divergence: Float[Array, "B T"]
@@ -143,7 +147,7 @@ def _spread(ids: Int[Array, "B T K"], values: Array, others: Array, size: int) -
     return jax.vmap(jax.vmap(of_token))(ids, values, others)
 
 
-def _outcomes(log_s: Float[Array, "B T V"], teacher: Top) -> _Outcomes:
+def _outcomes(log_s: Float[Array, "B T V"], teacher: TopLogProbs) -> _Outcomes:
     of_ids = jnp.take_along_axis(log_s, teacher.ids, axis=-1)
     size = log_s.shape[-1]
     if teacher.ids.shape[-1] == size:
@@ -156,32 +160,36 @@ def _outcomes(log_s: Float[Array, "B T V"], teacher: Top) -> _Outcomes:
     )
 
 
-def _of_outcomes(outcomes: _Outcomes, form: TopForm) -> _Divergence:
+def _of_outcomes(outcomes: _Outcomes, form: TopDivergenceStaticArgs) -> _OutcomeDivergence:
     """The divergence of each token, of the form's kind."""
     log_s, log_t = outcomes
     if form.kind == "forward":
         each = kl(log_t, log_s)
-        return _Divergence(each, 1.0 - jnp.exp(log_t - log_s))
+        return _OutcomeDivergence(each, 1.0 - jnp.exp(log_t - log_s))
     if form.kind == "reverse":
         each = kl(log_s, log_t)
-        return _Divergence(each, log_s - log_t - each[..., None])
+        return _OutcomeDivergence(each, log_s - log_t - each[..., None])
     if form.kind != "jsd":
         raise AssertionError(f"kind={form.kind} is not known")
     log_m = mixture(log_s, log_t, form.beta)
     from_mixture = kl(log_s, log_m)
     each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture
-    return _Divergence(each, (1 - form.beta) * (log_s - log_m - from_mixture[..., None]))
+    return _OutcomeDivergence(each, (1 - form.beta) * (log_s - log_m - from_mixture[..., None]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(
-    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+    student: Predictor,
+    teacher: TopLogProbs,
+    weights: Array,
+    mask: Array,
+    form: TopDivergenceStaticArgs,
 ) -> TokenDivergence:
     low = gathered(student.head, form.student.compute)
 
     def one(total: TokenDivergence, part: tuple[Array, ...]) -> tuple[TokenDivergence, None]:
         x, ids, log_probs, tail, weight, of_record = part
-        top = Top(ids, log_probs, tail)
+        top = TopLogProbs(ids, log_probs, tail)
         here = plain_top_divergence(Predictor(x, low), top, weight, of_record, form)
         return jax.tree.map(jnp.add, total, here), None
 
@@ -191,7 +199,11 @@ def _chunked(
 
 
 def _forward(
-    student: Predictor, teacher: Top, weights: Array, mask: Array, form: TopForm
+    student: Predictor,
+    teacher: TopLogProbs,
+    weights: Array,
+    mask: Array,
+    form: TopDivergenceStaticArgs,
 ) -> tuple[TokenDivergence, tuple[Array, Array]]:
     low = gathered(student.head, form.student.compute)
     temperature = form.temperature
@@ -204,7 +216,7 @@ def _forward(
         x, ids, log_probs, tail, weight, of_record = part
         logits = model_logits(x, low, form.student)
         log_s = jax.nn.log_softmax(logits.rounded / temperature)
-        outcomes = _outcomes(log_s, Top(ids, log_probs, tail))
+        outcomes = _outcomes(log_s, TopLogProbs(ids, log_probs, tail))
         each, slope = _of_outcomes(outcomes, form)
         # Where K = V, no token is left for the last one.
         slopes = _spread(ids, slope[..., : ids.shape[-1]], slope[..., -1], size)

@@ -28,7 +28,7 @@ _LEAST = 1e-3
 _VANISHED = 1e-6
 
 
-class Watch(NamedTuple):
+class AnomalyState(NamedTuple):
     """Ring buffers of the measurements of accepted steps, and the anomalies found up to now.
 
     The rings hold the loss, the gradient norm, and the norm of all weights.
@@ -49,12 +49,12 @@ class Watch(NamedTuple):
     halted: Bool[Array, ""]
 
 
-def new_watch() -> Watch:
+def new_watch() -> AnomalyState:
     """Return the watch of a new run."""
     none = jnp.zeros((), jnp.int32)
     infinite = jnp.float32(jnp.inf)
     found = jnp.zeros(len(ANOMALIES), jnp.int32)
-    return Watch(
+    return AnomalyState(
         values=jnp.zeros((3, CAPACITY)),
         count=jnp.zeros(3, jnp.int32),
         spikes_in_row=none,
@@ -86,7 +86,7 @@ def spread(
     return middle, jnp.maximum(deviation, _LEAST * jnp.abs(middle))
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """The verdict on a step.
 
     Attributes:
@@ -100,17 +100,17 @@ class Verdict(NamedTuple):
 
     reject: Bool[Array, ""]
     halt: Bool[Array, ""]
-    watch: Watch
+    watch: AnomalyState
     metrics: dict[str, Array]
 
 
 def judge(
-    watch: Watch,
+    watch: AnomalyState,
     config: AnomalyConfig,
     measured: Mapping[str, Array],
     good: Bool[Array, ""],
     non_finite: Bool[Array, ""],
-) -> Verdict:
+) -> StepVerdict:
     """Judge a step by its loss, grad_norm and, unless drift is off, weight_norm.
 
     Args:
@@ -146,7 +146,7 @@ def judge(
     weighed = jnp.array([True, True, config.weight_drift != "off"])
     count = jnp.where(weighed & ~(shifted & jnp.array([True, True, False])), watch.count, 0)
     place = jnp.arange(CAPACITY) == (count % CAPACITY)[:, None]
-    after = Watch(
+    after = AnomalyState(
         values=jnp.where(place & accepted, now[:, None], watch.values),
         count=count + (accepted & weighed).astype(jnp.int32),
         spikes_in_row=jnp.where(
@@ -169,4 +169,4 @@ def judge(
         "median": median,
         "deviation": deviation,
     }
-    return Verdict(reject, halt, after, metrics)
+    return StepVerdict(reject, halt, after, metrics)

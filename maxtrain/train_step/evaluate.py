@@ -89,20 +89,20 @@ def evaluate(
     return result
 
 
-class NotFinite(NamedTuple):
+class NonFiniteNumber(NamedTuple):
     """An evaluated number that is not finite, with its name for messages."""
 
     name: str
     value: float
 
 
-def not_finite(result: Mapping[str, Any]) -> NotFinite | None:
+def not_finite(result: Mapping[str, Any]) -> NonFiniteNumber | None:
     """Return the first number of an evaluation that is not finite; None: all are finite."""
     for name, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             if name == "nll":
                 name = "the loss"
-            return NotFinite(name, value)
+            return NonFiniteNumber(name, value)
     return None
 
 

@@ -32,7 +32,7 @@ _RMS = 0.2
 _BATCH_AXES = ("layers", "exp")
 
 
-class Averaged(NamedTuple):
+class AveragedState(NamedTuple):
     """The state of an optimizer, with an exponential moving average of the weights."""
 
     inner: PyTree
@@ -133,7 +133,7 @@ def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
 def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the average of the weights in the parameters' types and memory, or the parameters if
     there is no average."""
-    if not isinstance(opt_state, Averaged):
+    if not isinstance(opt_state, AveragedState):
         return params
 
     def as_parameter(average: Array, parameter: Array) -> Array:
@@ -385,21 +385,21 @@ def _averaged(inner: optax.GradientTransformation, decay: float) -> optax.Gradie
     The decay starts low, so that the first weights are soon forgotten.
     """
 
-    def init(params: PyTree) -> Averaged:
+    def init(params: PyTree) -> AveragedState:
         average = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return Averaged(inner.init(params), average, jnp.zeros((), jnp.int32))
+        return AveragedState(inner.init(params), average, jnp.zeros((), jnp.int32))
 
     def updated(parameter: Array, update: Array) -> Array:
         return parameter.astype(jnp.float32) + update.astype(jnp.float32)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, Averaged]:
+    ) -> tuple[PyTree, AveragedState]:
         updates, new = inner.update(updates, state.inner, params)
         count = state.count.astype(jnp.float32)
         share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
         after = jax.tree.map(updated, params, updates)
         average = optax.incremental_update(after, state.average, share)
-        return updates, Averaged(new, average, state.count + 1)
+        return updates, AveragedState(new, average, state.count + 1)
 
     return optax.GradientTransformation(init, update)

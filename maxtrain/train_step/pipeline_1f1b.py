@@ -47,13 +47,13 @@ from maxtrain.models.pipeline import (
     with_rows,
     with_stage,
 )
-from maxtrain.models.scan_layers import Inputs, ScannedLayerOut, aux_of_period
+from maxtrain.models.scan_layers import LayerInputs, ScannedLayerOut, aux_of_period
 from maxtrain.objectives.objective import (
     POLICY,
     Batch,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     with_layer_aux,
     with_terms,
@@ -65,13 +65,13 @@ from maxtrain.train_step.optimizer import map_variables
 from maxtrain.train_step.trainable import join
 
 # A function that passes rows through the period of layers, as `Stack.run_period` does.
-RunPeriod = Callable[[Block, Array, Context, list[Inputs]], Array]
+RunPeriod = Callable[[Block, Array, Context, list[LayerInputs]], Array]
 
 # The logical axes of tables whose rows are looked up by number.
 _TABLES = (("vocab", "embed"), ("positions", "embed"))
 
 
-class _Parts(NamedTuple):
+class _StageParams(NamedTuple):
     """The trainable parameters: those of layers that stages share out, stacked, and the rest."""
 
     layers: nnx.State
@@ -84,7 +84,7 @@ class _Period(NamedTuple):
     block: Block
     x: Float[Array, "B T D"]
     context: Context
-    inputs: list[Inputs]
+    inputs: list[LayerInputs]
 
 
 class _Carry(NamedTuple):
@@ -98,8 +98,8 @@ class _Carry(NamedTuple):
     went_in: Float[Array, "S K b T D"]
     # Sums over micro-batches.
     kept: Any
-    result: Result
-    grads: _Parts
+    result: ObjectiveOutput
+    grads: _StageParams
 
 
 def staged_gradients(
@@ -109,7 +109,7 @@ def staged_gradients(
     objective: Objective,
     scales: Scales,
     dtype: str,
-) -> tuple[Result, nnx.State]:
+) -> tuple[ObjectiveOutput, nnx.State]:
     """Compute the loss of a batch [B, T] with its metrics, and the gradient of the loss.
 
     Args:
@@ -119,11 +119,11 @@ def staged_gradients(
         dtype: type in which gradients of micro-batches are accumulated.
     """
     assert objective.models == (POLICY,), f"there is no second pass behind stages: {objective}"
-    schedule = _Schedule(models, params, batch, objective, scales)
+    schedule = _OneForwardOneBackward(models, params, batch, objective, scales)
     return schedule.run(dtype)
 
 
-class _Schedule:
+class _OneForwardOneBackward:
     """The parts of a batch's gradient, and the order in which stages compute them."""
 
     def __init__(
@@ -151,7 +151,7 @@ class _Schedule:
         self._weights = self._in_blocks(self._params.layers)
         self._places = jnp.arange(self._form.stages)
 
-    def run(self, dtype: str) -> tuple[Result, nnx.State]:
+    def run(self, dtype: str) -> tuple[ObjectiveOutput, nnx.State]:
         """Run all ticks; gradients are accumulated in this type."""
         S = self._form.stages
         M = self._form.micro_batches
@@ -244,7 +244,7 @@ class _Schedule:
             of_rest = jax.tree.map(jnp.add, of_rest, of_loss)
         rest = _as_summed(jax.tree.map(added, carry.grads.rest, of_rest))
         returned = on_stages(jnp.roll(of_x, -1, axis=0))
-        return carry._replace(returned=returned, result=result, grads=_Parts(of_layers, rest))
+        return carry._replace(returned=returned, result=result, grads=_StageParams(of_layers, rest))
 
     def _start(self, dtype: str) -> _Carry:
         """Return the state before the first tick."""
@@ -288,7 +288,7 @@ class _Schedule:
         """Return the inputs of the period of layers for some rows."""
         reached = []
 
-        def run(block: Block, x: Array, context: Context, inputs: list[Inputs]) -> Array:
+        def run(block: Block, x: Array, context: Context, inputs: list[LayerInputs]) -> Array:
             reached.append(_Period(block, x, context, inputs))
             return x
 
@@ -298,7 +298,7 @@ class _Schedule:
 
     def _loss(
         self, x: Float[Array, "b T D"], batch: Batch
-    ) -> tuple[Result, nnx.State, Float[Array, "b T D"]]:
+    ) -> tuple[ObjectiveOutput, nnx.State, Float[Array, "b T D"]]:
         """Compute the loss from the output of the period.
 
         Returns:
@@ -306,7 +306,7 @@ class _Schedule:
                 parameters and to the output of the period.
         """
 
-        def loss(rest: nnx.State, x: Array) -> tuple[Array, Result]:
+        def loss(rest: nnx.State, x: Array) -> tuple[Array, ObjectiveOutput]:
             result = self._pass(_as_summed(rest), batch, lambda *_: x)
             return result.loss, result
 
@@ -327,7 +327,7 @@ class _Schedule:
         pull = jax.vjp(reaches, self._params.rest)[1]
         return pull(gradient)[0]
 
-    def _pass(self, rest: nnx.State, batch: Batch, run: RunPeriod) -> Result:
+    def _pass(self, rest: nnx.State, batch: Batch, run: RunPeriod) -> ObjectiveOutput:
         """Run the objective's forward pass with a policy whose period is run by `run`."""
         models = self._models(join(self._params.layers, rest))
         policy = _with_run(models[POLICY], run)
@@ -348,7 +348,7 @@ class _Schedule:
         return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-def _parted(params: nnx.State, names: list[str]) -> _Parts:
+def _parted(params: nnx.State, names: list[str]) -> _StageParams:
     """Split the trainable parameters into those of the period's places with these names, and the
     rest."""
 
@@ -356,10 +356,12 @@ def _parted(params: nnx.State, names: list[str]) -> _Parts:
         return str(path[0]) == "layers" and str(path[1]) in names
 
     layers, rest = nnx.split_state(params, is_in_period, ...)
-    return _Parts(layers, rest)
+    return _StageParams(layers, rest)
 
 
-def _with_weights(inputs: list[Inputs], names: list[str], weights: nnx.State) -> list[Inputs]:
+def _with_weights(
+    inputs: list[LayerInputs], names: list[str], weights: nnx.State
+) -> list[LayerInputs]:
     """Replace the parameters in the inputs of layers by these.
 
     Args:

@@ -15,7 +15,7 @@ from maxtrain.config.schema import ScheduleConfig
 from maxtrain.config.sections.schedule import piece_borders
 
 
-class _Piece(NamedTuple):
+class _SchedulePiece(NamedTuple):
     """Consecutive updates whose rate goes from `start` at the first of them to `end` at the
     last."""
 
@@ -56,11 +56,14 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
         pieces = _pieces(config, peak, num_steps)
     elif config.name == "wsd":
         decay = min(round(config.decay_fraction * num_steps), left)
-        pieces = [_Piece("constant", left - decay, peak, peak), _Piece("linear", decay, peak, low)]
+        pieces = [
+            _SchedulePiece("constant", left - decay, peak, peak),
+            _SchedulePiece("linear", decay, peak, low),
+        ]
     else:
-        pieces = [_Piece(config.name, left, peak, low, config.power, timescale)]
+        pieces = [_SchedulePiece(config.name, left, peak, low, config.power, timescale)]
     if warmup:
-        pieces.insert(0, _Piece("linear", warmup, peak / warmup, peak))
+        pieces.insert(0, _SchedulePiece("linear", warmup, peak / warmup, peak))
     borders = [sum(piece.length for piece in pieces[:i]) for i in range(1, len(pieces))]
     return optax.join_schedules([_curve(piece) for piece in pieces], borders)
 
@@ -72,7 +75,7 @@ def lowest_rate(config: ScheduleConfig, peak: float) -> float:
     return config.min_lr_ratio * peak
 
 
-def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]:
+def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_SchedulePiece]:
     """Return the pieces of a schedule that the config gives piece by piece."""
     borders = piece_borders(config, num_steps)
     pieces = []
@@ -82,7 +85,7 @@ def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]
         start = piece.start
         if start is None:
             start = last
-        made = _Piece(
+        made = _SchedulePiece(
             piece.name,
             end - first,
             peak * start,
@@ -95,7 +98,7 @@ def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]
     return pieces
 
 
-def _curve(piece: _Piece) -> optax.Schedule:
+def _curve(piece: _SchedulePiece) -> optax.Schedule:
     """Return the rate of the updates with index 0 ... length - 1 of a piece."""
     start = piece.start
     end = piece.end
@@ -119,7 +122,7 @@ def _curve(piece: _Piece) -> optax.Schedule:
     raise AssertionError(f"schedule.name={piece.name} has no curve")
 
 
-def _inverse_sqrt(piece: _Piece) -> optax.Schedule:
+def _inverse_sqrt(piece: _SchedulePiece) -> optax.Schedule:
     timescale = piece.timescale
 
     def rate(s: ArrayLike) -> ArrayLike:

@@ -27,7 +27,7 @@ from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.host_memory import described_on_host
 from maxtrain.parallel.sharding import RULES, Rules, named_sharding, spread
-from maxtrain.train_step.anomaly_state import Watch, new_watch
+from maxtrain.train_step.anomaly_state import AnomalyState, new_watch
 from maxtrain.train_step.loss_scale import LossScale, initial
 from maxtrain.train_step.optimizer import average_or_params, paths
 from maxtrain.train_step.trainable import join, nothing, only_policy, split, split_buffers
@@ -43,7 +43,7 @@ class Control(NamedTuple):
     skipped: Int[Array, ""]
     # Consecutive non-finite steps up to now that a lower loss scale would not have made finite.
     skipped_in_row: Int[Array, ""]
-    watch: Watch
+    watch: AnomalyState
     loss_scale: LossScale | None = None
 
 
@@ -130,7 +130,7 @@ def policy_variables(state: TrainState) -> nnx.State:
     return join(state.trainable, state.frozen[POLICY], state.buffers)
 
 
-def with_watch(state: TrainState, watch: Watch) -> TrainState:
+def with_watch(state: TrainState, watch: AnomalyState) -> TrainState:
     """Return the state with another watch."""
     control = state.control._replace(watch=watch)
     return dataclasses.replace(state, control=control)

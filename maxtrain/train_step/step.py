@@ -27,7 +27,7 @@ from maxtrain.objectives.objective import (
     FirstPass,
     Models,
     Objective,
-    Result,
+    ObjectiveOutput,
     Scales,
     means_of_rows,
 )
@@ -38,7 +38,7 @@ from maxtrain.ops.sums import WeightedSum, added
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.host_memory import by_layer, described_on_device, is_on_host, on_device
 from maxtrain.parallel.sharding import stages
-from maxtrain.train_step.anomaly_state import Verdict, judge
+from maxtrain.train_step.anomaly_state import StepVerdict, judge
 from maxtrain.train_step.layer_updates import LayerUpdates, PendingUpdate
 from maxtrain.train_step.loss_scale import LossScale, after_step
 from maxtrain.train_step.norms import is_stacked, measure_norms, no_norms
@@ -62,7 +62,7 @@ def gradients(
     accumulation: int,
     dtype: str = "float32",
     places: PyTree | None = None,
-) -> tuple[Result, nnx.State]:
+) -> tuple[ObjectiveOutput, nnx.State]:
     """Compute the loss of a batch [B, T] with its metrics, and the float32 gradient of the loss.
 
     Row r goes to micro-batch r mod accumulation, so that no row leaves its device. If the objective
@@ -81,11 +81,13 @@ def gradients(
 
     def loss(
         params: nnx.State, micro: Batch, models: Callable[[nnx.State], Models]
-    ) -> tuple[Array, Result]:
+    ) -> tuple[Array, ObjectiveOutput]:
         result = objective.forward(models(params), micro, scales)
         return result.loss, result
 
-    def one(micro: Batch, models: Callable[[nnx.State], Models]) -> tuple[Result, nnx.State]:
+    def one(
+        micro: Batch, models: Callable[[nnx.State], Models]
+    ) -> tuple[ObjectiveOutput, nnx.State]:
         if takes_turns:
             result, grads = staged_gradients(models, params, micro, objective, scales, dtype)
         else:
@@ -119,8 +121,8 @@ def gradients(
         of_parts = _that_know(models, loads)
 
     def step(
-        carry: tuple[Result, nnx.State], micro: Batch
-    ) -> tuple[tuple[Result, nnx.State], None]:
+        carry: tuple[ObjectiveOutput, nnx.State], micro: Batch
+    ) -> tuple[tuple[ObjectiveOutput, nnx.State], None]:
         return jax.tree.map(added, carry, one(micro, of_parts)), None
 
     result, grads = jax.lax.scan(step, start, micros)[0]
@@ -297,7 +299,7 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(where, None), compiler_options=options)
 
 
-class _Measured(NamedTuple):
+class _StepMeasurements(NamedTuple):
     """Measurements of a step before its update."""
 
     # loss, grad_norm, and weight_norm if drift is checked.
@@ -326,7 +328,7 @@ class _Decision(NamedTuple):
     apply: Bool[Array, ""]
     # Whether the step is not finite, and a lower loss scale would not make it finite.
     lost: Bool[Array, ""]
-    verdict: Verdict
+    verdict: StepVerdict
     loss_scale: LossScale | None
 
 
@@ -338,14 +340,16 @@ def _scale_of_loss(state: TrainState) -> Array:
     return loss_scale.scale
 
 
-def _measure(loss: Array, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig) -> _Measured:
+def _measure(
+    loss: Array, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig
+) -> _StepMeasurements:
     """Measure the numbers that a step is judged by."""
     squares = _squares(grads)
     values = {"loss": loss, "grad_norm": jnp.sqrt(squares.sum())}
     weight_norm = norm_of(state.trainable)
     if anomaly.weight_drift != "off":
         values["weight_norm"] = weight_norm
-    return _Measured(values, squares, weight_norm)
+    return _StepMeasurements(values, squares, weight_norm)
 
 
 def _update(
@@ -389,9 +393,9 @@ def _update_in_layers(
 
 def _decide(
     state: TrainState,
-    result: Result,
+    result: ObjectiveOutput,
     counted: WeightedSum,
-    measured: _Measured,
+    measured: _StepMeasurements,
     update: _Update,
     anomaly: AnomalyConfig,
     loss_scale: LossScaleConfig | None,
@@ -441,7 +445,9 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     )
 
 
-def _described(result: Result, counted: WeightedSum, batch: Batch, scale: Array) -> Metrics:
+def _described(
+    result: ObjectiveOutput, counted: WeightedSum, batch: Batch, scale: Array
+) -> Metrics:
     """Return the metrics of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
@@ -459,7 +465,7 @@ def _with_quantities(
     metrics: Metrics,
     recorded: Sequence[Metric],
     of_layers: Sequence[Metric],
-    result: Result,
+    result: ObjectiveOutput,
 ) -> Metrics:
     """Return the metrics of a step, with those of the objective and of the policy's layers.
 

@@ -29,7 +29,7 @@ from maxtrain.config import (
     leaves,
     with_accumulation,
 )
-from maxtrain.config.across.attention_choice import Choice, Hardware, choose
+from maxtrain.config.across.attention_choice import Hardware, KernelChoice, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
@@ -48,7 +48,7 @@ from maxtrain.objectives.objective import (
     Batch,
     Objective,
 )
-from maxtrain.objectives.registry import Settings, make_objective
+from maxtrain.objectives.registry import ObjectiveSettings, make_objective
 from maxtrain.observe.launches import usual_devices, version_of
 from maxtrain.observe.metrics import require_free_names
 from maxtrain.ops.digest import digests
@@ -113,7 +113,7 @@ class Parts:
 
     # The config with the mesh filled in for these devices, and the attention kernel chosen.
     config: RunConfig
-    attention: Choice
+    attention: KernelChoice
     mesh: jax.sharding.Mesh
     num_steps: int
     # The structure of each model by its role; "policy" is the one that trains.
@@ -643,7 +643,7 @@ def objective_of(config: RunConfig, num_sources: int = 0, has_end_marks: bool = 
     """
     if not config.loss.by_source:
         num_sources = 0
-    settings = Settings(
+    settings = ObjectiveSettings(
         config.loss,
         config.distill,
         config.dpo,

@@ -36,7 +36,7 @@ from maxtrain.models.hf_mapping import (
     LazyArray,
     ParamMapping,
     Ravel,
-    Stack,
+    StackLayers,
     Transpose,
     everything,
     in_memory,
@@ -228,8 +228,8 @@ def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
                 "entries, for which PEFT's files have no adapters. Leave the product out of "
                 "model.lora.targets, or export the whole model with --format hf."
             )
-        stacks = tuple(step for step in entry.steps if isinstance(step, Stack))
-        rest = tuple(step for step in entry.steps if not isinstance(step, Stack))
+        stacks = tuple(step for step in entry.steps if isinstance(step, StackLayers))
+        rest = tuple(step for step in entry.steps if not isinstance(step, StackLayers))
         if part == "b":
             # One dim of ranks, and whatever dims the outputs have.
             rest = (Flatten(1), Transpose())
@@ -243,7 +243,7 @@ def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
 
 def _is_plain(entry: ParamMapping) -> bool:
     """Whether a product here is one product there, with outputs first."""
-    allowed = (Stack, Flatten, Transpose)
+    allowed = (StackLayers, Flatten, Transpose)
     is_one = len(entry.params) == len(entry.tensors) == 1
     transposes = [step for step in entry.steps if isinstance(step, Transpose)]
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)

@@ -3,7 +3,7 @@
 import pytest
 
 from data_pipeline.base.errors import ConfigError, DataError, StorageError, UsageError
-from maxtrain.config.load import Models, NamedModel, load_config, load_with_notes
+from maxtrain.config.load import ModelLookup, NamedModel, load_config, load_with_notes
 from maxtrain.config.schema import DataConfig
 
 BASE = ["config=quickstart", "checkpoint.init_from=there"]
@@ -30,12 +30,12 @@ def named(place):
     raise UsageError("is nothing. Name a directory.")
 
 
-MODELS = Models(of_weights, named)
+MODELS = ModelLookup(of_weights, named)
 
 
 def only(of_weights):
     """For tests in which nothing is named."""
-    return Models(of_weights, named)
+    return ModelLookup(of_weights, named)
 
 
 def test_keys_of_the_file_are_those_of_the_weights_and_that_is_said():
@@ -133,7 +133,7 @@ def test_a_store_that_does_not_answer_is_no_problem_of_the_config(words):
 
     rule = f"{words[1]}: reading failed 5 times"
     with pytest.raises(StorageError, match=rule):
-        load_with_notes(words, Models(unreachable, unreachable))
+        load_with_notes(words, ModelLookup(unreachable, unreachable))
 
 
 def test_a_named_model_needs_no_config():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config import RunConfig, keys
 from maxtrain.config.help import help_text
 from maxtrain.config.problems import problems_of
@@ -33,7 +33,7 @@ def test_every_reader_is_a_key_and_every_value_one_of_its_own(declared):
             ]
             is_section = any(k.path.startswith(f"{path}.NAME.") for k in keys.all_keys())
             assert found or is_section, path
-            listed = [values.value] if isinstance(values, AllBut) else values
+            listed = [values.value] if isinstance(values, AnyValueExcept) else values
             words = [value for value in listed if isinstance(value, str)]
             assert set(words) <= set(keys.describe(found[0].kind).split(" | ") if found else ())
 
@@ -52,10 +52,10 @@ def test_the_help_of_a_key_says_what_reads_it(declared, monkeypatch):
 
 def test_readers_in_words():
     assert readers_in_words([UsedBy({"a.b": ("x", "y", "z")})]) == "a.b=x, y or z"
-    assert readers_in_words([UsedBy({"a.b": AllBut(None), "c": AllBut(0)})]) == (
+    assert readers_in_words([UsedBy({"a.b": AnyValueExcept(None), "c": AnyValueExcept(0)})]) == (
         "a.b set, or c other than 0"
     )
-    both = [UsedBy({"a.b": AllBut(())}), UsedBy({"c": (None,)})]
+    both = [UsedBy({"a.b": AnyValueExcept(())}), UsedBy({"c": (None,)})]
     assert readers_in_words(both) == "a.b not empty; and c=null"
     assert readers_in_words([UsedBy({"a": (1,)}, help="as a is")]) == "as a is"
     assert readers_in_words([]) == ""

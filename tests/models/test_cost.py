@@ -12,7 +12,7 @@ from flax import nnx
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
 from maxtrain.models.cost import product_weights, sequence_cost, token_flops
 from maxtrain.models.registry import build_model
-from maxtrain.ops.cross_entropy import Form, plain_cross_entropy
+from maxtrain.ops.cross_entropy import CrossEntropyStaticArgs, plain_cross_entropy
 
 LLAMA = ModelConfig(
     vocab_size=96,
@@ -83,7 +83,7 @@ def test_full_counts_every_product_of_a_traced_step(heads, kv_heads):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(config, exact)))
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
-    form = Form(chunks=1, dtype="float32", logits="float32", smoothing=0.0)
+    form = CrossEntropyStaticArgs(chunks=1, dtype="float32", logits="float32", smoothing=0.0)
 
     def loss(params, inputs, targets):
         model = nnx.merge(graphdef, params)

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import (
-    KeptConfig,
     LossConfig,
     MeshConfig,
     ModelConfig,
     PrecisionConfig,
     RegularizationConfig,
+    RematNamesConfig,
     RopeConfig,
 )
 from maxtrain.models.context import Rotation, TrainNoise
@@ -153,7 +153,7 @@ def test_remat_keeps_what_its_name_says():
 
 def arrays_kept(names, attention="xla"):
     """How many numbers the backward pass finds stored."""
-    kept = KeptConfig(on_device=names)
+    kept = RematNamesConfig(on_device=names)
     graphdef = graph(dataclasses.replace(LLAMA, remat="named", kept=kept, attention=attention))
     state = weights()[1]
     backward = jax.eval_shape(
@@ -183,7 +183,7 @@ def test_what_is_named_is_kept_and_nothing_else():
 @pytest.mark.long
 def test_what_waits_on_the_host_comes_back_as_it_went():
     """On CPUs that is the same memory by another name."""
-    kept = KeptConfig(on_device=("attention",), on_host=("product",))
+    kept = RematNamesConfig(on_device=("attention",), on_host=("product",))
     away = dataclasses.replace(LLAMA, remat="named", kept=kept)
     assert_same(run(away), run(LLAMA))
 

@@ -22,7 +22,7 @@ from maxtrain.models.hf_mapping import (
     ParamMapping,
     Permute,
     Split,
-    Stack,
+    StackLayers,
     Transpose,
     everything,
     in_memory,
@@ -37,9 +37,9 @@ from tests.support.shared import PARITY_CASES, in_time
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 # Steps, and the shapes of what they are given.
 STEPS = {
-    "stack": ((Stack(),), [(3, 4, 5)]),
-    "stack of every second layer": ((Stack(1, 2),), [(3, 4)]),
-    "stack of experts": ((Stack(), Stack()), [(2, 3, 4, 5)]),
+    "stack": ((StackLayers(),), [(3, 4, 5)]),
+    "stack of every second layer": ((StackLayers(1, 2),), [(3, 4)]),
+    "stack of experts": ((StackLayers(), StackLayers()), [(2, 3, 4, 5)]),
     "flatten": ((Flatten(1),), [(4, 3, 5)]),
     "flatten inputs": ((Flatten(2),), [(4, 3, 5)]),
     "transpose": ((Transpose(),), [(4, 6)]),
@@ -47,13 +47,13 @@ STEPS = {
     "join": ((Join(0, (2, 5)),), [(2, 4), (5, 4)]),
     "permute": ((Permute(0, (3, 2, 4), (0, 2, 1)),), [(24, 5)]),
     "permute inner": ((Permute(1, (2, 3, 2), (2, 0, 1)),), [(4, 12)]),
-    "attention": ((Stack(), Flatten(1), Transpose()), [(2, 8, 4, 6)]),
+    "attention": ((StackLayers(), Flatten(1), Transpose()), [(2, 8, 4, 6)]),
     "attention with rope in pairs": (
-        (Stack(), Flatten(1), Transpose(), Permute(0, (4, 2, 3), (0, 2, 1))),
+        (StackLayers(), Flatten(1), Transpose(), Permute(0, (4, 2, 3), (0, 2, 1))),
         [(2, 8, 4, 6)],
     ),
-    "joined layers": ((Join(2, (4, 6)), Stack(), Transpose()), [(2, 3, 4), (2, 3, 6)]),
-    "split layers": ((Stack(), Split(0, (1, 2))), [(2, 3, 4)]),
+    "joined layers": ((Join(2, (4, 6)), StackLayers(), Transpose()), [(2, 3, 4), (2, 3, 6)]),
+    "split layers": ((StackLayers(), Split(0, (1, 2))), [(2, 3, 4)]),
 }
 
 
@@ -63,7 +63,7 @@ def entry_of(steps, shapes):
     for step in steps:
         if isinstance(step, Split):
             pieces = len(step.sizes)
-    stacks = sum(isinstance(step, Stack) for step in steps)
+    stacks = sum(isinstance(step, StackLayers) for step in steps)
     theirs = tuple(f"theirs{i}" + ".{}" * stacks for i in range(pieces))
     return ParamMapping(ours, theirs, tuple(steps))
 
@@ -122,7 +122,7 @@ def drawn_range(data, size):
 
 def test_names_have_the_numbers_of_the_stacked_dims():
     entry = ParamMapping(
-        ("layers.1.up",), ("blk.{}.up.{}", "blk.{}.more.{}"), (Stack(1, 2), Stack())
+        ("layers.1.up",), ("blk.{}.up.{}", "blk.{}.more.{}"), (StackLayers(1, 2), StackLayers())
     )
     assert entry.names([(2, 2, 3)])[:3] == ["blk.1.up.0", "blk.1.more.0", "blk.1.up.1"]
     assert entry.names([(2, 2, 3)])[-1] == "blk.3.more.1"

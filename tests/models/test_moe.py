@@ -21,7 +21,7 @@ from maxtrain.config.schema import (
 from maxtrain.inference.complete import generate
 from maxtrain.models.context import TrainNoise
 from maxtrain.models.cost import product_weights, token_flops
-from maxtrain.models.moe import EvenOut, load_numbers
+from maxtrain.models.moe import LoadBalanceUpdate, load_numbers
 from maxtrain.models.registry import build_model
 from maxtrain.models.specs import MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary, summarise
@@ -367,7 +367,7 @@ def test_a_batch_says_how_much_noise_is_left():
 
 
 def test_a_step_evens_shares_out_by_one_rate():
-    after = EvenOut(0.25)(jnp.zeros(4), jnp.asarray([10, 0, 5, 5]))
+    after = LoadBalanceUpdate(0.25)(jnp.zeros(4), jnp.asarray([10, 0, 5, 5]))
     np.testing.assert_array_equal(after, [-0.25, 0.25, 0, 0])
 
 

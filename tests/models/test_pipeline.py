@@ -1,4 +1,5 @@
-"""Layers in stages: the same loss, gradient and records as on one device, however rows go around."""
+"""Layers in stages: the same loss, gradient and records as on one device, however rows go
+around."""
 
 import dataclasses
 import functools
@@ -31,7 +32,7 @@ from maxtrain.config.schema import (
 )
 from maxtrain.config.sections.mesh import axes_of
 from maxtrain.models.families.directory import read_config
-from maxtrain.models.pipeline import Form, micro_batches_of
+from maxtrain.models.pipeline import PipelineLayout, micro_batches_of
 from maxtrain.objectives.dpo import dpo
 from maxtrain.objectives.kto import kto
 from maxtrain.objectives.next_token import next_token
@@ -308,10 +309,10 @@ def test_a_config_is_accepted_exactly_if_its_model_builds(family, layers, stage,
 
 
 def test_the_share_of_waiting_falls_with_micro_batches_and_rounds():
-    assert Form(4, 1, 1).waiting() == 3 / 4
-    assert Form(4, 1, 12).waiting() == 3 / 15
-    assert Form(4, 3, 12).waiting() == 3 / 39
-    assert Form(1, 1, 5).waiting() == 0
+    assert PipelineLayout(4, 1, 1).waiting() == 3 / 4
+    assert PipelineLayout(4, 1, 12).waiting() == 3 / 15
+    assert PipelineLayout(4, 3, 12).waiting() == 3 / 39
+    assert PipelineLayout(1, 1, 5).waiting() == 0
 
 
 @pytest.mark.parametrize(

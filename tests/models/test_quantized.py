@@ -1,5 +1,5 @@
-"""Adapters on a quantised base: the model is that of the weights that codes and scales stand for, in
-every family, on any mesh, and nothing but adapters trains."""
+"""Adapters on a quantised base: the model is that of the weights that codes and scales stand for,
+in every family, on any mesh, and nothing but adapters trains."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from maxtrain.models.merged import merged
 from maxtrain.models.quantized import count_weights, is_quantized, stored_kernels, whole
 from maxtrain.models.registry import build_model
 from maxtrain.ops.digest import leaf_names
-from maxtrain.ops.quantized import Quantized
+from maxtrain.ops.quantized import QuantizedArray
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train_step.optimizer import paths
@@ -96,7 +96,7 @@ def with_whole_base(model):
             found[path] = here[path]
             continue
         codes = here[*path, "codes"]
-        arrays = Quantized(codes.get_value(), here[*path, "scales"].get_value())
+        arrays = QuantizedArray(codes.get_value(), here[*path, "scales"].get_value())
         found[path] = variable.replace(whole(arrays, codes.get_metadata("stands_for")))
     return nnx.merge(graphdef, nnx.from_flat_state(found))
 

@@ -13,7 +13,7 @@ from maxtrain.config.load import load_config
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import LatentConfig, ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.models.families import FAMILIES, PRESETS
-from maxtrain.models.families.family import Settings
+from maxtrain.models.families.family import HfConfig
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.models.specs import head_dim
 from maxtrain.parallel.sharding import partition_spec
@@ -62,8 +62,8 @@ PUBLISHED = {
     "gemma2_27b": 27_227_128_320,
     "gemma3_270m": 268_098_176,
     "gemma3_1b": 999_885_952,
-    # Of the parts for text: with 419_816_304, 421_290_864 and 423_060_336 of what sees pictures, these
-    # are 4_300_079_472, 12_187_325_040 and 27_432_406_640.
+    # Of the parts for text: with 419_816_304, 421_290_864 and 423_060_336 of what sees pictures,
+    # these are 4_300_079_472, 12_187_325_040 and 27_432_406_640.
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
@@ -112,7 +112,7 @@ def test_released_models_are_configs_without_problems(name):
     config = dataclasses.replace(RunConfig(), model=model)
     assert not [problem for problem in problems_of(config) if str(problem).startswith("model.")]
     written = FAMILIES[model.family].write(model)
-    settings = Settings(json.loads(json.dumps(written)), Path("config.json"))
+    settings = HfConfig(json.loads(json.dumps(written)), Path("config.json"))
     read = FAMILIES[model.family].read(settings)
     expected = dataclasses.replace(model, head_dim=head_dim(model))
     assert dataclasses.replace(read, family=model.family) == expected

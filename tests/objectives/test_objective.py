@@ -22,7 +22,7 @@ from maxtrain.config.schema import (
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
-from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
+from maxtrain.objectives.registry import OBJECTIVES, ObjectiveSettings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
 from maxtrain.ops.quantity import Metric
 from maxtrain.ops.sums import WeightedSum
@@ -200,7 +200,7 @@ def test_a_batch_with_nothing_has_scales_that_are_finite(tiny):
 def test_every_name_that_a_config_can_choose_is_an_objective():
     (kind,) = [key.kind for key in all_keys() if key.path == "objective"]
     assert set(typing.get_args(kind)) == set(OBJECTIVES)
-    settings = Settings(
+    settings = ObjectiveSettings(
         LossConfig(),
         DistillConfig(),
         DpoConfig(),

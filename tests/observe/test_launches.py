@@ -11,7 +11,7 @@ import yaml
 
 import maxtrain
 from maxtrain.config import to_yaml
-from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.schema import (
     MeshConfig,
     ModelConfig,
@@ -33,7 +33,7 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.parallel.mesh import make_mesh
 
-CHOICE = Choice("xla", "since devices are CPUs")
+CHOICE = KernelChoice("xla", "since devices are CPUs")
 
 
 @pytest.fixture

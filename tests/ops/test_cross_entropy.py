@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtrain.ops.chunks import num_chunks
-from maxtrain.ops.cross_entropy import Form, cross_entropy, plain_cross_entropy, token_nll
+from maxtrain.ops.cross_entropy import (
+    CrossEntropyStaticArgs,
+    cross_entropy,
+    plain_cross_entropy,
+    token_nll,
+)
 
 B, T, D, V = 3, 12, 16, 50
 
@@ -53,7 +58,7 @@ def form_of(chunks, **options):
         *args[:4],
         args[3] if mask is None else mask,
         z_scale,
-        Form(1, args[4], logits, smoothing or 0.0),
+        CrossEntropyStaticArgs(1, args[4], logits, smoothing or 0.0),
     )
 
 

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.divergence import Form, Numbers, Predictor, divergence, plain_divergence
+from maxtrain.ops.divergence import (
+    DivergenceStaticArgs,
+    LogitFormats,
+    Predictor,
+    divergence,
+    plain_divergence,
+)
 
 B, T, D, E, V = 3, 12, 16, 24, 50
 # Of the teacher, in the mixture of `jsd`.
@@ -71,9 +77,11 @@ def oracle(student, teacher, weights, mask, dtype, temperature, kind):
 
 def of_form(chunks, args, dtype, temperature, kind):
     """The divergence in so many chunks, or by the plain function."""
-    numbers = Numbers(dtype)
+    numbers = LogitFormats(dtype)
     if chunks == "plain":
-        return plain_divergence(*args, Form(1, numbers, numbers, temperature, kind, BETA))
+        return plain_divergence(
+            *args, DivergenceStaticArgs(1, numbers, numbers, temperature, kind, BETA)
+        )
     return divergence(
         *args,
         chunks=chunks,
@@ -149,7 +157,7 @@ def test_a_mixture_that_is_almost_one_of_both_gives_their_divergence(beta, end):
     student, teacher, weights, mask = example()
     student = student._replace(hidden=student.hidden / 8)
     teacher = teacher._replace(hidden=teacher.hidden / 8)
-    exact = Numbers("float32")
+    exact = LogitFormats("float32")
     numbers = {"student_numbers": exact, "teacher_numbers": exact}
     args = (student, teacher, weights, mask)
     mixed = divergence(*args, chunks=3, **numbers, kind="jsd", beta=beta)
@@ -159,12 +167,12 @@ def test_a_mixture_that_is_almost_one_of_both_gives_their_divergence(beta, end):
 
 def test_logits_are_rounded_to_each_models_own_type():
     student, teacher, weights, mask = example()
-    exact = Numbers("float32")
-    rough = Numbers("float32", "bfloat16")
+    exact = LogitFormats("float32")
+    rough = LogitFormats("float32", "bfloat16")
     losses = set()
     for of_student in (exact, rough):
         for of_teacher in (exact, rough):
-            form = Form(3, of_student, of_teacher, 1.0, "forward")
+            form = DivergenceStaticArgs(3, of_student, of_teacher, 1.0, "forward")
             plain = plain_divergence(student, teacher, weights, mask, form)
             chunked = divergence(
                 student,

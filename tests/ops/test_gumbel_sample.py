@@ -1,12 +1,12 @@
-"""Tokens are drawn as often as their distributions say, and alike whether logits are there at once or
-in parts."""
+"""Tokens are drawn as often as their distributions say, and alike whether logits are there at once
+or in parts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxtrain.ops.gumbel_sample import draw, drawn_tokens
-from maxtrain.ops.log_probs import Form
+from maxtrain.ops.log_probs import LogProbsStaticArgs
 
 B, T, D, V = 3, 8, 16, 12
 
@@ -17,7 +17,7 @@ def test_parts_of_the_sequence_draw_what_whole_logits_do():
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     head = rng.normal(size=(D, V)).astype(np.float32)
     keys = jax.random.split(jax.random.key(1), (B, T))
-    form = Form(4, "float32", softcap=3.0, temperature=0.7)
+    form = LogProbsStaticArgs(4, "float32", softcap=3.0, temperature=0.7)
     found = jax.jit(drawn_tokens, static_argnums=3)(hidden, head, keys, form)
     logits = 3.0 * np.tanh(hidden.astype(np.float64) @ head / 3.0) / 0.7
     for row in range(B):

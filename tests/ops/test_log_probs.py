@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.log_probs import Form, plain_token_log_probs, token_log_probs
+from maxtrain.ops.log_probs import LogProbsStaticArgs, plain_token_log_probs, token_log_probs
 
 B, T, D, V = 3, 12, 16, 50
 
@@ -50,7 +50,7 @@ def test_every_form_equals_the_oracle_forward_and_backward(chunks, temperature, 
 
     def weighted(hidden, head):
         if chunks == "plain":
-            form = Form(1, "float32", softcap=softcap, temperature=temperature)
+            form = LogProbsStaticArgs(1, "float32", softcap=softcap, temperature=temperature)
             found = plain_token_log_probs(hidden, head, targets, form)
         else:
             found = token_log_probs(
@@ -87,7 +87,7 @@ def test_lower_numbers_are_those_of_the_plain_form(dtype):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head)
 
-    form = Form(1, dtype, dtype)
+    form = LogProbsStaticArgs(1, dtype, dtype)
     plain, (plain_dx, plain_dw) = weighted(lambda x, w: plain_token_log_probs(x, w, targets, form))
     ours, (dx, dw) = weighted(
         lambda x, w: token_log_probs(x, w, targets, chunks=3, dtype=dtype, logits=dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxtrain.ops.policy_loss import (
-    Clip,
+    RatioClip,
     importance_weights,
     mean_of_each,
     policy_loss,
@@ -38,7 +38,7 @@ def averaged(loss, mask, loss_type):
 def test_losses_and_gradients_are_those_of_trl(case):
     options = CASES[case]
     loss_type = options.get("loss_type", case)
-    clip = Clip(
+    clip = RatioClip(
         low=0.2,
         high=options.get("epsilon_high", 0.28),
         delta=options.get("delta"),
@@ -78,7 +78,9 @@ def example():
 
 @pytest.mark.long
 @pytest.mark.every_dose
-@pytest.mark.parametrize("clip", [Clip(), Clip(level="sequence"), Clip(high=2.0, cispo=True)])
+@pytest.mark.parametrize(
+    "clip", [RatioClip(), RatioClip(level="sequence"), RatioClip(high=2.0, cispo=True)]
+)
 def test_where_the_policy_is_still_the_old_one_the_gradient_is_that_of_reinforce(clip):
     log_probs, advantages, mask, completions = example()
 
@@ -103,7 +105,7 @@ def test_a_policy_far_from_the_old_one_has_finite_losses_and_gradients(apart):
     old = log_probs + apart
 
     def loss(x):
-        found = policy_loss(x, old, advantages, mask, completions, Clip(delta=None))
+        found = policy_loss(x, old, advantages, mask, completions, RatioClip(delta=None))
         return ((found.loss + reference_divergence(x, old)) * mask).sum()
 
     value, gradient = jax.value_and_grad(loss)(log_probs)
@@ -116,7 +118,7 @@ def test_no_advantage_is_no_gradient():
 
     def loss(x):
         nothing = jnp.zeros_like(mask)
-        return policy_loss(x, log_probs - 0.1, nothing, mask, completions, Clip()).loss.sum()
+        return policy_loss(x, log_probs - 0.1, nothing, mask, completions, RatioClip()).loss.sum()
 
     assert not np.asarray(jax.grad(loss)(log_probs)).any()
 

@@ -11,8 +11,8 @@ import pytest
 from maxtrain.ops.preference import (
     FREE_OF_REFERENCE,
     LOSSES,
-    Answers,
-    Strength,
+    AnswerLogProbs,
+    PreferenceCoefficients,
     bradley_terry,
     of_label,
     off_centre,
@@ -33,14 +33,14 @@ CASES_OF_ANSWERS = json.loads((FOLDER / "answers.json").read_text())["cases"]
 
 
 def answers(log_probs, reference, mask):
-    return Answers((log_probs * mask).sum(-1), reference.sum(-1), mask.sum(-1))
+    return AnswerLogProbs((log_probs * mask).sum(-1), reference.sum(-1), mask.sum(-1))
 
 
 @pytest.mark.parametrize("case", ALIKE)
 def test_losses_and_gradients_are_those_of_trl(case):
     options = CASES[case]
     name = options.get("loss_types", [case])[0]
-    strength = Strength(BETA, options.get("label_smoothing", 0.0))
+    strength = PreferenceCoefficients(BETA, options.get("label_smoothing", 0.0))
     tolerance = 1e-9
     if case == "exo_pair":
         tolerance = 1e-6  # TRL takes logarithms of the label smoothing in float32.
@@ -120,41 +120,42 @@ def test_losses_of_rewards_are_those_of_trl(case):
 
 def pair(chosen, rejected, reference=-5.0):
     return [
-        Answers(jnp.float32(x), jnp.float32(reference), jnp.float32(4)) for x in (chosen, rejected)
+        AnswerLogProbs(jnp.float32(x), jnp.float32(reference), jnp.float32(4))
+        for x in (chosen, rejected)
     ]
 
 
 def test_label_smoothing_of_sigmoid_is_a_mixture_of_both_labels():
-    right = LOSSES["sigmoid"](*pair(-3, -6), Strength(0.5))
-    wrong = LOSSES["sigmoid"](*pair(-6, -3), Strength(0.5))
-    mixed = LOSSES["sigmoid"](*pair(-3, -6), Strength(0.5, 0.2))
+    right = LOSSES["sigmoid"](*pair(-3, -6), PreferenceCoefficients(0.5))
+    wrong = LOSSES["sigmoid"](*pair(-6, -3), PreferenceCoefficients(0.5))
+    mixed = LOSSES["sigmoid"](*pair(-3, -6), PreferenceCoefficients(0.5, 0.2))
     np.testing.assert_allclose(mixed, 0.8 * right + 0.2 * wrong, rtol=1e-6)
 
 
 def test_simpo_is_its_equation():
-    found = LOSSES["simpo"](*pair(-3, -6), Strength(2.0, margin=0.5))
+    found = LOSSES["simpo"](*pair(-3, -6), PreferenceCoefficients(2.0, margin=0.5))
     difference = 2.0 * (-3 / 4 + 6 / 4) - 0.5
     np.testing.assert_allclose(found, np.log1p(np.exp(-difference)), rtol=1e-6)
 
 
 def test_orpo_is_its_equation():
-    found = LOSSES["orpo"](*pair(-3, -6), Strength(0.1))
+    found = LOSSES["orpo"](*pair(-3, -6), PreferenceCoefficients(0.1))
     chosen, rejected = np.exp(-3 / 4), np.exp(-6 / 4)
     odds_ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
     np.testing.assert_allclose(found, 0.1 * np.log1p(1 / odds_ratio), rtol=1e-5)
 
 
 def test_orpo_of_a_sure_answer_is_finite():
-    value, slope = jax.value_and_grad(lambda x: LOSSES["orpo"](*pair(x, -6.0), Strength(0.1)))(
-        jnp.float32(0.0)
-    )
+    value, slope = jax.value_and_grad(
+        lambda x: LOSSES["orpo"](*pair(x, -6.0), PreferenceCoefficients(0.1))
+    )(jnp.float32(0.0))
     assert np.isfinite(value)
     assert np.isfinite(slope)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_reference_counts_unless_the_loss_is_free_of_it(name):
-    strength = Strength(0.5, 0.1)
+    strength = PreferenceCoefficients(0.5, 0.1)
     chosen, rejected = pair(-3, -4)
     other = chosen._replace(reference=jnp.float32(-4.0))
     before = LOSSES[name](chosen, rejected, strength)
@@ -167,7 +168,7 @@ def test_a_more_likely_chosen_answer_and_a_less_likely_rejected_one_lower_the_lo
     """Where the policy is the reference still, which is where training begins."""
 
     def loss(chosen, rejected):
-        return LOSSES[name](*pair(chosen, rejected), Strength(0.5, 0.1))
+        return LOSSES[name](*pair(chosen, rejected), PreferenceCoefficients(0.5, 0.1))
 
     of_chosen, of_rejected = jax.grad(loss, (0, 1))(jnp.float32(-5), jnp.float32(-5))
     assert of_chosen < 0

@@ -19,7 +19,7 @@ from maxtrain.ops.experts import (
 )
 from maxtrain.ops.quantized import (
     NF4_LEVELS,
-    Quantized,
+    QuantizedArray,
     _chosen,
     _looked_up,
     dequantize,
@@ -243,5 +243,11 @@ def _assert_same(ours, theirs, x, g):
 
 
 def test_dtypes_tell_forms_apart():
-    assert Quantized(jnp.zeros((1, 2, 1), jnp.int8), jnp.zeros((1, 1), jnp.bfloat16)).form == "int8"
-    assert Quantized(jnp.zeros((1, 1, 1), jnp.uint8), jnp.zeros((1, 1), jnp.bfloat16)).form == "nf4"
+    assert (
+        QuantizedArray(jnp.zeros((1, 2, 1), jnp.int8), jnp.zeros((1, 1), jnp.bfloat16)).form
+        == "int8"
+    )
+    assert (
+        QuantizedArray(jnp.zeros((1, 1, 1), jnp.uint8), jnp.zeros((1, 1), jnp.bfloat16)).form
+        == "nf4"
+    )

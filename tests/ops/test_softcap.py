@@ -13,14 +13,14 @@ from maxtrain.ops.attention import attention
 from maxtrain.ops.attention.flash import flash_attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.cross_entropy import (
-    Form,
+    CrossEntropyStaticArgs,
     cross_entropy,
     plain_cross_entropy,
     soft_capped,
     soft_capped_slope,
 )
-from maxtrain.ops.divergence import Form as DivergenceForm
-from maxtrain.ops.divergence import Numbers, Predictor, divergence, plain_divergence
+from maxtrain.ops.divergence import DivergenceStaticArgs as DivergenceForm
+from maxtrain.ops.divergence import LogitFormats, Predictor, divergence, plain_divergence
 
 H = 8
 SCALE = 0.7
@@ -152,7 +152,7 @@ def test_cross_entropy_in_chunks_equals_the_oracle(chunks, dtype, rounded, toler
         return 3 * cross_entropy(*args, chunks=chunks, dtype=dtype, **options).loss
 
     def plain(hidden, head):
-        form = Form(1, dtype, rounded, 0.1, CAP)
+        form = CrossEntropyStaticArgs(1, dtype, rounded, 0.1, CAP)
         args = (hidden, head, targets, weights, weights)
         return 3 * plain_cross_entropy(*args, z_scale, form).loss
 
@@ -186,7 +186,7 @@ def test_divergence_in_chunks_equals_the_oracle(kind, caps):
     student = Predictor(hidden, head)
     teacher = Predictor(of_teacher, head_of_teacher)
     weights = jnp.abs(weights) / T
-    numbers = [Numbers("float32", "float32", cap) for cap in caps]
+    numbers = [LogitFormats("float32", "float32", cap) for cap in caps]
 
     def fast(student):
         found = divergence(

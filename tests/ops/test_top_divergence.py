@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.divergence import Numbers, divergence
+from maxtrain.ops.divergence import LogitFormats, divergence
 from maxtrain.ops.top_divergence import (
-    Top,
-    TopForm,
+    TopDivergenceStaticArgs,
+    TopLogProbs,
     plain_top_divergence,
     top_divergence,
     top_of,
@@ -76,12 +76,12 @@ def test_value_and_gradient_are_those_of_the_oracle(form, kind, k):
     if k == "all":
         k = teacher.head.shape[-1]
     top = kept(teacher, k)
-    numbers = Numbers("float32")
+    numbers = LogitFormats("float32")
 
     # A factor outside, so that a backward pass that forgets its incoming gradient is found.
     def loss(student):
         if form == "plain":
-            of = TopForm(1, numbers, TEMPERATURE, kind, BETA)
+            of = TopDivergenceStaticArgs(1, numbers, TEMPERATURE, kind, BETA)
             found = plain_top_divergence(student, top, weights, mask, of)
         else:
             found = top_divergence(
@@ -111,7 +111,7 @@ def test_value_and_gradient_are_those_of_the_oracle(form, kind, k):
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_with_all_tokens_it_is_the_whole_divergence_and_with_fewer_it_is_less(kind):
     student, teacher, weights, mask = example()
-    numbers = Numbers("float32")
+    numbers = LogitFormats("float32")
     options = {"chunks": 1, "temperature": TEMPERATURE, "kind": kind, "beta": BETA}
     whole = divergence(
         student, teacher, weights, mask, student_numbers=numbers, teacher_numbers=numbers, **options
@@ -138,7 +138,7 @@ def test_the_tail_is_what_is_left_over():
 def test_padding_of_zeros_has_no_gradient_and_no_number_that_is_not_finite():
     student, teacher, _, _ = example()
     rows, length = teacher.hidden.shape[:2]
-    top = Top(
+    top = TopLogProbs(
         jnp.zeros((rows, length, 3), jnp.int32),
         jnp.zeros((rows, length, 3)),
         jnp.zeros((rows, length)),
@@ -146,7 +146,7 @@ def test_padding_of_zeros_has_no_gradient_and_no_number_that_is_not_finite():
     nothing = jnp.zeros((rows, length))
 
     def loss(student):
-        numbers = Numbers("float32")
+        numbers = LogitFormats("float32")
         return top_divergence(student, top, nothing, nothing, chunks=1, student_numbers=numbers)[0]
 
     value, gradient = jax.value_and_grad(loss)(student)

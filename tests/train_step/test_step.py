@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxtrain.config.schema import GroupConfig, LossScaleConfig, PrecisionConfig
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import Result
+from maxtrain.objectives.objective import ObjectiveOutput
 from maxtrain.ops.sums import WeightedSum
 from maxtrain.train_step.norms import norm_names
 from maxtrain.train_step.step import gradients
@@ -253,7 +253,7 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
 
     def nothing(models, batch, scales):
         zero = 0.0 * models["policy"].head.kernel[...].sum()
-        return Result(zero, {"nll": WeightedSum(zero, batch["loss_mask"].sum())}, {}, {})
+        return ObjectiveOutput(zero, {"nll": WeightedSum(zero, batch["loss_mask"].sum())}, {}, {})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())

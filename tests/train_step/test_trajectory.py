@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from benchmarks.families import PARITY, PEAK, SCHEDULE, Twenty, twenty_steps
-from maxtrain.config.schema import KeptConfig
+from maxtrain.config.schema import RematNamesConfig
 from maxtrain.train_step.schedule import make_schedule
 from tests.support.shared import PARITY_CASES, in_time
 
-ON_HOST = KeptConfig(on_device=(), on_host=("product", "attention"))
-# Losses of torch's float32 run are up to 2.6e-7 from those of its float64 run, norms up to 1.6e-6, of
-# Mixtral 6.2e-6.
+ON_HOST = RematNamesConfig(on_device=(), on_host=("product", "attention"))
+# Losses of torch's float32 run are up to 2.6e-7 from those of its float64 run, norms up to 1.6e-6,
+# of Mixtral 6.2e-6.
 TOLERANCE = 2e-5
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from data_pipeline.base.errors import ConfigError
 from data_pipeline.loader.balance import row_counts
 from maxtrain.config import RunConfig
-from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.across.pipeline import goes_row_by_row, may_take_turns
 from maxtrain.config.across.rows import rows_of_step
 from maxtrain.config.kernels import ATTENTION
@@ -82,7 +82,7 @@ class Fit(NamedTuple):
     """
 
     config: RunConfig
-    attention: Choice
+    attention: KernelChoice
     device: str
     num_devices: int
     batch: Shape

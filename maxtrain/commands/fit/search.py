@@ -18,7 +18,7 @@ from maxtrain.config.across.rows import rows_of_step
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.sections.mesh import num_stages, row_shards, slow_axes_of
 from maxtrain.config.sections.moe import WITH_EXPERTS
-from maxtrain.config.sections.remat_names import KeptConfig
+from maxtrain.config.sections.remat_names import RematNamesConfig
 from maxtrain.config.words import divisors
 from maxtrain.parallel.hardware import slice_of
 from maxtrain.parallel.memory import bytes_on_device
@@ -96,7 +96,7 @@ def with_choice(
 ) -> RunConfig:
     """The config with these settings, and without a preset, which would decide the mesh anew, or
     with what only another remat keeps."""
-    kept = KeptConfig()
+    kept = RematNamesConfig()
     if remat == "named":
         kept = config.model.kept
     return dataclasses.replace(

@@ -12,7 +12,7 @@ from data_pipeline.base.errors import ConfigError, UsageError
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, fit_to_planned
 from maxtrain.config.across.attention_choice import Hardware, choose
 from maxtrain.config.kernels import AUTO
-from maxtrain.config.load import Models, load_with_notes
+from maxtrain.config.load import ModelLookup, load_with_notes
 from maxtrain.config.sections.mesh import num_slices, slow_axes_of
 from maxtrain.config.shipped import find_file, shipped_configs
 
@@ -139,7 +139,7 @@ def make_plan(
     settings: Sequence[str],
     options: Sequence[str],
     given: Devices,
-    models: Models,
+    models: ModelLookup,
     program: Sequence[str],
 ) -> Plan:
     """A checked plan; what the config has to say is printed to stderr.

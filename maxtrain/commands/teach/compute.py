@@ -31,7 +31,7 @@ from maxtrain.config.schema import MeshConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.distill import TEACHER, numbers_of
 from maxtrain.ops.divergence import model_logits
-from maxtrain.ops.top_divergence import Top, top_of
+from maxtrain.ops.top_divergence import TopLogProbs, top_of
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.trainer.reference_model import FrozenModel, digest_of, find_model
 
@@ -256,7 +256,9 @@ def _ids(shards: TokenShards, first: int, size: int) -> np.ndarray:
     return np.concatenate([[mark], shards.read(first, size)]).astype(np.int32)
 
 
-def _said(teacher: Teacher, tokens: np.ndarray, lengths: np.ndarray, record: TeacherRecord) -> Top:
+def _said(
+    teacher: Teacher, tokens: np.ndarray, lengths: np.ndarray, record: TeacherRecord
+) -> TopLogProbs:
     """What the teacher says of the tokens behind the first of each row, as numpy arrays."""
     with jax.set_mesh(teacher.mesh):
         found = _top(
@@ -273,7 +275,7 @@ def _top(
     params: nnx.State,
     tokens: Array,
     lengths: Array,
-) -> Top:
+) -> TopLogProbs:
     """[B, T, top] and [B, T] of rows [B, T + 1]; without meaning behind the length of a row."""
     model: Decoder = nnx.merge(graphdef, params)
     inputs = tokens[:, :-1]

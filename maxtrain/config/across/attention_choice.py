@@ -38,7 +38,7 @@ class Hardware(NamedTuple):
     capability: tuple[int, int] | None = None
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel, and why it is the one; the reason continues a sentence."""
 
     kernel: str
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
         return f"attention: {self.kernel}, {self.reason}"
 
 
-def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Choice:
+def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> KernelChoice:
     """The kernel of a run. The same devices and config have the same one.
 
     With auto, in this order, the first that supports all settings of the run:
@@ -74,12 +74,12 @@ def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Cho
         problems = list(device_problems(named, hardware))
         if problems:
             raise ConfigError(problems)
-        return Choice(named, "as model.attention says")
+        return KernelChoice(named, "as model.attention says")
     changed = ""
     if had is not None:
         problem = next(_problems_with(had, hardware, config), None)
         if problem is None:
-            return Choice(had, "with which the run was trained until now")
+            return KernelChoice(had, "with which the run was trained until now")
         changed = f"; until now the run had {had}, but {rule_of(problem)}"
     refused: list[str] = []
     splits_rows = config.mesh.context > 1
@@ -89,7 +89,7 @@ def choose(hardware: Hardware, config: RunConfig, had: str | None = None) -> Cho
         if problem is None:
             why = _why(kernel, refused, hardware, config)
             others = _by_name(hardware, config) if kernel == "xla" else ""
-            return Choice(kernel, f"since {why}{others}{changed}")
+            return KernelChoice(kernel, f"since {why}{others}{changed}")
         refused.append(problem)
     raise ConfigError(refused)
 

@@ -19,7 +19,7 @@ from maxtrain.config.sections.moe import DEEPSEEK
 from maxtrain.config.words import choices, divisors, multiples, nearest
 
 
-class Alike(NamedTuple):
+class EqualStageCounts(NamedTuple):
     """Repeated layers, which pipeline stages divide equally.
 
     Attributes:
@@ -33,7 +33,7 @@ class Alike(NamedTuple):
     others: int
 
 
-def alike_layers(model: ModelConfig) -> Alike:
+def alike_layers(model: ModelConfig) -> EqualStageCounts:
     """Return the repeated layers of a model, as its family builds them."""
     length = len(layer_period(model))
     dense = 0
@@ -41,7 +41,7 @@ def alike_layers(model: ModelConfig) -> Alike:
         dense = model.moe.dense_layers
     # Fewer layers than take turns are a group, too.
     count = max(1, (model.num_layers - dense) // length)
-    return Alike(count, length, max(0, model.num_layers - count * length))
+    return EqualStageCounts(count, length, max(0, model.num_layers - count * length))
 
 
 def pipeline_problems(config: RunConfig, batches: dict[str, int], shards: int) -> Iterator[str]:
@@ -170,7 +170,7 @@ def layer_problems(config: RunConfig, has_weights: bool) -> Iterator[str]:
     yield f"{what} must divide {_in_words(alike, config.model)}. Set {', or '.join(fixes)}."
 
 
-def _in_words(alike: Alike, model: ModelConfig) -> str:
+def _in_words(alike: EqualStageCounts, model: ModelConfig) -> str:
     """Describe the number that must be divisible, and the keys that it comes from."""
     layers = f"model.num_layers={model.num_layers}"
     if alike.length > 1:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 # As train_step/anomaly_state.py orders them.
 ANOMALIES = ("non_finite", "loss_spike", "grad_spike", "weight_drift", "dead", "diverging")
@@ -54,38 +54,42 @@ class AnomalyConfig:
         "largest distance of a loss above the median, in deviations (1.4826 x median absolute"
         " deviation)",
         above=0,
-        used_by=UsedBy({"anomaly.loss_spike": AllBut("off")}, _LOOKED_AT),
+        used_by=UsedBy({"anomaly.loss_spike": AnyValueExcept("off")}, _LOOKED_AT),
     )
     grad_limit: float = key(
         20.0,
         "largest distance of a gradient norm above the median, in deviations",
         above=0,
-        used_by=UsedBy({"anomaly.grad_spike": AllBut("off")}, _LOOKED_AT),
+        used_by=UsedBy({"anomaly.grad_spike": AnyValueExcept("off")}, _LOOKED_AT),
     )
     drift_limit: float = key(
         0.1,
         "largest change of the norm of all weights, as a share of its median",
         above=0,
-        used_by=UsedBy({"anomaly.weight_drift": AllBut("off")}, _LOOKED_AT),
+        used_by=UsedBy({"anomaly.weight_drift": AnyValueExcept("off")}, _LOOKED_AT),
     )
     diverging_limit: float = key(
         1.5,
         "largest median of the loss, as a multiple of its lowest value so far",
         above=1,
-        used_by=UsedBy({"anomaly.diverging": AllBut("off")}, _LOOKED_AT),
+        used_by=UsedBy({"anomaly.diverging": AnyValueExcept("off")}, _LOOKED_AT),
     )
     dead_steps: int = key(
         16,
         "steps in a row without a gradient, or with the same loss, that count as an anomaly",
         low=1,
-        used_by=UsedBy({"anomaly.dead": AllBut("off")}, _LOOKED_AT),
+        used_by=UsedBy({"anomaly.dead": AnyValueExcept("off")}, _LOOKED_AT),
     )
     patience: int = key(
         8,
         "spikes in a row after which their level counts as normal, and the window starts again",
         low=1,
         used_by=UsedBy(
-            {"anomaly.loss_spike": AllBut("off"), "anomaly.grad_spike": AllBut("off")}, _LOOKED_AT
+            {
+                "anomaly.loss_spike": AnyValueExcept("off"),
+                "anomaly.grad_spike": AnyValueExcept("off"),
+            },
+            _LOOKED_AT,
         ),
     )
     max_skipped: int = key(

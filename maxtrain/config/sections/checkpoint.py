@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 _STEP = re.compile(r"[0-9]{1,18}")
 # A fork takes everything from its checkpoint, so nothing reads what a run begins with.
@@ -47,7 +47,7 @@ class CheckpointConfig:
         "number of newest checkpoints to keep in copy_to",
         low=1,
         used_by=UsedBy(
-            {"checkpoint.copy_to": AllBut(None)},
+            {"checkpoint.copy_to": AnyValueExcept(None)},
             "{key}={value} is not used without checkpoint.copy_to. "
             "Set checkpoint.copy_to, or leave it out.",
         ),
@@ -63,7 +63,7 @@ class CheckpointConfig:
         "number of newest checkpoints to keep in checkpoint.local",
         low=2,
         used_by=UsedBy(
-            {"checkpoint.local": AllBut(None)},
+            {"checkpoint.local": AnyValueExcept(None)},
             "{key}={value} is not used without checkpoint.local. "
             "Set checkpoint.local, or leave it out.",
         ),
@@ -73,7 +73,7 @@ class CheckpointConfig:
         "upload one of this many saves; the others stay in checkpoint.local",
         low=2,
         used_by=UsedBy(
-            {"checkpoint.local": AllBut(None)},
+            {"checkpoint.local": AnyValueExcept(None)},
             "{key}={value} is not used without checkpoint.local. "
             "Set checkpoint.local, or leave it out.",
         ),
@@ -106,7 +106,7 @@ class CheckpointConfig:
         used_by=(
             _NO_FORK,
             UsedBy(
-                {"model.lora.rank": AllBut(None)},
+                {"model.lora.rank": AnyValueExcept(None)},
                 "{key}={value} needs adapters, but model.lora.rank=null. "
                 "Set model.lora.rank to r in its adapter_config.json, or leave it out.",
             ),
@@ -124,7 +124,7 @@ class CheckpointConfig:
         used_by=(
             _NO_FORK,
             UsedBy(
-                {"checkpoint.init_from": AllBut(None)},
+                {"checkpoint.init_from": AnyValueExcept(None)},
                 "{key}={value} is not used without checkpoint.init_from. "
                 "Set checkpoint.init_from, or leave it out.",
             ),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from data_pipeline.config import DataConfig
 from maxtrain.config.sections import sampling
 
@@ -14,7 +14,7 @@ _DISTILL = UsedBy(
 )
 _JSD = UsedBy({"distill.kind": ("jsd",)})
 _STORED = UsedBy(
-    {"distill.stored": AllBut(None)},
+    {"distill.stored": AnyValueExcept(None)},
     "{key}={value} is of a stored teacher, and not used with {cause}. Set distill.stored=NAME, or "
     "leave it out.",
 )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from data_pipeline.config import DataConfig
 from maxtrain.config.sections import sampling
 
@@ -14,7 +14,7 @@ _IDLE = "{key}={value} is not used with {cause}. Set objective=grpo, or leave it
 _GRPO = UsedBy({"objective": ("grpo",)}, _IDLE)
 _SAMPLES = UsedBy({"objective": FROM_REWARDS}, _IDLE)
 _CLIPPED = UsedBy({"grpo.loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")})
-_WITH_DIVERGENCE = UsedBy({"grpo.beta": AllBut(0.0)})
+_WITH_DIVERGENCE = UsedBy({"grpo.beta": AnyValueExcept(0.0)})
 
 
 @dataclasses.dataclass(frozen=True)

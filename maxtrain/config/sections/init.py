@@ -4,19 +4,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from data_pipeline.config import MAX_SEED
 
 # Distributions whose deviation is a key of its own.
 WITH_STD = ("truncated_normal", "normal")
 # Parameters of a model that starts from saved weights are drawn only where init_partial names some.
 _DRAWN = UsedBy(
-    {"checkpoint.init_from": (None,), "checkpoint.init_partial": AllBut(())},
+    {"checkpoint.init_from": (None,), "checkpoint.init_partial": AnyValueExcept(())},
     "{key}={value} is not used with {cause}. Set checkpoint.init_from=null, or leave it out.",
     cause="checkpoint.init_from={config.checkpoint.init_from}",
 )
 _MUP = UsedBy(
-    {"init.mup_base_width": AllBut(None)},
+    {"init.mup_base_width": AnyValueExcept(None)},
     "{key}={value} needs init.mup_base_width. "
     "Set init.mup_base_width={config.model.embed_dim}, or {key}=null.",
 )

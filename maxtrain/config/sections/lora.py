@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.limits import as_float32
 
 _ADAPTED = UsedBy(
-    {"model.lora.rank": AllBut(None)},
+    {"model.lora.rank": AnyValueExcept(None)},
     "{key}={value} is not used with {cause}. Set model.lora.rank=16, or leave it out.",
 )
 _QUANTIZED = UsedBy({"model.lora.base": ("int8", "nf4")})

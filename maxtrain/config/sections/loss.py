@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.limits import as_float32
 from maxtrain.config.sections.moe import EXPERTS
 
 _ADVERSARIAL = UsedBy(
-    {"loss.adversarial": AllBut(0.0)},
+    {"loss.adversarial": AnyValueExcept(0.0)},
     "{key}={value} is not used with {cause}. Set loss.adversarial=1, or leave it out.",
 )
 
@@ -21,7 +21,7 @@ OF_NEXT_TOKEN = UsedBy(
 )
 
 _ROUTER_NOISE = UsedBy(
-    {"regularization.router_noise": AllBut("none")},
+    {"regularization.router_noise": AnyValueExcept("none")},
     "{key}={value} is not used with {cause}. Set regularization.router_noise=gaussian, or leave it "
     "out.",
 )

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, RoutingConfig
 from maxtrain.config.sections.pipeline import PipelineConfig
-from maxtrain.config.sections.remat_names import KeptConfig
+from maxtrain.config.sections.remat_names import RematNamesConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
 # The kinds of layers, as config.json at Hugging Face calls them: with model.window, and without.
@@ -33,7 +33,7 @@ _ALTERNATING = ("mistral", "qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3", "g
 _LOCAL = UsedBy({"model.family": (*_ALTERNATING, "mixtral", "qwen3_moe")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _TURNED = UsedBy(
-    {"model.family": AllBut("gpt2")},
+    {"model.family": AnyValueExcept("gpt2")},
     "{key}={value} is not used with {cause}, whose positions are learned. "
     "Set {key}={default}, or leave it out.",
 )
@@ -295,8 +295,8 @@ class ModelConfig:
         "activations that the backward pass recomputes: none; full: all inside a layer; dots,"
         " dots_no_batch: all but matrix products (of weights only); named: all but model.kept",
     )
-    kept: KeptConfig = key(
-        KeptConfig(), "activations kept for the backward pass with model.remat=named"
+    kept: RematNamesConfig = key(
+        RematNamesConfig(), "activations kept for the backward pass with model.remat=named"
     )
     pipeline: PipelineConfig = key(PipelineConfig(), "pipeline schedule, with mesh.stage")
     loss_chunk: int = key(

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.words import divisors, nearest
 
 # Families whose layers have experts.
@@ -15,12 +15,12 @@ EXPERTS = UsedBy({"model.family": WITH_EXPERTS})
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 OF_DEEPSEEK = UsedBy({"model.family": DEEPSEEK})
 _BALANCED = UsedBy(
-    {"model.routing.balance": AllBut(0.0)},
+    {"model.routing.balance": AnyValueExcept(0.0)},
     "{key}={value} is not used with {cause}. Set model.routing.balance=0.01, or leave it out.",
 )
 
 _SPLIT = UsedBy(
-    {"mesh.expert": AllBut(1), "mesh.preset": ("moe",)},
+    {"mesh.expert": AnyValueExcept(1), "mesh.preset": ("moe",)},
     "{key}={value} is for experts that are split over devices, and {cause}. "
     "Set mesh.expert=2 or more, or leave it out.",
     cause="mesh.expert={config.mesh.expert}",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.sections.grpo import FROM_REWARDS
 
 
@@ -85,7 +85,7 @@ class ObserveConfig:
         low=0,
         used_by=UsedBy(
             {
-                "observe.prompts": AllBut(()),
+                "observe.prompts": AnyValueExcept(()),
                 "objective": FROM_REWARDS,
                 "distill.on_policy": (True,),
             },

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from maxtrain.config.limits import as_float32
 from maxtrain.config.sections.loss import OF_NEXT_TOKEN
 
@@ -124,7 +124,11 @@ class OptimizerConfig:
         low=0,
         high=3,
         used_by=UsedBy(
-            {"mesh.data": AllBut(1), "mesh.dcn_data": AllBut(1), "mesh.preset": ("hsdp",)},
+            {
+                "mesh.data": AnyValueExcept(1),
+                "mesh.dcn_data": AnyValueExcept(1),
+                "mesh.preset": ("hsdp",),
+            },
             "{key}={value} splits over mesh.data, which is 1. "
             "Set mesh.data=-1 and mesh.fsdp=1, for example, or {key}=0.",
             cause="mesh.data={config.mesh.data}",

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 _STAGED = UsedBy(
-    {"mesh.stage": AllBut(1), "mesh.dcn_stage": AllBut(1)},
+    {"mesh.stage": AnyValueExcept(1), "mesh.dcn_stage": AnyValueExcept(1)},
     "{key}={value} is not used with {cause}. Set mesh.stage=2, for example, or leave it out.",
 )
 

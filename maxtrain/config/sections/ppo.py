@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 _PPO = UsedBy(
     {"objective": ("ppo",)},
     "{key}={value} is not used with {cause}. Set objective=ppo, or leave it out.",
 )
-_WITH_DIVERGENCE = UsedBy({"ppo.kl_coef": AllBut(0.0)})
+_WITH_DIVERGENCE = UsedBy({"ppo.kl_coef": AnyValueExcept(0.0)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ _SCALED = UsedBy({"loss_scale.mode": ("auto", "static", "dynamic")}, _NOT_SCALED
 _DYNAMIC = UsedBy({"loss_scale.mode": ("auto", "dynamic")}, _NOT_SCALED, _MODE)
 # The mode auto scales for float16 alone.
 _AUTO_SCALED = UsedBy(
-    {"loss_scale.mode": AllBut("auto"), "precision.compute": ("float16",)},
+    {"loss_scale.mode": AnyValueExcept("auto"), "precision.compute": ("float16",)},
     _NOT_SCALED,
     _MODE,
     help="precision.compute=float16 if it is auto",

@@ -17,7 +17,7 @@ _NAMED = UsedBy(
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptConfig:
+class RematNamesConfig:
     """Activations of each layer that the backward pass finds stored, by name: qkv, attention,
     gate_up, or product, which is the result of every product with weights.
     """
@@ -34,7 +34,7 @@ class KeptConfig:
     )
 
 
-def kept_problems(kept: KeptConfig) -> Iterator[str]:
+def kept_problems(kept: RematNamesConfig) -> Iterator[str]:
     """Names of nothing, or of what is named twice."""
     given = {"model.kept.on_device": kept.on_device, "model.kept.on_host": kept.on_host}
     for place, names in given.items():

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.base.config_key import AllBut, UsedBy, key
+from data_pipeline.base.config_key import AnyValueExcept, UsedBy, key
 from data_pipeline.base.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ class PieceConfig:
         low=0,
         high=1e6,
         used_by=UsedBy(
-            {"schedule.pieces[0].name": AllBut("constant")},
+            {"schedule.pieces[0].name": AnyValueExcept("constant")},
             "{key}={value} is not for a constant piece, which ends as it starts. "
             "Set {reader}=linear, or leave it out.",
         ),
@@ -60,7 +60,7 @@ _NAME = "schedule.name={config.schedule.name}"
 _INVERSE_SQRT = (
     UsedBy({"schedule.name": ("inverse_sqrt", "pieces")}, _FOR_INVERSE_SQRT, _NAME),
     UsedBy(
-        {"schedule.name": AllBut("pieces"), "schedule.pieces[*].name": ("inverse_sqrt",)},
+        {"schedule.name": AnyValueExcept("pieces"), "schedule.pieces[*].name": ("inverse_sqrt",)},
         _FOR_INVERSE_SQRT,
         _NAME,
         help="a piece named inverse_sqrt if it is pieces",

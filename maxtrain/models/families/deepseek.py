@@ -10,11 +10,11 @@ from typing import Any
 from data_pipeline.base.errors import DataError
 from maxtrain.config.schema import LatentConfig, ModelConfig, MoeConfig
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.family import Family, HfConfig
 from maxtrain.models.families.tables import (
     LLAMA_NORMS,
     ExpertNames,
-    Place,
+    LayerGroup,
     decoder_table,
     expert_entries,
     linear,
@@ -104,7 +104,7 @@ def _layer(config: ModelConfig) -> LayerSpec:
     )
 
 
-def read_v2(settings: Settings) -> ModelConfig:
+def read_v2(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of DeepSeek V2's config.json."""
     settings = settings.with_defaults(
         first_k_dense_replace=0,
@@ -125,7 +125,7 @@ def read_v2(settings: Settings) -> ModelConfig:
     return _read(settings, groups, normalize=True, interleaved=True)
 
 
-def read_v3(settings: Settings) -> ModelConfig:
+def read_v3(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of DeepSeek V3's config.json."""
     settings = settings.where_missing(
         n_group=8,
@@ -148,7 +148,7 @@ def read_v3(settings: Settings) -> ModelConfig:
 
 
 def _read(
-    settings: Settings, groups: tuple[int, int], normalize: bool, interleaved: bool
+    settings: HfConfig, groups: tuple[int, int], normalize: bool, interleaved: bool
 ) -> ModelConfig:
     settings = settings.with_defaults(
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
@@ -195,7 +195,7 @@ def _read(
     return llama.read_decoder(settings, moe=settings.experts(moe), latent=latent)
 
 
-def _require_both_scales(settings: Settings) -> None:
+def _require_both_scales(settings: HfConfig) -> None:
     """One alone would count for scores, and not for cos and sin."""
     for name in ("rope_parameters", "rope_scaling"):
         given = settings.values.get(name)
@@ -288,7 +288,7 @@ def _table(config: ModelConfig, spec: DecoderSpec) -> list[ParamMapping]:
     )
 
 
-def _attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
+def _attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
     mixer = place.layer.mixer
     assert isinstance(mixer, LatentSpec)
     entries = []
@@ -321,7 +321,7 @@ def _attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
     return entries
 
 
-def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
+def _expert_entries(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     entries = expert_entries(place, moe, theirs, _EXPERTS)
     if moe.corrected:
         ours = f"{place.ours}.mlp.correction"

@@ -20,7 +20,7 @@ from maxtrain.config.load import NamedModel
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.words import choices, show
 from maxtrain.models.families import FAMILIES, PRESETS
-from maxtrain.models.families.family import Settings
+from maxtrain.models.families.family import HfConfig
 from maxtrain.models.families.quantization import Quantization, read_quantization
 
 AGAIN = "Get the file again from where the model is"
@@ -54,7 +54,7 @@ def read_config(directory: str | Path) -> ModelConfig:
         if has_score:
             _require_one_score(values, path)
         if has_score or given == [family.architecture]:
-            settings = Settings(values, path)
+            settings = HfConfig(values, path)
         elif family.text_part_of and given == [family.text_part_of]:
             settings = _of_text_part(values, path)
         else:
@@ -84,7 +84,7 @@ def _require_one_score(values: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _of_text_part(values: Mapping[str, Any], path: Path) -> Settings:
+def _of_text_part(values: Mapping[str, Any], path: Path) -> HfConfig:
     """The settings of the part for text of a model that also sees pictures.
 
     DataError: there are none.
@@ -96,7 +96,7 @@ def _of_text_part(values: Mapping[str, Any], path: Path) -> Settings:
         )
     # The whole model's say counts.
     of_all = ("quantization_config", "tie_word_embeddings")
-    return Settings({**text, **{key: values[key] for key in of_all if key in values}}, path)
+    return HfConfig({**text, **{key: values[key] for key in of_all if key in values}}, path)
 
 
 def quantization_of(directory: str | Path) -> Quantization | None:
@@ -106,7 +106,7 @@ def quantization_of(directory: str | Path) -> Quantization | None:
         DataError: config.json is missing or damaged, or they are stored in a way that is not read.
     """
     path = Path(directory).expanduser() / "config.json"
-    return read_quantization(Settings(read_json(path), path))
+    return read_quantization(HfConfig(read_json(path), path))
 
 
 def stored_as(directory: str | Path) -> str:

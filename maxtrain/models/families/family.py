@@ -57,7 +57,7 @@ _LARGEST_NUMBER = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class HfConfig:
     """A config.json, read key by key. All methods raise DataError for a value that the decoder
     does not support."""
 
@@ -92,13 +92,13 @@ class Settings:
             )
         return kind(value)
 
-    def with_defaults(self, **defaults: Any) -> "Settings":
+    def with_defaults(self, **defaults: Any) -> "HfConfig":
         """The same, with values for keys that are missing or null."""
         given = {key: value for key, value in self.values.items() if value is not None}
         null = dict.fromkeys(self.values.keys() - given.keys() - defaults.keys())
         return dataclasses.replace(self, values={**defaults, **given, **null})
 
-    def where_missing(self, **defaults: Any) -> "Settings":
+    def where_missing(self, **defaults: Any) -> "HfConfig":
         """The same, with values for keys that are missing; null stays."""
         return dataclasses.replace(self, values={**defaults, **self.values})
 
@@ -154,7 +154,7 @@ class Settings:
         `rope_parameters`. Where both are there, all versions of transformers take the first."""
         given = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         kind = self._rope_kind(given)
-        inner = Settings({**self.values, **given}, self.path)
+        inner = HfConfig({**self.values, **given}, self.path)
         inner.require("partial_rotary_factor", 1.0)
         theta = inner.number("rope_theta", 10_000.0, float)
         if kind == "default":
@@ -169,7 +169,7 @@ class Settings:
 
     def _rope_scaling(self, kind: str, given: Mapping[str, Any], max_length: int) -> dict[str, Any]:
         """The keys of a ModelConfig that a scaling reads, from a set of rope parameters."""
-        own = Settings(given, self.path)
+        own = HfConfig(given, self.path)
         original = max_length
         if kind in ("llama3", "yarn", "longrope"):
             # Where it stands at the top, too, as in Phi 3, that one counts.
@@ -269,7 +269,7 @@ class Settings:
                 "each pair of a head. Get the file again from where the model is."
             )
         numbered = {f"{name}[{index}]": factor for index, factor in enumerate(factors)}
-        listed = Settings(numbered, self.path)
+        listed = HfConfig(numbered, self.path)
         return tuple(listed.number(key, kind=float) for key in numbered)
 
 
@@ -366,7 +366,7 @@ class Family(NamedTuple):
     # What a model is made of.
     spec: Callable[[ModelConfig], DecoderSpec]
     # The ModelConfig that a config.json describes.
-    read: Callable[[Settings], ModelConfig]
+    read: Callable[[HfConfig], ModelConfig]
     # The keys of a config.json that a ModelConfig decides.
     write: Callable[[ModelConfig], dict[str, Any]]
     # Where each parameter of a model with logits is in a checkpoint, in the order of transformers;

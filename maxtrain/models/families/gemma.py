@@ -17,7 +17,7 @@ from maxtrain.config.sections.model import (
     usual_period,
 )
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings, plain_number
+from maxtrain.models.families.family import Family, HfConfig, plain_number
 from maxtrain.models.families.layer_types import (
     AGAIN,
     layer_types,
@@ -100,7 +100,7 @@ def _spec(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> DecoderSpe
     )
 
 
-def read_gemma2(settings: Settings) -> ModelConfig:
+def read_gemma2(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Gemma 2's config.json."""
     settings = settings.where_missing(num_key_value_heads=4)
     settings = settings.with_defaults(max_position_embeddings=8192)
@@ -108,7 +108,7 @@ def read_gemma2(settings: Settings) -> ModelConfig:
     return _read(settings, "gemma2", caps)
 
 
-def read_gemma3(settings: Settings) -> ModelConfig:
+def read_gemma3(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Gemma 3's config.json, of a model for text or of the part for text.
 
     Those of its models that see pictures leave out what is as transformers has it by default.
@@ -134,7 +134,7 @@ def read_gemma3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(config, rope=rope)
 
 
-def _usual_of_gemma3(settings: Settings) -> list[LayerType]:
+def _usual_of_gemma3(settings: HfConfig) -> list[LayerType]:
     """The kind of each layer that `sliding_window_pattern` gives it: one of so many layers sees all
     tokens. Of the two spellings, transformers reads this one."""
     every = settings.number("sliding_window_pattern", _PERIOD_OF_GEMMA3)
@@ -153,7 +153,7 @@ def _usual_of_gemma3(settings: Settings) -> list[LayerType]:
     return kinds
 
 
-def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
+def _two_ropes(settings: HfConfig) -> tuple[HfConfig, HfConfig]:
     """The settings as layers without and with a window see them."""
     values = dict(settings.values)
     both = values.pop("rope_parameters", None)
@@ -179,7 +179,7 @@ def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
 
 
 def _read(
-    settings: Settings, family: str, caps: dict[str, float], usual: list[LayerType] | None = None
+    settings: HfConfig, family: str, caps: dict[str, float], usual: list[LayerType] | None = None
 ) -> ModelConfig:
     """What both say in the same words.
 
@@ -205,7 +205,7 @@ def _read(
     )
 
 
-def _cap(settings: Settings, name: str, caps: dict[str, float]) -> float | None:
+def _cap(settings: HfConfig, name: str, caps: dict[str, float]) -> float | None:
     return settings.number_or_null(name, caps.get(name), float)
 
 

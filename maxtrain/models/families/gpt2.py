@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.families.family import Family, Settings
-from maxtrain.models.families.tables import Place, places
+from maxtrain.models.families.family import Family, HfConfig
+from maxtrain.models.families.tables import LayerGroup, places
 from maxtrain.models.hf_mapping import Flatten, Join, ParamMapping, Ravel, Transpose
 from maxtrain.models.specs import (
     AttentionSpec,
@@ -40,7 +40,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(stack, norm, learned_positions=config.max_length)
 
 
-def read_config(settings: Settings) -> ModelConfig:
+def read_config(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of GPT-2's config.json, with Hugging Face's defaults for missing keys."""
     number = settings.number
     heads = number("n_head", 12)
@@ -121,14 +121,14 @@ def table(config: ModelConfig) -> list[ParamMapping]:
     return entries
 
 
-def _norm(place: Place, ours: str, theirs: str) -> list[ParamMapping]:
+def _norm(place: LayerGroup, ours: str, theirs: str) -> list[ParamMapping]:
     return [
         ParamMapping((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps),
         ParamMapping((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), place.steps),
     ]
 
 
-def _linear(place: Place, ours: str, theirs: str, inputs: int) -> list[ParamMapping]:
+def _linear(place: LayerGroup, ours: str, theirs: str, inputs: int) -> list[ParamMapping]:
     kernel = (*place.steps, Flatten(inputs))
     bias = (*place.steps, Ravel())
     return [
@@ -137,7 +137,7 @@ def _linear(place: Place, ours: str, theirs: str, inputs: int) -> list[ParamMapp
     ]
 
 
-def _joined(place: Place, theirs: str) -> list[ParamMapping]:
+def _joined(place: LayerGroup, theirs: str) -> list[ParamMapping]:
     """Queries, keys and values, which stand behind each other along their heads."""
     mixer = place.layer.mixer
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)

@@ -10,11 +10,11 @@ from typing import Any
 from maxtrain.config.schema import ModelConfig, MoeConfig
 from maxtrain.config.sections.model import FULL_ATTENTION
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.family import Family, HfConfig
 from maxtrain.models.families.layer_types import layer_types, read_window, with_window
 from maxtrain.models.families.tables import (
     LLAMA_NORMS,
-    Place,
+    LayerGroup,
     attention_entries,
     decoder_table,
     linear,
@@ -48,7 +48,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(with_window(config, wide), layer.norm)
 
 
-def read(settings: Settings) -> ModelConfig:
+def read(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of GPT-OSS's config.json."""
     settings = settings.where_missing(num_key_value_heads=8)
     settings = settings.with_defaults(
@@ -104,12 +104,12 @@ def table(config: ModelConfig) -> list[ParamMapping]:
     )
 
 
-def _attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
+def _attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
     sinks = ParamMapping((f"{place.ours}.attention.sinks",), (f"{theirs}.sinks",), place.steps)
     return [*attention_entries(place, theirs), sinks]
 
 
-def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
+def _expert_entries(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     """All experts are one tensor there, in which gates and units take turns."""
     stacked = len(place.steps)
     sizes = (moe.width, moe.width)

@@ -14,7 +14,7 @@ from maxtrain.config.sections.model import (
     usual_period,
 )
 from maxtrain.config.words import show
-from maxtrain.models.families.family import Settings
+from maxtrain.models.families.family import HfConfig
 from maxtrain.models.specs import LayerSpec, StackSpec
 
 AGAIN = "Get the file again from where the model is."
@@ -48,7 +48,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def read_window(
-    settings: Settings, family: str, window: int | None, usual: Sequence[LayerType] | None = None
+    settings: HfConfig, family: str, window: int | None, usual: Sequence[LayerType] | None = None
 ) -> dict[str, int | tuple[LayerType, ...] | None]:
     """The keys `window` and `layer_types` of a ModelConfig.
 
@@ -83,7 +83,7 @@ def read_window(
     return {"window": window, "layer_types": _shortest_period(kinds)}
 
 
-def require_equal_layers(settings: Settings, window: int | None) -> None:
+def require_equal_layers(settings: HfConfig, window: int | None) -> None:
     """Refuse `layer_types` with other kinds than one for all layers, for families of which
     transformers does not read it: the window is in all layers, or in none."""
     count = settings.number("num_hidden_layers")
@@ -97,7 +97,7 @@ def require_equal_layers(settings: Settings, window: int | None) -> None:
         )
 
 
-def _given_kinds(settings: Settings, count: int) -> list[LayerType] | None:
+def _given_kinds(settings: HfConfig, count: int) -> list[LayerType] | None:
     """`layer_types` of a config.json; None: it is missing or null. DataError: it is no list of
     known kinds, one for each layer."""
     given = settings.values.get("layer_types")

@@ -10,14 +10,14 @@ import dataclasses
 from typing import Any
 
 from maxtrain.config.schema import ModelConfig, MoeConfig
-from maxtrain.models.families.family import Family, Settings, rope_settings
+from maxtrain.models.families.family import Family, HfConfig, rope_settings
 from maxtrain.models.families.layer_types import (
     layer_types,
     read_window,
     require_equal_layers,
     with_window,
 )
-from maxtrain.models.families.tables import ExpertNames, Place, decoder_table, expert_entries
+from maxtrain.models.families.tables import ExpertNames, LayerGroup, decoder_table, expert_entries
 from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import (
     AttentionSpec,
@@ -134,7 +134,7 @@ def mixtral_spec(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(with_window(config, one), one.norm)
 
 
-def read_config(settings: Settings) -> ModelConfig:
+def read_config(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Llama's config.json, with Hugging Face's defaults for missing keys."""
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     settings.require("mlp_bias", False)
@@ -142,7 +142,7 @@ def read_config(settings: Settings) -> ModelConfig:
     return read_decoder(settings)
 
 
-def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
+def read_decoder(settings: HfConfig, **more: Any) -> ModelConfig:
     """What most config.json say in the same words; `more`: keys that the family adds."""
     number = settings.number
     heads = number("num_attention_heads")
@@ -169,7 +169,7 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
     )
 
 
-def read_mixtral(settings: Settings) -> ModelConfig:
+def read_mixtral(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Mixtral's config.json."""
     settings = settings.where_missing(num_key_value_heads=8).with_defaults(
         max_position_embeddings=131_072,
@@ -185,7 +185,7 @@ def read_mixtral(settings: Settings) -> ModelConfig:
     return read_decoder(settings, window=window, moe=settings.experts(moe))
 
 
-def read_mistral(settings: Settings) -> ModelConfig:
+def read_mistral(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Mistral's config.json."""
     settings = settings.where_missing(num_key_value_heads=8)
     settings = settings.with_defaults(max_position_embeddings=131_072)
@@ -269,7 +269,7 @@ _MIXTRAL_EXPERTS = ExpertNames(
 )
 
 
-def _mixtral_experts(place: Place, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
+def _mixtral_experts(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
     return expert_entries(place, moe, theirs, _MIXTRAL_EXPERTS)
 
 

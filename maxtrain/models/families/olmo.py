@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.family import Family, HfConfig
 from maxtrain.models.families.tables import decoder_table
 from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import DecoderSpec, head_dim
@@ -26,7 +26,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     return llama.of_equal_layers(config, layer)
 
 
-def read_config(settings: Settings) -> ModelConfig:
+def read_config(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of OLMo 2's config.json."""
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     return llama.read_decoder(settings.with_defaults(rms_norm_eps=1e-5))

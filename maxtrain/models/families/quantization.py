@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from data_pipeline.base.errors import DataError
 from maxtrain.config.words import show
-from maxtrain.models.families.family import Settings
+from maxtrain.models.families.family import HfConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Quantization:
         return f"FP8 (e4m3, blocks of {rows}x{columns})"
 
 
-def read_quantization(settings: Settings) -> Quantization | None:
+def read_quantization(settings: HfConfig) -> Quantization | None:
     """How the weights are stored; None: as plain floats.
 
     Raises:
@@ -71,7 +71,7 @@ def _block(size: Any) -> tuple[int, int] | None:
     return rows, columns
 
 
-def _not_read(settings: Settings, what: str) -> DataError:
+def _not_read(settings: HfConfig, what: str) -> DataError:
     return DataError(
         f"{settings.path}: quantization_config has {what}, and weights are read that are stored "
         "plainly, as 'mxfp4', or as 'fp8' with fmt 'e4m3' and a weight_block_size such as "

@@ -10,7 +10,7 @@ from typing import Any
 from maxtrain.config.schema import ModelConfig, MoeConfig
 from maxtrain.config.sections.model import FULL_ATTENTION, SLIDING_ATTENTION, LayerType
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.family import Family, HfConfig
 from maxtrain.models.families.layer_types import (
     layer_types,
     read_window,
@@ -66,18 +66,18 @@ def qwen3_moe_spec(config: ModelConfig) -> DecoderSpec:
     return _spec(config, layer)
 
 
-def read_qwen2(settings: Settings) -> ModelConfig:
+def read_qwen2(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Qwen 2's config.json."""
     return _read(settings.with_defaults(max_position_embeddings=32_768), "qwen2")
 
 
-def read_qwen3(settings: Settings) -> ModelConfig:
+def read_qwen3(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Qwen 3's config.json."""
     settings = settings.with_defaults(head_dim=128, max_position_embeddings=32_768)
     return _read(settings, "qwen3")
 
 
-def read_qwen2_moe(settings: Settings) -> ModelConfig:
+def read_qwen2_moe(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Qwen 2 MoE's config.json."""
     settings = settings.with_defaults(
         max_position_embeddings=32_768,
@@ -90,7 +90,7 @@ def read_qwen2_moe(settings: Settings) -> ModelConfig:
     return _read(settings, "qwen2_moe", moe=_read_experts(settings, with_shared=True))
 
 
-def read_qwen3_moe(settings: Settings) -> ModelConfig:
+def read_qwen3_moe(settings: HfConfig) -> ModelConfig:
     """The ModelConfig of Qwen 3 MoE's config.json."""
     settings = settings.with_defaults(
         max_position_embeddings=32_768,
@@ -101,7 +101,7 @@ def read_qwen3_moe(settings: Settings) -> ModelConfig:
     return _read(settings, "qwen3_moe", moe=_read_experts(settings, with_shared=False))
 
 
-def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
+def _read_experts(settings: HfConfig, with_shared: bool) -> MoeConfig:
     """The experts of a config.json; every layer has them."""
     settings.require("decoder_sparse_step", 1)
     settings.require("mlp_only_layers", [])
@@ -122,7 +122,7 @@ def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
 _KV_HEADS = {"qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
 
 
-def _read(settings: Settings, family: str, **more: Any) -> ModelConfig:
+def _read(settings: HfConfig, family: str, **more: Any) -> ModelConfig:
     """The sliding window counts only with `use_sliding_window`, and is there if the key is
     missing. Which layers have it where `layer_types` does not say, differs."""
     settings = settings.where_missing(num_key_value_heads=_KV_HEADS[family])
@@ -137,7 +137,7 @@ def _read(settings: Settings, family: str, **more: Any) -> ModelConfig:
     )
 
 
-def _usual(settings: Settings, family: str, window: int | None) -> list[LayerType]:
+def _usual(settings: HfConfig, family: str, window: int | None) -> list[LayerType]:
     """The kind of each layer that `max_window_layers` gives it in transformers."""
     limit = _MAX_WINDOW_LAYERS
     # Zero is a number of layers here.

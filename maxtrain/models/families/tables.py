@@ -4,7 +4,14 @@ of Llama. No jax here."""
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxtrain.models.hf_mapping import Flatten, ParamMapping, Ravel, Stack, Step, Transpose
+from maxtrain.models.hf_mapping import (
+    Flatten,
+    ParamMapping,
+    Ravel,
+    StackLayers,
+    TensorTransform,
+    Transpose,
+)
 from maxtrain.models.specs import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, StackSpec
 
 # The names there of our norms, in the order of the files. By the part of a layer that a norm
@@ -16,7 +23,7 @@ LLAMA_NORMS: Norms = {
 }
 
 
-class Place(NamedTuple):
+class LayerGroup(NamedTuple):
     """A layer, or the layers at one place of the period."""
 
     layer: LayerSpec
@@ -25,21 +32,21 @@ class Place(NamedTuple):
     # Its number there; `{}` where each of the place's layers has its own.
     number: str
     # What takes the layers apart, if there are several.
-    steps: tuple[Step, ...]
+    steps: tuple[TensorTransform, ...]
 
 
-def places(stack: StackSpec) -> list[Place]:
+def places(stack: StackSpec) -> list[LayerGroup]:
     """All places, in order."""
     found = []
     for index, layer in enumerate(stack.prefix):
-        found.append(Place(layer, f"layers.prefix_{index}", str(index), ()))
+        found.append(LayerGroup(layer, f"layers.prefix_{index}", str(index), ()))
     start = len(stack.prefix)
     for index, layer in enumerate(stack.period):
-        numbers = Stack(start + index, len(stack.period))
-        found.append(Place(layer, f"layers.{index}", "{}", (numbers,)))
+        numbers = StackLayers(start + index, len(stack.period))
+        found.append(LayerGroup(layer, f"layers.{index}", "{}", (numbers,)))
     start += len(stack.period) * stack.repeats
     for index, layer in enumerate(stack.rest):
-        found.append(Place(layer, f"layers.rest_{index}", str(start + index), ()))
+        found.append(LayerGroup(layer, f"layers.rest_{index}", str(start + index), ()))
     return found
 
 
@@ -62,8 +69,8 @@ def decoder_table(
     spec: DecoderSpec,
     tied: bool,
     norms: Norms = LLAMA_NORMS,
-    attention: Callable[[Place, str], list[ParamMapping]] | None = None,
-    experts: Callable[[Place, MoeSpec, str], list[ParamMapping]] | None = None,
+    attention: Callable[[LayerGroup, str], list[ParamMapping]] | None = None,
+    experts: Callable[[LayerGroup, MoeSpec, str], list[ParamMapping]] | None = None,
 ) -> list[ParamMapping]:
     """Where the parameters are.
 
@@ -94,7 +101,7 @@ def decoder_table(
     return entries
 
 
-def attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
+def attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
     """The attention of Llama, with biases and norms where the layer has them."""
     layer = place.layer
     entries = []
@@ -110,7 +117,7 @@ def attention_entries(place: Place, theirs: str) -> list[ParamMapping]:
     return entries
 
 
-def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[ParamMapping]:
+def _of_mlp(place: LayerGroup, mlp: MlpSpec, theirs: str) -> list[ParamMapping]:
     products = ("gate", "up", "down")
     if not mlp.gated:
         products = ("up", "down")
@@ -122,14 +129,14 @@ def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[ParamMapping]:
 
 
 def expert_entries(
-    place: Place, moe: MoeSpec, theirs: str, names: ExpertNames = QWEN_EXPERTS
+    place: LayerGroup, moe: MoeSpec, theirs: str, names: ExpertNames = QWEN_EXPERTS
 ) -> list[ParamMapping]:
     """Experts with a tensor each; `theirs` is the name there of the layer."""
     theirs = f"{theirs}.{names.block}"
     entries = linear(place, "mlp.router", f"{theirs}.{names.router}", 1, False)
     for ours, name in names.products.items():
         # One tensor for each expert.
-        steps = (*place.steps, Stack(), Transpose())
+        steps = (*place.steps, StackLayers(), Transpose())
         ours = f"{place.ours}.mlp.{ours}.kernel"
         entries.append(ParamMapping((ours,), (f"{theirs}.experts.{{}}.{name}.weight",), steps))
     if moe.shared_width:
@@ -141,7 +148,9 @@ def expert_entries(
     return entries
 
 
-def linear(place: Place, ours: str, theirs: str, inputs: int, bias: bool) -> list[ParamMapping]:
+def linear(
+    place: LayerGroup, ours: str, theirs: str, inputs: int, bias: bool
+) -> list[ParamMapping]:
     """A product: its matrix is [outputs, inputs] there; of ours, the first `inputs` dims are
     inputs."""
     matrix = (*place.steps, Flatten(inputs), Transpose())
@@ -152,6 +161,6 @@ def linear(place: Place, ours: str, theirs: str, inputs: int, bias: bool) -> lis
     return entries
 
 
-def norm(place: Place, ours: str, theirs: str) -> ParamMapping:
+def norm(place: LayerGroup, ours: str, theirs: str) -> ParamMapping:
     """The scale of a norm."""
     return ParamMapping((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps)

@@ -21,7 +21,7 @@ from maxtrain.ops.attention.ring import AXIS
 from maxtrain.parallel.sharding import LENGTH, length_shards, partition_spec
 
 
-class Split(NamedTuple):
+class ContextSplit(NamedTuple):
     """How rows are split; without a mesh that does, everything stays as it is.
 
     Attributes:
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     exchange: str | None
 
     @classmethod
-    def of_rows(cls, length: int, kernel: str) -> "Split":
+    def of_rows(cls, length: int, kernel: str) -> "ContextSplit":
         """Of rows of so many tokens on the current mesh.
 
         Args:

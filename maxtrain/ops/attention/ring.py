@@ -32,7 +32,7 @@ AXIS = "context"
 MAX_BLOCK = 512
 
 
-class _Form(NamedTuple):
+class _RingStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `attention`."""
 
     dtype: str
@@ -41,7 +41,7 @@ class _Form(NamedTuple):
     window: int | None
 
 
-class _Part(NamedTuple):
+class _TokenBlocks(NamedTuple):
     """Some tokens in blocks: their columns and segments, and what they have of each head.
 
     Of queries, the heads of a group lie one after the other: [blocks, B, K, G * t, H].
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 _Pair = tuple[Array, ...]
 
 
-class _State(NamedTuple):
+class _SoftmaxState(NamedTuple):
     """What is known of the softmax of a block of queries so far."""
 
     top: Array  # the largest score
@@ -80,7 +80,7 @@ def ring_attention(
     and need no ring."""
     if mask.exchange != "keys":
         return xla_attention(q, k, v, mask, dtype=dtype, scale=scale, softcap=softcap, sinks=sinks)
-    form = _Form(dtype, scale, softcap, mask.window)
+    form = _RingStaticArgs(dtype, scale, softcap, mask.window)
     of = shares()
     specs = [of.queries, of.keys, of.keys, of.columns, of.tokens]
     arrays = [x.astype(jnp.float32) for x in (q, k, v)]
@@ -159,7 +159,7 @@ def _may_see(queries: Array, keys: Array, window: int | None) -> Array:
     return seen
 
 
-def _scores(queries: _Part, keys: _Part, form: _Form) -> Array:
+def _scores(queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs) -> Array:
     """Scaled, bounded, masked scores of a block of queries and one of keys [B, K, G * t, s]."""
     q = queries.heads[0]
     k = keys.heads[0]
@@ -173,29 +173,33 @@ def _scores(queries: _Part, keys: _Part, form: _Form) -> Array:
     return jnp.where(visible, scores.reshape(B, K, -1, t, s), MASKED).reshape(scores.shape)
 
 
-def _met(state: _State, queries: _Part, keys: _Part, form: _Form) -> _State:
+def _met(
+    state: _SoftmaxState, queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs
+) -> _SoftmaxState:
     """The state of a block of queries that has met a block of keys."""
 
-    def meet() -> _State:
+    def meet() -> _SoftmaxState:
         scores = _scores(queries, keys, form)
         top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
         weights = jnp.exp(scores - top)
         before = jnp.exp(state.top - top)
         total = state.total * before + weights.sum(-1, keepdims=True)
         new = contract("bkms,bksh->bkmh", weights.astype(form.dtype), keys.heads[1])
-        return _State(top, total, state.out * before + new)
+        return _SoftmaxState(top, total, state.out * before + new)
 
     seen = _may_see(queries.columns, keys.columns, form.window)
     return jax.lax.cond(seen, meet, lambda: state)
 
 
-def _meet_all(states: _State, queries: _Part, keys: _Part, form: _Form) -> _State:
+def _meet_all(
+    states: _SoftmaxState, queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs
+) -> _SoftmaxState:
     """All blocks of queries with all blocks of a part of keys."""
 
-    def of_queries(args: tuple[_State, _Part]) -> _State:
+    def of_queries(args: tuple[_SoftmaxState, _TokenBlocks]) -> _SoftmaxState:
         state, block = args
 
-        def with_keys(state: _State, keys: _Part) -> tuple[_State, None]:
+        def with_keys(state: _SoftmaxState, keys: _TokenBlocks) -> tuple[_SoftmaxState, None]:
             return _met(state, block, keys, form), None
 
         return jax.lax.scan(with_keys, state, keys)[0]
@@ -205,26 +209,38 @@ def _meet_all(states: _State, queries: _Part, keys: _Part, form: _Form) -> _Stat
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attend(
-    q: Array, k: Array, v: Array, sinks: Array | None, columns: Array, segments: Array, form: _Form
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    columns: Array,
+    segments: Array,
+    form: _RingStaticArgs,
 ) -> Array:
     out, _ = _forward(q, k, v, sinks, columns, segments, form)
     return out
 
 
 def _parts(
-    q: Array, k: Array, v: Array, columns: Array, segments: Array, form: _Form
-) -> tuple[_Part, _Part]:
+    q: Array, k: Array, v: Array, columns: Array, segments: Array, form: _RingStaticArgs
+) -> tuple[_TokenBlocks, _TokenBlocks]:
     """A device's queries, and its keys and values, in blocks and in the type of products."""
     size = _block_size(q.shape[1])
     columns = _blocks_of(columns, size, 0)
     segments = _blocks_of(segments, size, 1)
     q, k, v = (x.astype(form.dtype) for x in (q, k, v))
-    queries = _Part(columns, segments, (_queries(q, k.shape[2], size),))
-    return queries, _Part(columns, segments, (_keys(k, size), _keys(v, size)))
+    queries = _TokenBlocks(columns, segments, (_queries(q, k.shape[2], size),))
+    return queries, _TokenBlocks(columns, segments, (_keys(k, size), _keys(v, size)))
 
 
 def _forward(
-    q: Array, k: Array, v: Array, sinks: Array | None, columns: Array, segments: Array, form: _Form
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    columns: Array,
+    segments: Array,
+    form: _RingStaticArgs,
 ) -> tuple[Array, tuple]:
     queries, keys = _parts(q, k, v, columns, segments, form)
     size = queries.columns.shape[1]
@@ -235,9 +251,11 @@ def _forward(
         # Like the score of a key without a value, which all queries meet first.
         top = jnp.broadcast_to(_of_sinks(sinks, K, size), top.shape)
         total = jnp.ones_like(top)
-    state = _State(top, total, jnp.zeros((blocks, B, K, M, v.shape[-1]), jnp.float32))
+    state = _SoftmaxState(top, total, jnp.zeros((blocks, B, K, M, v.shape[-1]), jnp.float32))
 
-    def turn(carry: tuple[_State, _Part], _: None) -> tuple[tuple[_State, _Part], None]:
+    def turn(
+        carry: tuple[_SoftmaxState, _TokenBlocks], _: None
+    ) -> tuple[tuple[_SoftmaxState, _TokenBlocks], None]:
         state, keys = carry
         # On its way while this part is multiplied.
         following = _rotated(keys)
@@ -262,7 +280,12 @@ class _Gradients(NamedTuple):
 
 
 def _met_backward(
-    dq: Array, queries: _Part, of: _Gradients, keys: _Part, dkeys: _Pair, form: _Form
+    dq: Array,
+    queries: _TokenBlocks,
+    of: _Gradients,
+    keys: _TokenBlocks,
+    dkeys: _Pair,
+    form: _RingStaticArgs,
 ) -> tuple[Array, _Pair]:
     """The gradients of a block of queries and of a block of keys and values, with what each has of
     the other."""
@@ -287,7 +310,7 @@ def _met_backward(
     return jax.lax.cond(seen, meet, lambda: (dq, dkeys))
 
 
-def _backward(form: _Form, saved: tuple, g: Array) -> tuple:
+def _backward(form: _RingStaticArgs, saved: tuple, g: Array) -> tuple:
     q, k, v, sinks, columns, segments, out, lse = saved
     queries, keys = _parts(q, k, v, columns, segments, form)
     size = queries.columns.shape[1]
@@ -296,11 +319,13 @@ def _backward(form: _Form, saved: tuple, g: Array) -> tuple:
     mean = (g_blocks * out).sum(-1, keepdims=True)
     of = _Gradients(g_blocks.astype(form.dtype), lse, mean)
 
-    def meet_all(dq: Array, keys: _Part, dkeys: _Pair) -> tuple[Array, _Pair]:
-        def of_queries(dkeys: _Pair, args: tuple[Array, _Part, _Gradients]) -> tuple[_Pair, Array]:
+    def meet_all(dq: Array, keys: _TokenBlocks, dkeys: _Pair) -> tuple[Array, _Pair]:
+        def of_queries(
+            dkeys: _Pair, args: tuple[Array, _TokenBlocks, _Gradients]
+        ) -> tuple[_Pair, Array]:
             dq, block, of_block = args
 
-            def with_keys(dq: Array, args: tuple[_Part, _Pair]) -> tuple[Array, _Pair]:
+            def with_keys(dq: Array, args: tuple[_TokenBlocks, _Pair]) -> tuple[Array, _Pair]:
                 return _met_backward(dq, block, of_block, *args, form)
 
             dq, dkeys = jax.lax.scan(with_keys, dq, (keys, dkeys))
@@ -309,7 +334,9 @@ def _backward(form: _Form, saved: tuple, g: Array) -> tuple:
         dkeys, dq = jax.lax.scan(of_queries, dkeys, (dq, queries, of))
         return dq, dkeys
 
-    def turn(carry: tuple[Array, _Part, _Pair], _: None) -> tuple[tuple[Array, _Part, _Pair], None]:
+    def turn(
+        carry: tuple[Array, _TokenBlocks, _Pair], _: None
+    ) -> tuple[tuple[Array, _TokenBlocks, _Pair], None]:
         dq, keys, dkeys = carry
         following = _rotated(keys)
         dq, dkeys = meet_all(dq, keys, dkeys)

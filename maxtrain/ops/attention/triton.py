@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.share import on_each_device
-from maxtrain.ops.attention.triton_kernels import Form, attend, tile_of
+from maxtrain.ops.attention.triton_kernels import TritonStaticArgs, attend, tile_of
 
 
 def triton_attention(
@@ -54,6 +54,6 @@ def _on_one_device(
         # In float32, so that gradients come back in it. Zeros change no score.
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, missing)))
 
-    form = Form(dtype, scale, window, interpret)
+    form = TritonStaticArgs(dtype, scale, window, interpret)
     out = attend(filled(q), filled(k), filled(v), segments, form)
     return out[..., :size]

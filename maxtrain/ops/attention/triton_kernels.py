@@ -37,7 +37,7 @@ _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 
 
-class Form(NamedTuple):
+class TritonStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `attention`."""
 
     dtype: str
@@ -67,7 +67,9 @@ def tile_of(size: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q: Array, k: Array, v: Array, segments: Array, form: Form) -> Float[Array, "B T N H"]:
+def attend(
+    q: Array, k: Array, v: Array, segments: Array, form: TritonStaticArgs
+) -> Float[Array, "B T N H"]:
     """See `attention`.
 
     Args:
@@ -83,7 +85,7 @@ def attend(q: Array, k: Array, v: Array, segments: Array, form: Form) -> Float[A
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, segments: Array, form: Form
+    q: Array, k: Array, v: Array, segments: Array, form: TritonStaticArgs
 ) -> tuple[Array, tuple]:
     q = q.astype(form.dtype)
     k = k.astype(form.dtype)
@@ -111,7 +113,7 @@ def _attend_forward(
     return out.astype(jnp.float32), (q, k, v, segments, out, lse)
 
 
-def _attend_backward(form: Form, saved: tuple, g: Array) -> tuple:
+def _attend_backward(form: TritonStaticArgs, saved: tuple, g: Array) -> tuple:
     q, k, v, segments, out, lse = saved
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -173,7 +175,7 @@ def _attend_backward(form: Form, saved: tuple, g: Array) -> tuple:
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _call(kernel: Any, name: str, form: Form, **options: Any) -> Any:
+def _call(kernel: Any, name: str, form: TritonStaticArgs, **options: Any) -> Any:
     """A kernel as a function of arrays.
 
     Raises:
@@ -248,7 +250,7 @@ def _dot(a: Array, b: Array) -> Array:
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _scores(q: Array, k: Array, form: Form) -> Float[Array, "t s"]:
+def _scores(q: Array, k: Array, form: TritonStaticArgs) -> Float[Array, "t s"]:
     """Scaled ones, as powers of two have them."""
     return _dot(q, k.T) * (form.scale * _LOG2_E)
 
@@ -275,7 +277,7 @@ def _forward_kernel(
     lse_ref: Any,
     *,
     tiles: _Tiles,
-    form: Form,
+    form: TritonStaticArgs,
 ) -> None:
     """A block of queries of one head, over the keys that it may see."""
     i = pl.program_id(0)
@@ -306,7 +308,14 @@ def _forward_kernel(
 
 
 def _weights_and_slopes(
-    q: Array, k: Array, v: Array, g: Array, lse: Array, mean: Array, visible: Array, form: Form
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    lse: Array,
+    mean: Array,
+    visible: Array,
+    form: TritonStaticArgs,
 ) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
     """Of queries and keys of two blocks, the weights once more, and the gradients of scores."""
     scores = _scores(q, k, form)
@@ -326,7 +335,7 @@ def _query_kernel(
     dq_ref: Any,
     *,
     tiles: _Tiles,
-    form: Form,
+    form: TritonStaticArgs,
 ) -> None:
     """The gradient of a block of queries of one head."""
     i = pl.program_id(0)
@@ -361,7 +370,7 @@ def _key_kernel(
     dv_ref: Any,
     *,
     tiles: _Tiles,
-    form: Form,
+    form: TritonStaticArgs,
     group: int,
 ) -> None:
     """The gradients of a block of keys and values of one key head, from all heads that share it."""

@@ -31,7 +31,7 @@ MIN_BLOCK = 128
 MAX_BLOCKS = 8
 
 
-class _Form(NamedTuple):
+class _XlaStaticArgs(NamedTuple):
     """What is known when the program is compiled; see `attention`."""
 
     dtype: str
@@ -39,14 +39,14 @@ class _Form(NamedTuple):
     softcap: float | None
 
 
-class _Block(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Some queries, and the keys that they can see at most, by where they lie."""
 
     queries: slice
     keys: slice
 
 
-def _blocks(mask: Mask) -> list[_Block]:
+def _blocks(mask: Mask) -> list[_QueryBlock]:
     """All queries, in blocks; of keys that are not in order, such as a cache, a block may see
     all."""
     num_queries = mask.q_segments.shape[1]
@@ -58,7 +58,7 @@ def _blocks(mask: Mask) -> list[_Block]:
         keys = slice(0, num_keys)
         if mask.in_order:
             keys = slice(_first_key(start, mask.window), stop)
-        blocks.append(_Block(slice(start, stop), keys))
+        blocks.append(_QueryBlock(slice(start, stop), keys))
     return blocks
 
 
@@ -71,7 +71,7 @@ def _first_key(start: int, window: int | None) -> int:
     return first - first % MIN_BLOCK
 
 
-def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask, form: _Form) -> Array:
+def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask, form: _XlaStaticArgs) -> Array:
     """Scaled, bounded, masked scores of one block [B, K, G * t, s]; the queries of a group lie one
     after the other."""
     scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * form.scale
@@ -105,13 +105,15 @@ def _group_sinks(sinks: Array, num_kv_heads: int, t: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _Form) -> Array:
+def _attend(
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _XlaStaticArgs
+) -> Array:
     out, _ = _attend_forward(q, k, v, sinks, mask, form)
     return out
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _Form
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _XlaStaticArgs
 ) -> tuple[Array, tuple]:
     dtype = form.dtype
     q = q.astype(dtype)
@@ -147,7 +149,7 @@ def _attend_forward(
     return out, (q, k, v, sinks, mask, lses)
 
 
-def _attend_backward(form: _Form, saved: tuple, g: Array) -> tuple:
+def _attend_backward(form: _XlaStaticArgs, saved: tuple, g: Array) -> tuple:
     dtype = form.dtype
     q, k, v, sinks, mask, lses = saved
     B, S, K, H = k.shape
@@ -223,4 +225,4 @@ def xla_attention(
     if is_for(q, mask):
         options = {"dtype": dtype, "scale": scale, "softcap": softcap, "sinks": sinks}
         return one_query_attention(q, k, v, mask, **options)
-    return _attend(q, k, v, sinks, mask, _Form(dtype, scale, softcap))
+    return _attend(q, k, v, sinks, mask, _XlaStaticArgs(dtype, scale, softcap))

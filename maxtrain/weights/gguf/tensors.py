@@ -5,14 +5,14 @@ Source: llama.cpp, conversion and gguf-py's tensor_mapping.
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.tables import Place, places
+from maxtrain.models.families.tables import LayerGroup, places
 from maxtrain.models.hf_mapping import (
     Flatten,
     Offset,
     ParamMapping,
     Permute,
     Ravel,
-    Step,
+    TensorTransform,
     Transpose,
 )
 from maxtrain.models.specs import AttentionSpec, MoeSpec, NormSpec
@@ -55,7 +55,7 @@ def gguf_table(config: ModelConfig) -> list[ParamMapping]:
     return entries
 
 
-def _attention(place: Place, turns_neighbours: bool) -> list[ParamMapping]:
+def _attention(place: LayerGroup, turns_neighbours: bool) -> list[ParamMapping]:
     layer = place.layer
     mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec)
@@ -65,7 +65,7 @@ def _attention(place: Place, turns_neighbours: bool) -> list[ParamMapping]:
         inputs = 1
         if name == "o":
             inputs = 2
-        order: tuple[Step, ...] = ()
+        order: tuple[TensorTransform, ...] = ()
         if turns_neighbours and name in heads:
             # Pairs half a head apart there become neighbours.
             order = (Permute(0, (heads[name], 2, mixer.head_dim // 2), (0, 2, 1)),)
@@ -82,7 +82,7 @@ def _attention(place: Place, turns_neighbours: bool) -> list[ParamMapping]:
     return entries
 
 
-def _experts(place: Place) -> list[ParamMapping]:
+def _experts(place: LayerGroup) -> list[ParamMapping]:
     """A tensor for all experts, [experts, outputs, inputs]; the router is never rounded."""
     theirs = f"blk.{place.number}"
     router = (*place.steps, Transpose())
@@ -96,7 +96,12 @@ def _experts(place: Place) -> list[ParamMapping]:
 
 
 def _product(
-    place: Place, ours: str, theirs: str, inputs: int, bias: bool, order: tuple[Step, ...] = ()
+    place: LayerGroup,
+    ours: str,
+    theirs: str,
+    inputs: int,
+    bias: bool,
+    order: tuple[TensorTransform, ...] = (),
 ) -> list[ParamMapping]:
     """A matrix, [outputs, inputs] there; `order`: what is done to its outputs."""
     ours = f"{place.ours}.{ours}"
@@ -108,11 +113,13 @@ def _product(
     return entries
 
 
-def _norm(ours: str, theirs: str, place: Place) -> ParamMapping:
+def _norm(ours: str, theirs: str, place: LayerGroup) -> ParamMapping:
     return _scale(ours, theirs, place.layer.norm, place.steps)
 
 
-def _scale(ours: str, theirs: str, norm: NormSpec, steps: tuple[Step, ...]) -> ParamMapping:
+def _scale(
+    ours: str, theirs: str, norm: NormSpec, steps: tuple[TensorTransform, ...]
+) -> ParamMapping:
     """The scale of a norm, which counts from 0 there."""
     if norm.offset:
         steps = (*steps, Offset(norm.offset))

@@ -20,7 +20,7 @@ from maxtrain.commands.fit.estimate import Fit, Shape, batch_shape, require_fit
 from maxtrain.commands.fit.report import advice, mesh_words
 from maxtrain.commands.fit.search import Mesh, Promise, meshes, promising, search, with_choice
 from maxtrain.config import fit_to_devices, load_config
-from maxtrain.config.across.attention_choice import Choice
+from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.schema import PipelineConfig
 from maxtrain.models.cost import TokenFlops
 from maxtrain.parallel.compiled.roofline import Line, Roofline
@@ -108,7 +108,8 @@ def by_kind(record):
 )
 def test_a_small_step_for_each_compiler(fitted, topology, temporaries, total, collectives):
     """One layer of one head. Bytes that shapes decide are exact, and others as they were when they
-    were written down; so are collectives, whose kinds and counts test_fit_collectives.py derives."""
+    were written down; so are collectives, whose kinds and counts test_fit_collectives.py
+    derives."""
     words = ["model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
     words += ["model.head_dim=128", "model.mlp_dim=128", "model.vocab_size=128"]
     words += ["model.max_length=128", "data.seq_length=128", "data.batch_size=4"]
@@ -369,7 +370,7 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
     """One that fits into 2000 bytes a device."""
     found = Fit(
         config=config,
-        attention=Choice("xla", "as model.attention says"),
+        attention=KernelChoice("xla", "as model.attention says"),
         device="TPU v5",
         num_devices=4,
         batch=Shape(config.data.batch_size, 256),
@@ -522,7 +523,8 @@ def test_a_search_begins_with_what_sends_least():
 
 
 def a_search(monkeypatch, choices, seconds_of):
-    """With memory and time by a rule in the place of the compiler; what it tried, and the search."""
+    """With memory and time by a rule in the place of the compiler; what it tried, and the
+    search."""
     tried = []
 
     def fit_step(config, devices, limit):

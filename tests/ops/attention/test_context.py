@@ -7,7 +7,7 @@ import pytest
 
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import attention
-from maxtrain.ops.attention.context_split import Split, zigzag_columns
+from maxtrain.ops.attention.context_split import ContextSplit, zigzag_columns
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 
@@ -51,7 +51,7 @@ def found(kind, kernel, mesh, dtype="float32", order=None):
     _, _, window, _, softcap = KINDS[kind]
 
     def weighted(q, k, v, sinks):
-        split = Split.of_rows(T, order or kernel)
+        split = ContextSplit.of_rows(T, order or kernel)
         q, k, v = split.enter(q), split.enter(k), split.enter(v)
         mask = split.mask(split.enter(segments)).within(window)
         options = {"kernel": kernel, "dtype": dtype, "softcap": softcap, "sinks": sinks}
@@ -133,7 +133,7 @@ def test_every_device_has_as_much_to_do(parts):
 def test_tokens_leave_as_they_came(mesh):
     x = jnp.arange(B * T * 3).reshape(B, T, 3)
     with jax.set_mesh(mesh_of(mesh)):
-        split = Split.of_rows(T, "ring")
+        split = ContextSplit.of_rows(T, "ring")
         inside = jax.jit(split.enter)(x)
         again = jax.jit(split.leave)(inside)
     columns = zigzag_columns(T, MESHES[mesh][1])
@@ -143,10 +143,10 @@ def test_tokens_leave_as_they_came(mesh):
 
 def test_rows_that_can_not_be_split_are_whole():
     with jax.set_mesh(mesh_of("4")):
-        assert Split.of_rows(20, "ring").exchange is None
-        assert Split.of_rows(24, "ring").exchange == "keys"
-        assert Split.of_rows(24, "xla").exchange == "heads"
-        assert Split.of_rows(24, "eager").exchange is None
-    assert Split.of_rows(24, "ring").exchange is None
-    mask = Split(None).mask(jnp.ones((1, 4), jnp.int32))
+        assert ContextSplit.of_rows(20, "ring").exchange is None
+        assert ContextSplit.of_rows(24, "ring").exchange == "keys"
+        assert ContextSplit.of_rows(24, "xla").exchange == "heads"
+        assert ContextSplit.of_rows(24, "eager").exchange is None
+    assert ContextSplit.of_rows(24, "ring").exchange is None
+    mask = ContextSplit(None).mask(jnp.ones((1, 4), jnp.int32))
     assert mask.in_order and isinstance(mask, Mask)
