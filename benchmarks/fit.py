@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxtrain.parallel.compiled.roofline import Line
+from maxtrain.parallel.compiled.roofline import CollectiveTime
 from maxtrain.parallel.memory import GIB
 
 RESULTS = Path(__file__).parent / "results" / "fit.md"
@@ -163,8 +163,8 @@ def memory_row(case: Case, found: dict[str, Any]) -> str:
 
 
 def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
-    """Of the second table: collectives of more than a thousandth of what is sent, and all that is sent
-    between slices."""
+    """Of the second table: collectives of more than a thousandth of what is sent, and all that is
+    sent between slices."""
     lines = found["collectives"]
     most = sum(line["num_bytes"] for line in lines)
     rows = []
@@ -172,7 +172,7 @@ def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
         if line["num_bytes"] < most / 1000 and not line["is_between_slices"]:
             continue
         sent = f"{line['num_bytes'] / GIB:,.3f}"
-        over = Line(**line).over
+        over = CollectiveTime(**line).over
         count = f"{line['count']:,}"
         where = [case.label, case.topology, line["kind"], over]
         rows.append(_row(*where, count, sent, f"{line['seconds']:.3f}"))

@@ -36,13 +36,13 @@ from data_pipeline.base.errors import UsageError
 from maxtrain.inference import programs
 from maxtrain.inference.generation import Alternatives, Constraint, Generation, check_ids
 from maxtrain.inference.pages import Pages, num_pages
-from maxtrain.inference.programs import Made, Piece, Room, Rows
+from maxtrain.inference.programs import CacheSizes, DecodeInputs, DecodeOutputs, PrefillChunk
 from maxtrain.inference.sampling import (
     MOST_TOP_LOGPROBS,
     History,
-    Program,
     Sampling,
-    Settings,
+    SamplingArrays,
+    SamplingProgram,
     check_length,
 )
 from maxtrain.inference.slots import LEAST_SHARED, Slot, as_ids, num_equal
@@ -65,7 +65,7 @@ _LEAST_STOPS = 4
 _NOBODYS = Sampling(temperature=0.0)
 
 
-class _Source(NamedTuple):
+class _PrefixSource(NamedTuple):
     """A slot that holds the prefix of a prompt in its caches.
 
     Args:
@@ -414,7 +414,7 @@ class Engine:
             while self._waiting and self.num_active < len(self._slots):
                 generation = self._waiting.popleft()
                 ids = generation.ids_to_read
-                source = _Source(None, 0)
+                source = _PrefixSource(None, 0)
                 if not generation.scores_prompt:
                     source = self._best_source(ids, generation.adapter)
                 if not generation.scores_prompt and self._is_being_read(
@@ -445,9 +445,9 @@ class Engine:
                 return True
         return False
 
-    def _best_source(self, ids: Int[np.ndarray, " N"], adapter: int) -> _Source:
+    def _best_source(self, ids: Int[np.ndarray, " N"], adapter: int) -> _PrefixSource:
         """Return the slot that remembers the longest prefix of a prompt."""
-        best = _Source(None, 0)
+        best = _PrefixSource(None, 0)
         if not self._sharing:
             return best
         for slot in self._slots:
@@ -460,7 +460,7 @@ class Engine:
             if shared < LEAST_SHARED or shared <= best.shared:
                 continue
             if self._still_has(slot.reach, shared):
-                best = _Source(slot, shared)
+                best = _PrefixSource(slot, shared)
         return best
 
     def _shareable(self, shared: int) -> int:
@@ -478,7 +478,9 @@ class Engine:
                 return False
         return True
 
-    def _seat(self, generation: Generation, ids: Int[np.ndarray, " N"], source: _Source) -> bool:
+    def _seat(
+        self, generation: Generation, ids: Int[np.ndarray, " N"], source: _PrefixSource
+    ) -> bool:
         """Give a text a slot, with the remembered prefix of its prompt; False: there are no pages
         for it.
 
@@ -512,7 +514,7 @@ class Engine:
         slot.read = self._num_read
         return True
 
-    def _free_slot(self, source: _Source) -> Slot:
+    def _free_slot(self, source: _PrefixSource) -> Slot:
         """Return a free slot: preferably an empty or long unused one, and the source only last. But
         if the prompt continues where the source ends, return the source."""
         slot = source.slot
@@ -525,7 +527,7 @@ class Engine:
         free = [slot for slot in self._slots if slot.generation is None]
         return min(free, key=preference)
 
-    def _take_pages(self, slot: Slot, generation: Generation, source: _Source) -> bool:
+    def _take_pages(self, slot: Slot, generation: Generation, source: _PrefixSource) -> bool:
         """Take pages for everything that a text may become, the first ones shared with the source.
         If too few are free, idle slots forget their texts, the oldest first.
 
@@ -581,7 +583,7 @@ class Engine:
         # Row counts are powers of two, so that few programs are compiled.
         rows = _power_of_two(len(slots))
         rows = -(-rows // batch_shards()) * batch_shards()
-        piece = Piece(
+        piece = PrefillChunk(
             # Rows without a slot are dropped.
             targets=np.full(rows, len(self._slots), np.int32),
             tokens=np.zeros((rows, length), np.int32),
@@ -674,12 +676,12 @@ class Engine:
             self._caches = programs.enlarge(self._graphdef, room, self._params, self._caches)
         self._columns = columns
 
-    def _room(self) -> Room:
+    def _room(self) -> CacheSizes:
         """Return the sizes of the present caches."""
         pages = None
         if self._pages is not None:
             pages = self._pages.count
-        return Room(len(self._slots), self._columns, self._piece, pages, self._paged)
+        return CacheSizes(len(self._slots), self._columns, self._piece, pages, self._paged)
 
     # Decoding.
 
@@ -704,7 +706,7 @@ class Engine:
                 del active[slot]
         return found
 
-    def _decode(self, slots: list[Slot], allowed: dict[Slot, np.ndarray]) -> Made:
+    def _decode(self, slots: list[Slot], allowed: dict[Slot, np.ndarray]) -> DecodeOutputs:
         """Decode more tokens of each row, padded with -1, with their log-probabilities.
 
         Args:
@@ -721,7 +723,7 @@ class Engine:
             assert slot.generation is not None
             samplings[slot.number] = slot.generation.sampling
         rows = self._rows(wanted, samplings)._replace(bias=self._bias(slots, allowed))
-        program = Program.for_rows(samplings, self._vocab_size)
+        program = SamplingProgram.for_rows(samplings, self._vocab_size)
         assert self._caches is not None
         made = programs.decode(
             self._graphdef,
@@ -762,7 +764,7 @@ class Engine:
         in_window = self.max_length + 1 - len(generation.prompt) - len(generation.ids)
         return min(left, in_window, self._chunk)
 
-    def _rows(self, wanted: dict[Slot, int], samplings: list[Sampling]) -> Rows:
+    def _rows(self, wanted: dict[Slot, int], samplings: list[Sampling]) -> DecodeInputs:
         count = len(self._slots)
         last = np.zeros(count, np.int32)
         lengths = np.zeros(count, np.int32)
@@ -787,14 +789,14 @@ class Engine:
             seeds[i] = generation.seed, generation.row
             stop_ids[i, : len(generation.stop_ids)] = generation.stop_ids
             adapters[i] = slot.adapter
-        return Rows(
+        return DecodeInputs(
             last,
             lengths,
             most,
             seeds,
             made,
             stop_ids,
-            Settings.of(samplings, self._vocab_size),
+            SamplingArrays.of(samplings, self._vocab_size),
             self._history(list(wanted)),
             None,
             adapters,
@@ -860,7 +862,7 @@ def _pairs(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> list[Alterna
     ]
 
 
-def _take_scores(slots: list[Slot], piece: Piece, scores: programs.Scores) -> None:
+def _take_scores(slots: list[Slot], piece: PrefillChunk, scores: programs.PromptLogProbs) -> None:
     """Add the scores of a piece of each prompt to its text."""
     logprobs = np.asarray(scores.logprobs)
     top_tokens = np.asarray(scores.top_tokens)
@@ -874,7 +876,7 @@ def _take_scores(slots: list[Slot], piece: Piece, scores: programs.Scores) -> No
         generation.prompt_top += _pairs(top_tokens[i, :count], top_logprobs[i, :count], wanted)
 
 
-def cache_room(slots: int, shards: int, columns: int, max_length: int) -> Room:
+def cache_room(slots: int, shards: int, columns: int, max_length: int) -> CacheSizes:
     """Return the largest cache sizes of an engine without pages, once a row has this number of
     columns.
 
@@ -882,7 +884,9 @@ def cache_room(slots: int, shards: int, columns: int, max_length: int) -> Room:
         slots: as for `Engine`.
         shards: number of batch shards.
     """
-    return Room(_rows(slots, shards), _rounded(columns, max_length), _PIECE, None, frozenset())
+    return CacheSizes(
+        _rows(slots, shards), _rounded(columns, max_length), _PIECE, None, frozenset()
+    )
 
 
 def _rows(slots: int, shards: int) -> int:

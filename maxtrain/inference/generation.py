@@ -53,7 +53,7 @@ class Generation:
             used.
         ids: new ids, without the stop id.
         logprobs: log-probability of each of `ids`, and of the stop id if there is one; as in
-            `Chosen`.
+            `SampledTokens`.
         top: the likeliest tokens at the position of each of `ids`, as many as
             `sampling.top_logprobs`.
         prompt_logprobs: log-probability of each prompt token but the first, if the prompt is

@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxtrain.inference.sampling import (
-    Chosen,
     History,
-    Program,
-    Settings,
+    SampledTokens,
+    SamplingArrays,
+    SamplingProgram,
     TopTokens,
     choose,
     row_keys,
@@ -30,7 +30,7 @@ from maxtrain.parallel.sharding import constrain
 _SCORED_AT_ONCE = 16
 
 
-class Room(NamedTuple):
+class CacheSizes(NamedTuple):
     """Sizes of the caches, known when a program is compiled.
 
     Args:
@@ -53,7 +53,7 @@ class Room(NamedTuple):
         return model.new_caches(self.rows, self.columns, self.most_tokens, self.pages)
 
 
-class Piece(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Pieces of prompts that are read together, as arguments of `Decoder.extend`."""
 
     # Rows of the batch; rows out of range are dropped.
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     following: Int[np.ndarray, "R T"] | None
 
 
-class Scores(NamedTuple):
+class PromptLogProbs(NamedTuple):
     """Log-probabilities of the token after each one of a piece, and the likeliest tokens there."""
 
     logprobs: Float[Array, "R T"]
@@ -76,7 +76,7 @@ class Scores(NamedTuple):
     top_logprobs: Float[Array, "R T K"]
 
 
-class Rows(NamedTuple):
+class DecodeInputs(NamedTuple):
     """Inputs of decoding for each row."""
 
     # The newest token, which is not in the KV cache yet.
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
     made: Int[np.ndarray, " B"]
     # Stop ids of each row, padded with -1.
     stop_ids: Int[np.ndarray, "B I"]
-    settings: Settings
+    settings: SamplingArrays
     history: History | None
     # Added to logits; minus infinity for tokens that must not come.
     bias: Float[np.ndarray, "B V"] | None
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
     pages: Int[np.ndarray, "B M"] | None
 
 
-class Made(NamedTuple):
+class DecodeOutputs(NamedTuple):
     """Results of decoding."""
 
     caches: Caches
@@ -112,14 +112,14 @@ class Made(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def new_caches(graphdef: nnx.GraphDef, room: Room, params: nnx.State) -> Caches:
+def new_caches(graphdef: nnx.GraphDef, room: CacheSizes, params: nnx.State) -> Caches:
     """Create empty caches."""
     model: Decoder = nnx.merge(graphdef, params)
     return placed(room.empty(model), room.paged)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def enlarge(graphdef: nnx.GraphDef, room: Room, params: nnx.State, caches: Caches) -> Caches:
+def enlarge(graphdef: nnx.GraphDef, room: CacheSizes, params: nnx.State, caches: Caches) -> Caches:
     """Copy the caches into larger ones."""
     model: Decoder = nnx.merge(graphdef, params)
     shapes = jax.eval_shape(lambda: room.empty(model))
@@ -128,7 +128,7 @@ def enlarge(graphdef: nnx.GraphDef, room: Room, params: nnx.State, caches: Cache
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def copy_rows(
-    room: Room, caches: Caches, sources: Int[Array, " R"], targets: Int[Array, " R"]
+    room: CacheSizes, caches: Caches, sources: Int[Array, " R"], targets: Int[Array, " R"]
 ) -> Caches:
     """Copy the rings of source rows to target rows; targets out of range are dropped."""
     taken = take_rows(caches, sources, room.paged)
@@ -137,7 +137,7 @@ def copy_rows(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def clear(
-    room: Room,
+    room: CacheSizes,
     caches: Caches,
     is_row_kept: Bool[Array, " B"],
     is_page_kept: Bool[Array, " P"] | None,
@@ -149,13 +149,13 @@ def clear(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def read_into(
     graphdef: nnx.GraphDef,
-    room: Room,
+    room: CacheSizes,
     from_start: bool,
     num_top: int,
     params: nnx.State,
     caches: Caches,
-    piece: Piece,
-) -> tuple[Caches, Scores | None]:
+    piece: PrefillChunk,
+) -> tuple[Caches, PromptLogProbs | None]:
     """Read more tokens of some rows into the caches, and score the tokens that follow, with
     `num_top` of the likeliest, if the piece has them."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(piece.adapters)))
@@ -179,14 +179,14 @@ def read_into(
     return caches, _scores(model, hidden, jnp.asarray(piece.following), num_top)
 
 
-def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> Scores:
+def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> PromptLogProbs:
     """Score the positions part by part, since logits of all of them take much memory."""
 
-    def one(part: tuple[Array, Array]) -> Scores:
+    def one(part: tuple[Array, Array]) -> PromptLogProbs:
         x, tokens = part
         logits = constrain(model.logits(x), None, None, None)
         top = top_tokens(logits, num_top)
-        return Scores(token_logprobs(logits, tokens), top.tokens, top.logprobs)
+        return PromptLogProbs(token_logprobs(logits, tokens), top.tokens, top.logprobs)
 
     length = following.shape[1]
     size = min(_SCORED_AT_ONCE, length)
@@ -200,10 +200,10 @@ def _scores(model: Decoder, hidden: Array, following: Array, num_top: int) -> Sc
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], length, *x.shape[3:])
 
-    return Scores(*(joined(x) for x in found))
+    return PromptLogProbs(*(joined(x) for x in found))
 
 
-class _Step(NamedTuple):
+class _DecodeCarry(NamedTuple):
     """The state between two tokens."""
 
     number: Int[Array, ""]
@@ -211,19 +211,19 @@ class _Step(NamedTuple):
     lengths: Int[Array, " B"]
     is_active: Bool[Array, " B"]
     history: History | None
-    made: Made
+    made: DecodeOutputs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def decode(
     graphdef: nnx.GraphDef,
-    room: Room,
-    program: Program,
+    room: CacheSizes,
+    program: SamplingProgram,
     chunk: int,
     params: nnx.State,
     caches: Caches,
-    rows: Rows,
-) -> Made:
+    rows: DecodeInputs,
+) -> DecodeOutputs:
     """Decode up to `chunk` more tokens of each row."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(rows.adapters)))
     count = rows.last.shape[0]
@@ -237,11 +237,11 @@ def decode(
     if rows.bias is not None:
         bias = jnp.asarray(rows.bias)
 
-    def choice(logits: Array, number: Array, history: History | None) -> Chosen:
+    def choice(logits: Array, number: Array, history: History | None) -> SampledTokens:
         keys = token_keys(keys_of_rows, jnp.asarray(rows.made) + number)
         return choose(logits, rows.settings, keys, program, history, bias)
 
-    def one(step: _Step) -> _Step:
+    def one(step: _DecodeCarry) -> _DecodeCarry:
         active = step.is_active
         counts = active.astype(jnp.int32)
         hidden, caches = model.extend(
@@ -253,7 +253,7 @@ def decode(
         top = chosen.top or TopTokens(
             jnp.zeros((count, 0), jnp.int32), jnp.zeros((count, 0), jnp.float32)
         )
-        made = Made(
+        made = DecodeOutputs(
             caches,
             step.made.tokens.at[:, step.number].set(token),
             step.made.logprobs.at[:, step.number].set(chosen.logprobs),
@@ -266,19 +266,19 @@ def decode(
             history = history.with_tokens(chosen.tokens)
         has_stopped = (token[:, None] == stop_ids).any(axis=1)
         still = active & ~has_stopped & (number < rows.wanted)
-        return _Step(number, chosen.tokens, step.lengths + counts, still, history, made)
+        return _DecodeCarry(number, chosen.tokens, step.lengths + counts, still, history, made)
 
     history = None
     if program.penalises:
         assert rows.history is not None
         history = History(*map(jnp.asarray, rows.history))
-    first = _Step(
+    first = _DecodeCarry(
         number=jnp.int32(0),
         last=jnp.asarray(rows.last),
         lengths=jnp.asarray(rows.lengths),
         is_active=jnp.asarray(rows.wanted) > 0,
         history=history,
-        made=Made(
+        made=DecodeOutputs(
             caches,
             jnp.full((count, chunk), -1, jnp.int32),
             jnp.zeros((count, chunk), jnp.float32),
@@ -287,7 +287,7 @@ def decode(
         ),
     )
     last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
-    return Made(
+    return DecodeOutputs(
         placed(last.made.caches, room.paged),
         # Results are replicated, so that each process can read them.
         constrain(last.made.tokens, None, None),

@@ -117,7 +117,7 @@ def check_length(max_tokens: int, seed: int) -> None:
         raise UsageError(f"seed={seed} must be in [0, 4294967295]. Set 0, for example.")
 
 
-class Settings(NamedTuple):
+class SamplingArrays(NamedTuple):
     """Sampling settings of all rows, as arrays; disabled settings have a value without effect."""
 
     temperature: Float[np.ndarray, " B"]
@@ -129,7 +129,7 @@ class Settings(NamedTuple):
     frequency: Float[np.ndarray, " B"]
 
     @classmethod
-    def of(cls, rows: list[Sampling], vocab_size: int) -> "Settings":
+    def of(cls, rows: list[Sampling], vocab_size: int) -> "SamplingArrays":
         """Convert the settings of these rows."""
         count = len(rows)
         settings = cls(
@@ -152,7 +152,7 @@ class Settings(NamedTuple):
         return settings
 
 
-class Program(NamedTuple):
+class SamplingProgram(NamedTuple):
     """The parts that a decoding program has compiled in; parts that no row needs are left out."""
 
     # Whether some row is not greedy.
@@ -165,7 +165,7 @@ class Program(NamedTuple):
     num_top: int = 0
 
     @classmethod
-    def for_rows(cls, rows: list[Sampling], vocab_size: int) -> "Program":
+    def for_rows(cls, rows: list[Sampling], vocab_size: int) -> "SamplingProgram":
         """Return the smallest program that serves these rows."""
         random = [row for row in rows if row.temperature > 0]
         num_sorted = 0
@@ -205,7 +205,7 @@ class TopTokens(NamedTuple):
     logprobs: Float[Array, "B K"]
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """The chosen token of each row.
 
     Attributes:
@@ -239,12 +239,12 @@ class History(NamedTuple):
 
 def choose(
     logits: Float[Array, "B V"],
-    settings: Settings,
+    settings: SamplingArrays,
     keys: Key[Array, " B"],
-    program: Program,
+    program: SamplingProgram,
     history: History | None = None,
     bias: Float[Array, "B V"] | None = None,
-) -> Chosen:
+) -> SampledTokens:
     """Choose the next token of each row, independently of the settings of other rows.
 
     Args:
@@ -273,11 +273,11 @@ def choose(
     top = None
     if program.num_top:
         top = top_tokens(logits, program.num_top)
-    return Chosen(tokens, token_logprobs(logits, tokens), top)
+    return SampledTokens(tokens, token_logprobs(logits, tokens), top)
 
 
 def _penalised(
-    logits: Float[Array, "B V"], settings: Settings, history: History
+    logits: Float[Array, "B V"], settings: SamplingArrays, history: History
 ) -> Float[Array, "B V"]:
     """Apply the penalties to the logits."""
     penalty = settings.penalty[:, None]
@@ -302,7 +302,7 @@ def top_tokens(logits: Float[Array, "*B V"], count: int) -> Any:
 
 
 def _filtered(
-    logits: Float[Array, "B V"], settings: Settings, num_sorted: int
+    logits: Float[Array, "B V"], settings: SamplingArrays, num_sorted: int
 ) -> Float[Array, "B V"]:
     """Set the logits of tokens that top_k, top_p or min_p exclude to -inf. Rows without these
     settings are unchanged."""

@@ -19,7 +19,7 @@ _LEAST_CONTEXT = 8
 _ENDS_TRIED = 5
 
 
-class Token(NamedTuple):
+class OutputToken(NamedTuple):
     """A token that was chosen.
 
     Args:
@@ -158,7 +158,7 @@ def _starts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     return [max(0, start - lost) for start in found]
 
 
-class _Growing:
+class _IncrementalText:
     """The text of `decode_new`, updated incrementally: only its end is decoded when ids are added.
 
     Attributes:
@@ -244,7 +244,7 @@ class TextStream:
         find_end: Callable[[str], int | None] | None = None,
     ):
         self._find_end = find_end
-        self._growing = _Growing(tokenizer, prompt)
+        self._growing = _IncrementalText(tokenizer, prompt)
         self._stop = tuple(stop)
         # For each id, the number of characters that were certain with it.
         self._ends: list[int] = []

@@ -35,7 +35,7 @@ def first_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[],
 
     There are none for a model whose longest text is shorter than such a prompt.
     """
-    texts = _Texts(engine, stop_ids)
+    texts = _WarmUpTexts(engine, stop_ids)
     if not texts.has_room(engine.least_piece):
         return []
     return [functools.partial(texts.run, [engine.least_piece], kind) for kind in _SAMPLINGS[:2]]
@@ -44,7 +44,7 @@ def first_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[],
 def more_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[], None]]:
     """Return the warm-ups for longer prompts, later turns of a conversation, several prompts at
     once and other kinds of sampling, the most usual first."""
-    texts = _Texts(engine, stop_ids)
+    texts = _WarmUpTexts(engine, stop_ids)
     lengths = [length for length in engine.piece_lengths if texts.has_room(length)]
     if not lengths:
         return []
@@ -67,7 +67,7 @@ def more_warm_ups(engine: Engine, stop_ids: Sequence[int]) -> list[Callable[[], 
     return found
 
 
-class _Texts:
+class _WarmUpTexts:
     """Texts whose only purpose is to compile their programs.
 
     Args:

@@ -235,7 +235,7 @@ def _between_all(mine: np.ndarray, program: Callable[[jax.Array], jax.Array]) ->
         return np.asarray(program(rows))
 
 
-class _Between(NamedTuple):
+class _ProcessMesh(NamedTuple):
     """A mesh of one device of each process, and programs on a row of each."""
 
     mesh: Mesh
@@ -247,14 +247,14 @@ class _Between(NamedTuple):
 
 
 @functools.cache
-def _between_processes() -> _Between:
+def _between_processes() -> _ProcessMesh:
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
     apart = NamedSharding(mesh, PartitionSpec("process"))
     to_all = NamedSharding(mesh, PartitionSpec())
     everywhere = jax.jit(lambda rows: rows, out_shardings=to_all)
     summed = jax.jit(lambda rows: rows.sum(0, dtype=jnp.uint8), out_shardings=to_all)
-    return _Between(mesh, apart, everywhere, summed)
+    return _ProcessMesh(mesh, apart, everywhere, summed)
 
 
 def connect_peers(mesh: Mesh) -> None:

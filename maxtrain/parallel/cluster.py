@@ -18,7 +18,7 @@ _KEYS = "mesh.coordinator, mesh.num_processes and mesh.process_id"
 _TPU = ("tpu", "gcetpu", "gketpu")
 
 
-class Place(NamedTuple):
+class ProcessInfo(NamedTuple):
     """Which process of a job this is."""
 
     # jax's name of it.
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         return self.cluster in _TPU
 
 
-def find_place(connect_seconds: float, with_tpu: bool = True) -> Place | None:
+def find_place(connect_seconds: float, with_tpu: bool = True) -> ProcessInfo | None:
     """The place of this process in its job; None: it was started alone.
 
     Args:
@@ -78,7 +78,7 @@ def _clusters() -> list[Any]:
     return list(ClusterEnv._cluster_types)
 
 
-def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
+def _place(cluster: Any, name: str, connect_seconds: float) -> ProcessInfo | None:
     count = int(cluster.get_process_count())
     if count == 1:
         return None
@@ -89,8 +89,8 @@ def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
     index = int(cluster.get_process_id())
     local_index = cluster.get_local_process_id()
     if local_index is None or name in _TPU:
-        return Place(name, coordinator, count, index)
-    return Place(name, coordinator, count, index, _local_count(os.environ), int(local_index))
+        return ProcessInfo(name, coordinator, count, index)
+    return ProcessInfo(name, coordinator, count, index, _local_count(os.environ), int(local_index))
 
 
 def _local_count(environment: Mapping[str, str]) -> int:
@@ -133,7 +133,7 @@ def _require_alone(environment: Mapping[str, str]) -> None:
 
 
 def local_gpus(
-    place: Place | None, environment: Mapping[str, str], devices: str = "/dev"
+    place: ProcessInfo | None, environment: Mapping[str, str], devices: str = "/dev"
 ) -> list[int] | None:
     """Which of the GPUs that it sees this process takes; None: all of them.
 

@@ -18,7 +18,7 @@ AGAIN = "then run the same command again"
 _Guests = dict[int, tuple[str, socket.socket]]
 
 
-class Met(NamedTuple):
+class JobMembership(NamedTuple):
     """How a job goes on."""
 
     # Processes, and which one of these, in their order, this one is.
@@ -71,7 +71,7 @@ class Lobby:
             number = -len(self._guests) - 1
         self._guests[number] = (who, connection)
 
-    def outcome(self, left: float, suffices: Callable[[int], bool] | None) -> Met | None:
+    def outcome(self, left: float, suffices: Callable[[int], bool] | None) -> JobMembership | None:
         """The verdict, which all have been given; None: it is too early.
 
         UserError: what is wrong.
@@ -96,7 +96,7 @@ class Lobby:
         _give_verdicts(self._address, self._guests, count, self._error)
         if self._error:
             raise self._error
-        return Met(count, 0, self._address)
+        return JobMembership(count, 0, self._address)
 
     def missing(self) -> list[int]:
         """Who has not come.

@@ -302,7 +302,7 @@ def _where_line_meets(known: list[tuple[int, int]], limit: int, low: int, least:
     return max(at, least)
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """What a number of parts needs.
 
     Attributes:
@@ -324,7 +324,7 @@ class Need(NamedTuple):
         return size(self.num_bytes)
 
 
-class Fewest(NamedTuple):
+class FewestParts(NamedTuple):
     """What `fewest` found.
 
     Attributes:
@@ -335,12 +335,12 @@ class Fewest(NamedTuple):
 
     count: int | None
     needed: int | None
-    before: Need | None
+    before: MemoryNeed | None
 
 
 def fewest(
     choices: Sequence[int], measure: Callable[[int], int | None], fixed: int, limit: int
-) -> Fewest:
+) -> FewestParts:
     """The first of `choices`, in their order, whose measure is at most `limit`.
 
     A measure takes its time. Of n parts it is `fixed` and something that shrinks with n, at most as
@@ -356,12 +356,12 @@ def fewest(
     for count in choices:
         least = fixed + shrinking // count
         if least > limit:
-            before = Need(count, least, is_bound=True)
+            before = MemoryNeed(count, least, is_bound=True)
             continue
         needed = measure(count)
         if needed is not None and needed <= limit:
-            return Fewest(count, needed, before)
-        before = Need(count, needed, is_bound=False)
+            return FewestParts(count, needed, before)
+        before = MemoryNeed(count, needed, is_bound=False)
         if needed is not None:
             shrinking = (needed - fixed) * count
-    return Fewest(None, None, before)
+    return FewestParts(None, None, before)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from data_pipeline.base.errors import ConfigError, TryAgainError, UserError
-from maxtrain.parallel.lobby import AGAIN, Lobby, Met, names, tell
+from maxtrain.parallel.lobby import AGAIN, JobMembership, Lobby, names, tell
 
 # Seconds between two knocks.
 _RETRY = 0.1
@@ -43,7 +43,7 @@ def meet(
     index: int,
     seconds: float,
     suffices: Callable[[int], bool] | None = None,
-) -> Met:
+) -> JobMembership:
     """Waits until all processes of a job are here, or as many as it can do with.
 
     Otherwise all raise the same error.
@@ -119,7 +119,7 @@ class _Meeting:
         self._news = time.monotonic() + _NEWS
         self._why = "nobody answers"
 
-    def hold(self) -> Met:
+    def hold(self) -> JobMembership:
         """Until there is a verdict."""
         try:
             while True:
@@ -137,7 +137,7 @@ class _Meeting:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _join(self) -> Met | None:
+    def _join(self) -> JobMembership | None:
         """The verdict of one that leads rather than this one; None: there is none."""
         for place in self._before:
             longest = max(1.0, min(10.0, self._left()))
@@ -157,7 +157,7 @@ class _Meeting:
             self._why = "it hung up"
         return None
 
-    def _lead(self, address: str) -> Met | None:
+    def _lead(self, address: str) -> JobMembership | None:
         """Hears others for a moment; the verdict, if it is time for one."""
         if self._lobby is None:
             try:
@@ -201,7 +201,7 @@ class _Host(NamedTuple):
     # Seconds that it waits for others.
     patience: float
 
-    def verdict(self) -> Met | None:
+    def verdict(self) -> JobMembership | None:
         """How the job goes on; None: it has gone, or another one leads now.
 
         UserError: what is wrong.
@@ -218,7 +218,7 @@ class _Host(NamedTuple):
             error = UserError(said["text"])
             error.exit_code = said["code"]
             raise error
-        return Met(said["count"], said["index"], self.address)
+        return JobMembership(said["count"], said["index"], self.address)
 
 
 def _knock(address: str, me: dict[str, Any], seconds: float) -> _Host:

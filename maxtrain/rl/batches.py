@@ -20,7 +20,7 @@ from maxtrain.objectives.objective import Batch
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.sharding import batch_shards
 from maxtrain.rl.rollout import FOLDER, Rollout
-from maxtrain.rl.rows import Places, Shape, batch_arrays
+from maxtrain.rl.rows import CompletionIndices, RowShape, batch_arrays
 
 # Arrays of a batch that the training forward pass reads.
 _READ = ("inputs", "targets", "segment_ids", "positions")
@@ -127,7 +127,7 @@ class RolloutBatches:
         )
         return layout.to_global(own), origin
 
-    def to_score(self, rollout: Rollout, first: int = 0) -> tuple[Batch, Places]:
+    def to_score(self, rollout: Rollout, first: int = 0) -> tuple[Batch, CompletionIndices]:
         """Return the arrays of a rollout's batch that the training forward pass reads, on the
         devices and in the shapes of its steps; and where completions are in it.
 
@@ -150,11 +150,11 @@ class RolloutBatches:
             self._layouts[rows] = BatchLayout(self._mesh, rows, self._length)
         return self._layouts[rows]
 
-    def _shape(self) -> Shape:
+    def _shape(self) -> RowShape:
         """Return how completions are laid out in rows."""
         unit = self.accumulation * batch_shards()
         room = None
         if self.is_exact:
             room = self._settings.max_completion_length
         masks = self._settings.mask_truncated_completions
-        return Shape(self._length, unit, self._quadratic, masks, room)
+        return RowShape(self._length, unit, self._quadratic, masks, room)

@@ -23,14 +23,14 @@ from maxtrain.rl.completions import Completion, GenerationConfig, GenerationRequ
 from maxtrain.rl.prompts import Prompt, read_prompt, read_together
 from maxtrain.rl.reward_calls import Rewards, column_names
 from maxtrain.rl.reward_numbers import reward_numbers
-from maxtrain.rl.rewards.registry import Scores, require_rewards
+from maxtrain.rl.rewards.registry import RewardScores, require_rewards
 from maxtrain.rl.sampler import stop_ids
 
 # The metric that decides the best evaluation of a set of prompts; higher is better.
 REWARD = "reward"
 
 
-class Answers(NamedTuple):
+class ScoredCompletions(NamedTuple):
     """What a model makes of N prompts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Answers(NamedTuple):
     lengths: list[int]
     truncated: Bool[np.ndarray, " N"]
     failed: int
-    scores: Scores
+    scores: RewardScores
     seconds: float
 
     def record(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class RewardedPromptEvaluator:
         shards: TokenShards,
         count: int,
         sign_of_life: Callable[[], object] = lambda: None,
-    ) -> Answers:
+    ) -> ScoredCompletions:
         """Complete the first prompts of a set, and reward the completions.
 
         Args:
@@ -139,7 +139,7 @@ class RewardedPromptEvaluator:
         # An error of one process is raised in all processes.
         raise_together(error)
         assert scores is not None
-        return Answers(
+        return ScoredCompletions(
             prompts=prompts,
             texts=texts,
             lengths=[len(each.ids) for each in made],

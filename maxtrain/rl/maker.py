@@ -28,8 +28,8 @@ from maxtrain.rl.prompts import Prompt, later_prompts, prompts_of, read_together
 from maxtrain.rl.returns import with_returns
 from maxtrain.rl.reward_calls import Rewards
 from maxtrain.rl.reward_numbers import reward_numbers
-from maxtrain.rl.rewarder import Counted, Rewarder, joined
-from maxtrain.rl.rewards.registry import Scores, failures, require_rewards
+from maxtrain.rl.rewarder import Rewarder, TimedScores, joined
+from maxtrain.rl.rewards.registry import RewardScores, failures, require_rewards
 from maxtrain.rl.rollout import Rollout
 from maxtrain.rl.sampler import Sampler
 from maxtrain.train_step.state import TrainState
@@ -41,7 +41,7 @@ class PendingRollout(NamedTuple):
     steps: range
     prompts: list[Prompt]
     rollout: Rollout
-    rewards: concurrent.futures.Future[Counted] | None = None
+    rewards: concurrent.futures.Future[TimedScores] | None = None
 
 
 class RolloutWorker:
@@ -164,7 +164,7 @@ class RolloutWorker:
         }
         return rollout._replace(about=rollout.about | about)
 
-    def _report_failures(self, scores: Scores) -> None:
+    def _report_failures(self, scores: RewardScores) -> None:
         """Log the first failure of each reward, with its first cause."""
         for name, count in failures(scores).items():
             if name in self._reported:
@@ -189,13 +189,13 @@ class RolloutWorker:
         additional prompts, because another number would need other compiled programs."""
         return min(len(prompts) * self._config.num_generations, self._config.slots)
 
-    def _has_signal(self, scores: Scores) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, scores: RewardScores) -> Bool[np.ndarray, "P"]:
         """Return which groups have a learning signal."""
         return has_signal(scores.values, self._config.num_generations, scores.weights)
 
     def _filled(
-        self, pending: PendingRollout, counted: Counted, state: TrainState
-    ) -> tuple[Rollout, Counted, dict[str, float]]:
+        self, pending: PendingRollout, counted: TimedScores, state: TrainState
+    ) -> tuple[Rollout, TimedScores, dict[str, float]]:
         """Replace groups without a signal, as far as rounds of sampling find others; return the
         rollout, its rewards and the metrics."""
         rollout = pending.rollout
@@ -232,7 +232,7 @@ class RolloutWorker:
         scores = scores._replace(
             values=values.reshape(len(values), -1), right=right, judgements=judgements
         )
-        return rollout.taken(places), Counted(scores, reward_seconds), numbers
+        return rollout.taken(places), TimedScores(scores, reward_seconds), numbers
 
 
 def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
@@ -253,7 +253,7 @@ def filled_places(signals: Bool[np.ndarray, "P"], count: int) -> list[int]:
     return places
 
 
-def _numbers(rollout: Rollout, scores: Scores) -> dict[str, float]:
+def _numbers(rollout: Rollout, scores: RewardScores) -> dict[str, float]:
     """Return the metrics of the completions of the planned prompts, without times."""
     return reward_numbers(scores) | length_numbers(rollout)
 

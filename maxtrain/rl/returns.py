@@ -18,7 +18,7 @@ from maxtrain.rl.rollout import Rollout
 _EPSILON = 1e-8
 
 
-class Estimated(NamedTuple):
+class AdvantageEstimate(NamedTuple):
     """Advantage and return of each token."""
 
     advantages: Float[np.ndarray, " S"]
@@ -48,7 +48,7 @@ def estimate(
     lengths: Int[np.ndarray, " N"],
     gamma: float,
     lambda_: float,
-) -> Estimated:
+) -> AdvantageEstimate:
     """Compute generalised advantages (GAE), and returns, which are advantages plus values.
 
         A_t = d_t + gamma lambda A_{t+1},  d_t = r_t + gamma V_{t+1} - V_t
@@ -75,7 +75,7 @@ def estimate(
             advantages[t] = ahead
             next_value = values[t]
         end -= length
-    return Estimated(advantages, advantages + values)
+    return AdvantageEstimate(advantages, advantages + values)
 
 
 def whitened(

@@ -13,7 +13,7 @@ from maxtrain.config.schema import GrpoConfig
 from maxtrain.inference.text import decode_new
 from maxtrain.rl.completions import Completion
 from maxtrain.rl.prompts import Prompt
-from maxtrain.rl.rewards.registry import RewardSet, Scores
+from maxtrain.rl.rewards.registry import RewardScores, RewardSet
 from maxtrain.rl.rewards.verify import WARM_UP
 from maxtrain.rl.rewards.workers import RewardWorkers
 
@@ -99,10 +99,10 @@ class Rewards:
         """End the processes of rewards; they start again with the next reward."""
         self._pool.close()
 
-    def nothing(self) -> Scores:
+    def nothing(self) -> RewardScores:
         """Return the rewards of no completions."""
         rewards = self._sets[1].rewards
-        return Scores(
+        return RewardScores(
             values=np.zeros((len(rewards), 0)),
             names=tuple(reward.name for reward in rewards),
             weights=tuple(reward.weight for reward in rewards),
@@ -130,7 +130,7 @@ class Rewards:
         made: Sequence[Completion],
         texts: list[str],
         names: Sequence[str],
-    ) -> Scores:
+    ) -> RewardScores:
         """Compute the rewards of completions.
 
         Args:

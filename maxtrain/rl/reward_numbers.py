@@ -3,10 +3,10 @@
 import numpy as np
 
 from maxtrain.rl.advantages import weighted_sum
-from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.rewards.registry import RewardScores
 
 
-def reward_numbers(scores: Scores) -> dict[str, float]:
+def reward_numbers(scores: RewardScores) -> dict[str, float]:
     """Return means over the rows that a reward applies to; a reward that applies to no row has no
     mean.
 

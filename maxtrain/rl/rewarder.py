@@ -21,7 +21,7 @@ from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 from maxtrain.rl.completions import completions_of
 from maxtrain.rl.prompts import Prompt
 from maxtrain.rl.reward_calls import Rewards, column_names
-from maxtrain.rl.rewards.registry import Judgement, Scores
+from maxtrain.rl.rewards.registry import Judgement, RewardScores
 from maxtrain.rl.rollout import Rollout
 
 # Longest error text of a reward in characters, and bytes of the message about a process's rewards.
@@ -31,10 +31,10 @@ _MOST_BYTES = 1 << 16
 _PAUSE = 0.1
 
 
-class Counted(NamedTuple):
+class TimedScores(NamedTuple):
     """Rewards of some completions, and how long they took."""
 
-    scores: Scores
+    scores: RewardScores
     seconds: float
 
 
@@ -58,7 +58,7 @@ class Rewarder:
     ):
         self.rewards = Rewards(config, tokenizer)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rewards")
-        self._unfinished: list[concurrent.futures.Future[Counted]] = []
+        self._unfinished: list[concurrent.futures.Future[TimedScores]] = []
         error = None
         try:
             self.rewards.check(columns)
@@ -76,7 +76,7 @@ class Rewarder:
 
     def start(
         self, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> concurrent.futures.Future[Counted]:
+    ) -> concurrent.futures.Future[TimedScores]:
         """Start computing the rewards of these prompts' completions, of which each process has its
         share."""
         count = len(prompts)
@@ -89,7 +89,7 @@ class Rewarder:
         self._unfinished.append(own)
         return own
 
-    def collect(self, pending: concurrent.futures.Future[Counted]) -> Counted:
+    def collect(self, pending: concurrent.futures.Future[TimedScores]) -> TimedScores:
         """Wait for `start`, and return the rewards of all completions, including those of other
         processes.
 
@@ -97,7 +97,7 @@ class Rewarder:
             ConfigError: a column that a reward needs is missing.
             DataError: a reward returned an invalid value. Both are raised in all processes.
         """
-        own = Counted(self.rewards.nothing(), 0.0)
+        own = TimedScores(self.rewards.nothing(), 0.0)
         error = None
         try:
             own = pending.result()
@@ -133,15 +133,15 @@ class Rewarder:
                 judgements=judgements_of_process,
             )
             found = joined(found, scores)
-        return Counted(found, max(report["seconds"] for report in reports))
+        return TimedScores(found, max(report["seconds"] for report in reports))
 
     def _of_own(
         self, prompts: Sequence[Prompt], rollout: Rollout, numbers: range, names: Sequence[str]
-    ) -> Counted:
+    ) -> TimedScores:
         """Compute the rewards of the completions of some prompts, by their numbers."""
         began = time.perf_counter()
         if not numbers:
-            return Counted(self.rewards.nothing(), 0.0)
+            return TimedScores(self.rewards.nothing(), 0.0)
         own = [prompts[number] for number in numbers]
         made = completions_of(rollout.taken(numbers))
         scores = self.rewards(own, made, self.rewards.texts(own, made), names)
@@ -152,10 +152,10 @@ class Rewarder:
                 [each._replace(detail=each.detail[:_MOST_WORDS]) for each in of_reward]
             )
         scores = scores._replace(details=details, judgements=judgements)
-        return Counted(scores, time.perf_counter() - began)
+        return TimedScores(scores, time.perf_counter() - began)
 
 
-def joined(first: Scores, second: Scores) -> Scores:
+def joined(first: RewardScores, second: RewardScores) -> RewardScores:
     """Concatenate two sets of rewards."""
     outcomes = {}
     for name in first.names:
@@ -171,7 +171,7 @@ def joined(first: Scores, second: Scores) -> Scores:
     )
 
 
-def _told(own: Counted, judgement_bytes: int) -> dict[str, Any]:
+def _told(own: TimedScores, judgement_bytes: int) -> dict[str, Any]:
     """Return the message to other processes about this process's rewards, without values and
     judgements."""
     scores = own.scores

@@ -21,7 +21,7 @@ from maxtrain.rl.returns import counted_completions
 from maxtrain.rl.rollout import Rollout
 
 
-class Shape(NamedTuple):
+class RowShape(NamedTuple):
     """Settings of the layout of rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     room: int | None = None
 
 
-class Places(NamedTuple):
+class CompletionIndices(NamedTuple):
     """The places of completions in a batch.
 
     Attributes:
@@ -75,8 +75,8 @@ def count_rows(least: int, unit: int) -> int:
 
 
 def batch_arrays(
-    rollout: Rollout, shape: Shape, is_first: bool
-) -> tuple[dict[str, np.ndarray], Places]:
+    rollout: Rollout, shape: RowShape, is_first: bool
+) -> tuple[dict[str, np.ndarray], CompletionIndices]:
     """Build the arrays of a batch [B, T], as in data_pipeline.loader.loader.HostBatch and
     objectives/grpo.py.
 
@@ -135,7 +135,7 @@ def batch_arrays(
         arrays["loss_mask"][row, of_completion] = is_target[i]
         begin = row * shape.length
         indices.append(np.arange(begin + of_completion.start, begin + of_completion.stop))
-    places = Places(np.concatenate(indices), num_rows)
+    places = CompletionIndices(np.concatenate(indices), num_rows)
     for name, values in (
         (OLD, rollout.old),
         (SAMPLED, rollout.sampled),

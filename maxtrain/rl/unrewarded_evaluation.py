@@ -18,7 +18,7 @@ from maxtrain.rl.evaluation import first_prompts, likeliest
 from maxtrain.rl.maker import length_numbers
 from maxtrain.rl.prompts import Prompt, read_together
 from maxtrain.rl.rollout import Rollout
-from maxtrain.rl.rows import Shape, batch_arrays
+from maxtrain.rl.rows import RowShape, batch_arrays
 from maxtrain.rl.sampler import as_sampled, stop_ids
 
 
@@ -72,7 +72,7 @@ class Completions(NamedTuple):
         The layout has a row for each completion of a batch, so that all batches have its shape.
         """
         rows, length = layout.shape
-        shape = Shape(length, unit=rows, quadratic=0.0)
+        shape = RowShape(length, unit=rows, quadratic=0.0)
         for first in range(0, len(self.prompts), rows):
             some = range(first, min(first + rows, len(self.prompts)))
             arrays, _ = batch_arrays(self.rollout.taken(some), shape, is_first=True)

@@ -18,7 +18,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import gather
 from maxtrain.parallel.memory import (
     FITTING_MEND,
-    Fewest,
+    FewestParts,
     bytes_on_device,
     fewest,
     is_out_of_memory,
@@ -131,7 +131,7 @@ def _most(needs: list[int | None]) -> int | None:
     return max(known)
 
 
-def describe(found: Fewest, limit: int) -> str:
+def describe(found: FewestParts, limit: int) -> str:
     """Describe the chosen number and the memory that decided it, in one line."""
     assert found.needed is not None
     line = (
@@ -143,7 +143,7 @@ def describe(found: Fewest, limit: int) -> str:
     return f"{line}."
 
 
-def _refusal(config: RunConfig, choices: list[int], found: Fewest, limit: int) -> str:
+def _refusal(config: RunConfig, choices: list[int], found: FewestParts, limit: int) -> str:
     """Return the error message for a step that does not fit with any number of micro-batches."""
     assert found.before is not None
     return (

@@ -57,8 +57,8 @@ from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import (
     DTYPES,
-    Read,
     StoredTensor,
+    TensorRead,
     open_tensors,
     read_all,
     read_part,
@@ -214,7 +214,7 @@ def _load(
     threads: concurrent.futures.Executor,
 ) -> dict[str, jax.Array]:
     """The parameters of some entries, each split as asked for."""
-    asked: list[Read] = []
+    asked: list[TensorRead] = []
     found: dict[str, _Array] = {}
     for entry in entries:
         found |= _ask_for(entry, files, leaves, asked, threads)
@@ -232,7 +232,7 @@ def _ask_for(
     entry: ParamMapping,
     files: Files,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
-    asked: list[Read],
+    asked: list[TensorRead],
     threads: concurrent.futures.Executor,
 ) -> dict[str, _Array]:
     """The parameters of an entry, whose numbers will be there when all that is asked for is
@@ -256,9 +256,9 @@ def _ask_for(
     return found
 
 
-def _ask(asked: list[Read], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
+def _ask(asked: list[TensorRead], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
     """Notes that a part of a tensor is to be read into memory."""
-    asked.append(Read(stored, part, out))
+    asked.append(TensorRead(stored, part, out))
 
 
 def _part(index: Sequence[slice] | None, shape: Shape) -> Part:

@@ -47,7 +47,12 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.train_step.optimizer import paths
 from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.hf import FileNames, open_files
-from maxtrain.weights.peft_experts import Joined, join_experts, names_there, split_experts
+from maxtrain.weights.peft_experts import (
+    ExpertAdapterTensors,
+    join_experts,
+    names_there,
+    split_experts,
+)
 from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of
 from maxtrain.weights.tensor_file import DTYPES, read_part
 
@@ -249,7 +254,7 @@ def _is_plain(entry: ParamMapping) -> bool:
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)
 
 
-def _targets(config: ModelConfig, joined: Joined) -> Targets:
+def _targets(config: ModelConfig, joined: ExpertAdapterTensors) -> Targets:
     """What has an adapter.
 
     In a model with experts, PEFT takes every module that is called like a product of an expert for

@@ -60,7 +60,7 @@ def present_name(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.").replace(".block_sparse_moe", ".mlp")
 
 
-class Joined(NamedTuple):
+class ExpertAdapterTensors(NamedTuple):
     """Tensors of a file, and what those of joined experts are adapters of."""
 
     tensors: dict[str, np.ndarray]
@@ -68,13 +68,13 @@ class Joined(NamedTuple):
     parameters: dict[str, str]
 
 
-def join_experts(tensors: Mapping[str, np.ndarray]) -> Joined:
+def join_experts(tensors: Mapping[str, np.ndarray]) -> ExpertAdapterTensors:
     """Tensors with those of experts joined.
 
     Raises:
         UsageError: gate has an adapter, and up has none, or the other way around.
     """
-    joined = Joined({}, {})
+    joined = ExpertAdapterTensors({}, {})
     blocks: dict[str, dict[_OfExpert, np.ndarray]] = {}
     for name, tensor in tensors.items():
         where = _of_expert(name)
@@ -90,7 +90,7 @@ def join_experts(tensors: Mapping[str, np.ndarray]) -> Joined:
     return joined
 
 
-def _join_block(joined: Joined, block: str, parts: _Parts) -> None:
+def _join_block(joined: ExpertAdapterTensors, block: str, parts: _Parts) -> None:
     products = {product for product, _ in parts}
     if ("gate" in products) != ("up" in products):
         raise UsageError(

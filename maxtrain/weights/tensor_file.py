@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
     dequantize: Callable[[Part, np.ndarray], None] | None = None
 
 
-class Read(NamedTuple):
+class TensorRead(NamedTuple):
     """A part of a tensor that is to be put into memory of the same shape, rounded to its type."""
 
     tensor: StoredTensor
@@ -91,7 +91,7 @@ def open_tensors(path: Path, held: contextlib.ExitStack) -> dict[str, StoredTens
     return tensors
 
 
-def read_all(reads: Sequence[Read], threads: concurrent.futures.Executor) -> None:
+def read_all(reads: Sequence[TensorRead], threads: concurrent.futures.Executor) -> None:
     """Does what was asked for, in the order of the files, by several threads.
 
     Raises:
@@ -104,7 +104,7 @@ def read_all(reads: Sequence[Read], threads: concurrent.futures.Executor) -> Non
         pass
 
 
-def _place(read: Read) -> tuple[Path, int]:
+def _place(read: TensorRead) -> tuple[Path, int]:
     """Where in the files it begins."""
     at = read.tensor.offset
     if read.part and read.tensor.dequantize is None:
@@ -127,7 +127,7 @@ def stored_numbers(tensor: StoredTensor, part: Part) -> np.ndarray:
     return out
 
 
-def _blocks(read: Read) -> list[Read]:
+def _blocks(read: TensorRead) -> list[TensorRead]:
     """The same in parts of about as many bytes as one thread reads at a time."""
     if not read.part:
         return [read]
@@ -136,11 +136,11 @@ def _blocks(read: Read) -> list[Read]:
     blocks = []
     for start in range(0, len(rows), at_once):
         here = rows[start : start + at_once]
-        blocks.append(Read(read.tensor, (here, *rest), read.out[start : start + at_once]))
+        blocks.append(TensorRead(read.tensor, (here, *rest), read.out[start : start + at_once]))
     return blocks
 
 
-def _read_block(read: Read) -> None:
+def _read_block(read: TensorRead) -> None:
     if read.tensor.dequantize is None:
         _read(read.tensor, read.part, read.out)
     else:
@@ -202,5 +202,5 @@ def read_part(
 ) -> np.ndarray:
     """A part of a tensor in a file, rounded to `dtype`."""
     out = np.empty([len(indices) for indices in part], dtype)
-    read_all([Read(stored, part, out)], threads)
+    read_all([TensorRead(stored, part, out)], threads)
     return out

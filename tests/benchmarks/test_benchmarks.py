@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from maxtrain.commands.fit.estimate import Shape
 from maxtrain.ops.attention.mask import Mask
-from maxtrain.parallel.compiled.roofline import Line, Roofline
+from maxtrain.parallel.compiled.roofline import CollectiveTime, Roofline
 from maxtrain.parallel.hardware import Links
 
 
@@ -426,9 +426,9 @@ def test_rows_of_what_fits_are_kept_when_others_are_measured(monkeypatch, tmp_pa
 
 def test_weak_scaling_keeps_rows_that_are_not_measured(monkeypatch, tmp_path, capsys):
     lines = [
-        Line("all-gather", ("fsdp",), 3, 2.0 * 2**20, 1.0),
-        Line("all-gather", ("data",), 1, 1.0 * 2**20, 1.0),
-        Line("all-reduce", ("fsdp",), 1, 4.0 * 2**20, 1.0),
+        CollectiveTime("all-gather", ("fsdp",), 3, 2.0 * 2**20, 1.0),
+        CollectiveTime("all-gather", ("data",), 1, 1.0 * 2**20, 1.0),
+        CollectiveTime("all-reduce", ("fsdp",), 1, 4.0 * 2**20, 1.0),
     ]
     found = SimpleNamespace(
         lines=lines,

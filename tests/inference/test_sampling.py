@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.base.errors import UsageError
-from maxtrain.inference.sampling import History, Program, Sampling, Settings, choose
+from maxtrain.inference.sampling import History, Sampling, SamplingArrays, SamplingProgram, choose
 
 DRAWS = 4000
 WEIGHTS = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
@@ -15,8 +15,8 @@ WEIGHTS = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
 def chosen(rows, logits, keys=None, seen=None, counts=None, bias=None):
     """For each row, by its own settings and its own logits."""
     vocab_size = logits.shape[-1]
-    program = Program.for_rows(rows, vocab_size)
-    settings = Settings.of(rows, vocab_size)
+    program = SamplingProgram.for_rows(rows, vocab_size)
+    settings = SamplingArrays.of(rows, vocab_size)
     if keys is None:
         keys = jax.random.split(jax.random.key(0), len(rows))
     history = None

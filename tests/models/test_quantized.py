@@ -397,8 +397,8 @@ def test_blocks_that_the_mesh_does_not_divide_are_on_every_device():
 def test_hidden_units_of_experts_are_not_cut_inside_a_block():
     config = dataclasses.replace(TINY, family="mixtral")
     message = (
-        r"base_block=16 makes 3 blocks of the 48 inputs of the experts' layers\.0\.mlp\.down, which "
-        r"mesh\.tensor=2 must divide\. Set model\.lora\.base_block=8\."
+        r"base_block=16 makes 3 blocks of the 48 inputs of the experts' layers\.0\.mlp\.down, "
+        r"which mesh\.tensor=2 must divide\. Set model\.lora\.base_block=8\."
     )
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     with pytest.raises(ConfigError, match=message):

@@ -10,7 +10,7 @@ from jax._src.clusters.k8s_cluster import K8sCluster
 from jax._src.clusters.mpi4py_cluster import Mpi4pyCluster
 
 from data_pipeline.base.errors import ConfigError
-from maxtrain.parallel.cluster import Place, find_place, local_gpus
+from maxtrain.parallel.cluster import ProcessInfo, find_place, local_gpus
 
 SLURM = {
     "SLURM_JOB_ID": "5000",
@@ -63,7 +63,7 @@ def environment(monkeypatch):
 
 def test_slurm_with_srun(environment):
     environment(SLURM)
-    assert find_place(1) == Place(
+    assert find_place(1) == ProcessInfo(
         "slurm", "gpu007:62344", count=7, index=5, local_count=2, local_index=1
     )
     environment(
@@ -75,7 +75,7 @@ def test_slurm_with_srun(environment):
             "JAX_COORDINATOR_PORT": "99",
         }
     )
-    assert find_place(1) == Place(
+    assert find_place(1) == ProcessInfo(
         "slurm", "gpu007:99", count=7, index=6, local_count=1, local_index=0
     )
 
@@ -126,7 +126,7 @@ def test_a_batch_job_of_one_task_needs_no_srun(environment):
 def test_open_mpi(environment):
     environment(OPEN_MPI_4)
     place = find_place(1)
-    assert place == Place(
+    assert place == ProcessInfo(
         "ompi", "10.96.0.1:62624", count=16, index=9, local_count=8, local_index=1
     )
 
@@ -148,7 +148,7 @@ def test_open_mpi_5_asks_mpi4py(environment):
             Mpi4pyCluster, f"get_process_{method}", classmethod(lambda _, value=value: value)
         )
     patch.setattr(Mpi4pyCluster, "get_local_process_id", classmethod(lambda _: 1))
-    assert find_place(1) == Place(
+    assert find_place(1) == ProcessInfo(
         "ompi", "head:63000", count=16, index=9, local_count=8, local_index=1
     )
 
@@ -185,7 +185,7 @@ def test_tpu_vms_of_gce(environment, tpu_vm):
         "worker-network-endpoints": "a:1:10.0.0.1,b:2:10.0.0.2,c:3:10.0.0.3,d:4:10.0.0.4",
     }
     tpu_vm |= {"tpu-env": "ACCELERATOR_TYPE: 'v5p-32'"}
-    assert find_place(1) == Place("gcetpu", "10.0.0.1:8482", count=4, index=3)
+    assert find_place(1) == ProcessInfo("gcetpu", "10.0.0.1:8482", count=4, index=3)
     assert find_place(1, with_tpu=False) is None
     tpu_vm |= {"agent-worker-number": "0", "worker-network-endpoints": "10.0.0.1"}
     assert find_place(1) is None, "a single host"
@@ -202,7 +202,7 @@ def test_tpus_of_gke_in_two_slices(environment, tpu_vm):
         {"TPU_WORKER_HOSTNAMES": hosts, "TPU_WORKER_ID": "1", "TPU_SKIP_MDS_QUERY": "1", **slices}
     )
     place = find_place(1)
-    assert place == Place("gketpu", "job-0-0.sub:8482", count=4, index=3) and place.is_tpu
+    assert place == ProcessInfo("gketpu", "job-0-0.sub:8482", count=4, index=3) and place.is_tpu
 
 
 def test_pods_of_kubernetes(environment):
@@ -230,7 +230,7 @@ def test_pods_of_kubernetes(environment):
         K8sCluster, "get_coordinator_address", classmethod(lambda *_, **__: "train-0.pods:55527")
     )
     patch.setattr(K8sCluster, "get_process_count", classmethod(lambda _: 8))
-    assert find_place(1) == Place("k8s", "train-0.pods:55527", count=8, index=2)
+    assert find_place(1) == ProcessInfo("k8s", "train-0.pods:55527", count=8, index=2)
 
     def refuse(*_, **__):
         raise RuntimeError("Kubernetes API Error: 403 - Forbidden")
@@ -262,7 +262,7 @@ def test_processes_of_a_host_share_its_gpus(tmp_path, count, visible, place, tak
     for number in range(count):
         (tmp_path / f"nvidia{number}").touch()
     (tmp_path / "nvidiactl").touch()
-    place = place and Place("slurm", "host:1", 16, 0, *place)
+    place = place and ProcessInfo("slurm", "host:1", 16, 0, *place)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert local_gpus(place, environment, str(tmp_path)) == taken
     assert local_gpus(place, environment | {"JAX_LOCAL_DEVICE_IDS": "0"}, str(tmp_path)) is None
@@ -275,4 +275,4 @@ def test_gpus_that_can_not_be_shared_evenly_are_refused(tmp_path):
         ConfigError,
         match=r"3 processes on this host see 8 GPUs, which they can't share evenly\. Start one",
     ):
-        local_gpus(Place("slurm", "host:1", 3, 0, 3, 0), {}, str(tmp_path))
+        local_gpus(ProcessInfo("slurm", "host:1", 3, 0, 3, 0), {}, str(tmp_path))

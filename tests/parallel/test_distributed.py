@@ -17,7 +17,7 @@ import pytest
 from data_pipeline.base.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel import distributed as module
-from maxtrain.parallel.cluster import Place
+from maxtrain.parallel.cluster import ProcessInfo
 from maxtrain.parallel.distributed import (
     GPU_FLAGS,
     PATIENCE_FLAG,
@@ -27,7 +27,7 @@ from maxtrain.parallel.distributed import (
     wait_for_slow_devices,
     xla_knows,
 )
-from maxtrain.parallel.lobby import Met
+from maxtrain.parallel.lobby import JobMembership
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -111,14 +111,14 @@ def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment
 def test_a_cluster_says_what_keys_and_environment_do_not(
     bare, config, environment, address, count, index
 ):
-    place, calls = Place("slurm", "head:1", 4, 2, local_count=2, local_index=1), []
+    place, calls = ProcessInfo("slurm", "head:1", 4, 2, local_count=2, local_index=1), []
     bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: place)
     bare.setattr(
         "maxtrain.parallel.distributed.local_gpus", lambda found, _: [5] if found is place else None
     )
     bare.setattr(
         "maxtrain.parallel.distributed.meet",
-        lambda address, count, index, *_: Met(count, index, address),
+        lambda address, count, index, *_: JobMembership(count, index, address),
     )
     bare.setattr(
         jax.distributed, "initialize", lambda *args, **options: calls.append((args, options))
@@ -152,7 +152,7 @@ def test_who_is_alone_and_should_not_be_is_told(bare, environment):
 
 def test_a_slice_of_tpus_is_never_smaller(bare):
     bare.setattr(
-        "maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2)
+        "maxtrain.parallel.distributed.find_place", lambda *_: ProcessInfo("gcetpu", "head:1", 4, 2)
     )
     with pytest.raises(
         ConfigError,

@@ -14,7 +14,7 @@ from data_pipeline.shards import TokenShards
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import GrpoConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model
-from maxtrain.rl.evaluation import Answers, RewardedPromptEvaluator
+from maxtrain.rl.evaluation import RewardedPromptEvaluator, ScoredCompletions
 from maxtrain.rl.reward_calls import Rewards
 from tests.support.shared import TINY_MODEL
 
@@ -28,7 +28,7 @@ def model():
     return jax.jit(lambda: build_model(config, PrecisionConfig(compute="float32"), 3))()
 
 
-def asked(folder, model, records, rewards, count=None) -> Answers:
+def asked(folder, model, records, rewards, count=None) -> ScoredCompletions:
     """The answers of the model to the prompts of these records."""
     folder.mkdir()
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
@@ -44,7 +44,7 @@ def asked(folder, model, records, rewards, count=None) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory, model) -> Answers:
+def first(tmp_path_factory, model) -> ScoredCompletions:
     records = [{"prompt": text, "answer": text} for text in TEXTS]
     folder = tmp_path_factory.mktemp("asked") / "first"
     return asked(folder, model, records, ("length(max_tokens=6)",))

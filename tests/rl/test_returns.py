@@ -14,7 +14,7 @@ from maxtrain.rl.returns import (
     with_returns,
 )
 from maxtrain.rl.rollout import Rollout, from_bytes
-from maxtrain.rl.rows import Shape, batch_arrays
+from maxtrain.rl.rows import RowShape, batch_arrays
 
 LENGTHS = np.array([3, 1, 5, 2], np.int32)
 S = int(LENGTHS.sum())
@@ -98,14 +98,14 @@ def test_what_no_reward_applies_to_does_not_count(rollout):
     values = rollout.values.astype(np.float64)
     explained = explained_variance(values[counts], found.returns[counts])
     assert numbers["explained_variance"] == explained
-    arrays, _ = batch_arrays(found, Shape(8, 1, 0.1, mask_truncated=True), is_first=True)
+    arrays, _ = batch_arrays(found, RowShape(8, 1, 0.1, mask_truncated=True), is_first=True)
     assert arrays["loss_mask"].sum() == counts.sum()
 
 
 def test_all_of_it_is_stored_and_lies_at_its_token_in_rows(rollout):
     made, _ = with_returns(rollout, (1.0, 2.0), PpoConfig(), mask_truncated=False)
     again = from_bytes(made.to_bytes())
-    arrays, places = batch_arrays(again, Shape(8, 1, 0.1), is_first=True)
+    arrays, places = batch_arrays(again, RowShape(8, 1, 0.1), is_first=True)
     names = {"advantages": made.token_advantages, "returns": made.returns}
     for name, values in (names | {"old_values": made.values}).items():
         found = arrays[name].reshape(-1)[places.tokens]

@@ -6,7 +6,7 @@ import pytest
 
 from maxtrain.objectives.grpo import ADVANTAGES, IS_FIRST, NUM_COMPLETIONS, OLD, SAMPLED
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout, from_bytes, load
-from maxtrain.rl.rows import Shape, batch_arrays, count_rows
+from maxtrain.rl.rows import RowShape, batch_arrays, count_rows
 
 GROUP = 3
 PROMPTS = ([9, 8, 7], [6], [5, 4])
@@ -88,7 +88,7 @@ def test_how_long_it_took_is_no_part_of_what_is_learnt(rollout):
 
 
 def test_every_completion_lies_in_a_row_behind_its_prompt(rollout):
-    arrays, places = batch_arrays(rollout, Shape(16, 2, 0.1), is_first=True)
+    arrays, places = batch_arrays(rollout, RowShape(16, 2, 0.1), is_first=True)
     assert places.num_rows % 2 == 0
     found = {}
     for row in range(places.num_rows):
@@ -151,8 +151,8 @@ def of_prompt(rollout, number):
 
 
 def test_truncated_completions_may_be_left_out(rollout):
-    whole, _ = batch_arrays(rollout, Shape(16, 1, 0.1), is_first=False)
-    masked, _ = batch_arrays(rollout, Shape(16, 1, 0.1, mask_truncated=True), is_first=False)
+    whole, _ = batch_arrays(rollout, RowShape(16, 1, 0.1), is_first=False)
+    masked, _ = batch_arrays(rollout, RowShape(16, 1, 0.1, mask_truncated=True), is_first=False)
     missing = whole["loss_mask"].sum() - masked["loss_mask"].sum()
     assert missing == rollout.lengths[rollout.truncated].sum()
     assert masked[NUM_COMPLETIONS].sum() == len(rollout.lengths)
@@ -160,7 +160,7 @@ def test_truncated_completions_may_be_left_out(rollout):
 
 def test_with_room_for_the_longest_a_place_does_not_depend_on_lengths(rollout):
     """Neither on its own, nor on those of others."""
-    shape = Shape(16, 2, 0.1, room=5)
+    shape = RowShape(16, 2, 0.1, room=5)
     count = len(rollout.lengths)
     longest = rollout._replace(
         lengths=np.full(count, 5, np.int32),

@@ -36,7 +36,7 @@ from maxtrain.weights.gguf import tensors as gguf_tensors
 from maxtrain.weights.gguf.architecture import ARCHITECTURES, describe
 from maxtrain.weights.gguf.file import QUANTS, plan_tensors, read_gguf, round_trip, write_gguf
 from maxtrain.weights.gguf.tensors import gguf_table
-from maxtrain.weights.gguf.tokenizer import Refused, describe_tokenizer
+from maxtrain.weights.gguf.tokenizer import UnsupportedTokenizerError, describe_tokenizer
 from maxtrain.weights.hf_export import lazy_parameters
 from tests.support.llama_cpp import LlamaCpp
 
@@ -685,7 +685,7 @@ def described(record, **options):
 
 def test_a_rule_that_is_not_known_is_asked_for():
     record = byte_level(split(r"\p{L}+|\p{N}"))
-    with pytest.raises(Refused, match="--pre-tokenizer NAME"):
+    with pytest.raises(UnsupportedTokenizerError, match="--pre-tokenizer NAME"):
         described(record)
     said, _ = described(record, rule="gpt-4o")
     assert said["tokenizer.ggml.pre"] == "gpt-4o"
@@ -696,7 +696,7 @@ def test_whether_words_stay_whole_counts_only_if_it_shows():
     record = byte_level(split(LLAMA3.replace("{1,3}", "")), ignore_merges=True)
     assert described(record)[0]["tokenizer.ggml.pre"] == "qwen2"
     record["model"]["vocab"]["qqqq"] = len(record["model"]["vocab"])
-    with pytest.raises(Refused, match="rules that have no known name"):
+    with pytest.raises(UnsupportedTokenizerError, match="rules that have no known name"):
         described(record)
 
 
@@ -711,22 +711,22 @@ def test_whether_words_stay_whole_counts_only_if_it_shows():
     ],
 )
 def test_tokenizers_that_llama_cpp_has_no_code_for(change, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedTokenizerError, match=message):
         described(byte_level([BYTES]) | change)
 
 
 def test_pieces_that_are_not_merged_everywhere_are_refused():
     record = sentencepiece()
     del record["model"]["merges"][-1]
-    with pytest.raises(Refused, match=r"does not merge|llama\.cpp would"):
+    with pytest.raises(UnsupportedTokenizerError, match=r"does not merge|llama\.cpp would"):
         described(record)
 
 
 def test_other_kinds_of_tokenizers_are_refused():
-    with pytest.raises(Refused, match=r"is no tokenizer\.json"):
+    with pytest.raises(UnsupportedTokenizerError, match=r"is no tokenizer\.json"):
         describe_tokenizer(ByteTokenizer(), {}, 300)
     tokenizer = train_bpe(TEXTS, 300)
-    with pytest.raises(Refused, match="has 300 tokens, and the model 299"):
+    with pytest.raises(UnsupportedTokenizerError, match="has 300 tokens, and the model 299"):
         describe_tokenizer(tokenizer, {}, 299)
 
 
@@ -743,7 +743,7 @@ def test_special_tokens_beyond_the_model_are_left_out():
     assert found == expected
     beyond["special"] = False
     larger = JsonTokenizer(json.dumps(record).encode(), "small")
-    with pytest.raises(Refused, match="has 301 tokens, and the model 300"):
+    with pytest.raises(UnsupportedTokenizerError, match="has 301 tokens, and the model 300"):
         describe_tokenizer(larger, {}, 300)
 
 

@@ -29,7 +29,7 @@ from maxtrain.models.families.quantization import Quantization
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.weights.hf import load_pretrained, open_directory
 from maxtrain.weights.stored_quantized import plain_tensors
-from maxtrain.weights.tensor_file import Read, open_tensors, read_all, stored_numbers
+from maxtrain.weights.tensor_file import TensorRead, open_tensors, read_all, stored_numbers
 
 # Random codes and scales, and what transformers 5.23 makes of them in two types
 # (`convert_moe_packed_tensors` and `Fp8Dequantize`).
@@ -60,7 +60,7 @@ def numbers(stored, part, dtype):
     """A part of a tensor, put where it lies the other way round."""
     out = np.empty([len(indices) for indices in part][::-1], dtype).T
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        read_all([Read(stored, part, out)], threads)
+        read_all([TensorRead(stored, part, out)], threads)
     return out
 
 
@@ -142,7 +142,8 @@ def gpt_oss(folder):
 
 
 def fp8(case, folder):
-    """A model in FP8 in folder/quantized, and plainly in folder/plain; blocks at the end are smaller."""
+    """A model in FP8 in folder/quantized, and plainly in folder/plain; blocks at the end are
+    smaller."""
     random = np.random.default_rng(0)
     block = (32, 20)
     config = json.loads((PARITY / case / "config.json").read_text())

@@ -21,7 +21,7 @@ from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.inference.complete import show
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample
-from maxtrain.rl.evaluation import Answers, RewardedPromptEvaluator
+from maxtrain.rl.evaluation import RewardedPromptEvaluator, ScoredCompletions
 from maxtrain.rl.prompts import require_room
 from maxtrain.rl.reward_calls import Rewards
 
@@ -146,7 +146,7 @@ def evaluate_prompts(
         rewards.check()
         evaluator = RewardedPromptEvaluator(config, tokenizer, config.slots, rewards)
         for name, data in sets.items():
-            answers: Answers = evaluator(model, data.shards, counts[name])
+            answers: ScoredCompletions = evaluator(model, data.shards, counts[name])
             record = answers.record() | {"seconds": answers.seconds}
             found[name] = Answered(record, answers.samples(name, num_shown))
     return found

@@ -40,10 +40,10 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.storage.publish import publishing_file
 from maxtrain.train_step.state import abstract_model
 from maxtrain.weights.gguf.architecture import describe, frequency_factors
-from maxtrain.weights.gguf.field import Field
+from maxtrain.weights.gguf.field import GgufField
 from maxtrain.weights.gguf.file import (
     QUANTS,
-    Plan,
+    GgufTensor,
     library,
     plan_tensors,
     read_gguf,
@@ -147,7 +147,7 @@ def export_gguf(
     plans = plan_tensors(tensors, exact, quant)
     with publishing_file(out, "export") as path:
         sums = write_gguf(path, description.architecture, fields, plans)
-        name_of_program = Field("general.architecture", "string", description.architecture)
+        name_of_program = GgufField("general.architecture", "string", description.architecture)
         stored = read_gguf(path, sums, [name_of_program, *fields])
         compared = _compare(model, table, plans, stored)
         _require_same(out, compared, quant)
@@ -185,16 +185,16 @@ def _require_same(out: Path, compared: "_Compared", quant: str) -> None:
         )
 
 
-def _general_fields(name: str, quant: str) -> list[Field]:
+def _general_fields(name: str, quant: str) -> list[GgufField]:
     fields = [
-        Field("general.type", "string", "model"),
-        Field("general.file_type", "uint32", QUANTS[quant]),
+        GgufField("general.type", "string", "model"),
+        GgufField("general.file_type", "uint32", QUANTS[quant]),
     ]
     if name:
-        fields.append(Field("general.name", "string", name))
+        fields.append(GgufField("general.name", "string", name))
     if quant.startswith("q"):
         version = library().GGML_QUANT_VERSION
-        fields.append(Field("general.quantization_version", "uint32", version))
+        fields.append(GgufField("general.quantization_version", "uint32", version))
     return fields
 
 
@@ -204,7 +204,7 @@ def _tokenizer_fields(
     template: str,
     vocab_size: int | None,
     rule: str | None,
-) -> tuple[list[Field], list[str]]:
+) -> tuple[list[GgufField], list[str]]:
     """The keys of a tokenizer and of its chat template, and notes."""
     assert vocab_size is not None
     settings: Mapping[str, Any] = {}
@@ -235,9 +235,9 @@ def _tokenizer_fields(
             )
     fields, notes = describe_tokenizer(tokenizer, settings, vocab_size, text, end_of_turn, rule)
     for key, content in named.items():
-        fields.append(Field(f"tokenizer.chat_template.{key}", "string", content))
+        fields.append(GgufField(f"tokenizer.chat_template.{key}", "string", content))
     if named:
-        fields.append(Field("tokenizer.chat_templates", "strings", sorted(named)))
+        fields.append(GgufField("tokenizer.chat_templates", "strings", sorted(named)))
     return fields, [*notes, *more]
 
 
@@ -262,7 +262,7 @@ class _Compared(NamedTuple):
 def _compare(
     model: Decoder,
     table: Sequence[ParamMapping],
-    plans: Mapping[str, Plan],
+    plans: Mapping[str, GgufTensor],
     stored: Mapping[str, LazyArray],
 ) -> _Compared:
     """Hold the tensors of a file against a model, whose arrays are given up."""

@@ -25,7 +25,7 @@ from maxtrain.models.cost import TokenFlops, product_weights, token_flops
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.compiled.hlo import parse
-from maxtrain.parallel.compiled.roofline import Line, Roofline, lines_of, roofline
+from maxtrain.parallel.compiled.roofline import CollectiveTime, Roofline, lines_of, roofline
 from maxtrain.parallel.compiled.work import work_of
 from maxtrain.parallel.hardware import links, peak_or
 from maxtrain.parallel.memory import (
@@ -96,7 +96,7 @@ class Fit(NamedTuple):
     flops: float
     memory_traffic: float
     host_traffic: float
-    lines: list[Line]
+    lines: list[CollectiveTime]
     times: Roofline | None
     warnings: list[str]
     unknown_loops: int

@@ -29,7 +29,7 @@ from maxtrain.models.specs import LayerSpec, MoeSpec
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.roofline import Roofline, lines_of, roofline
-from maxtrain.parallel.compiled.work import Work
+from maxtrain.parallel.compiled.work import ProgramWork
 from maxtrain.parallel.hardware import links, peak_or
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import LENGTH, RULES, partition_spec, stored_rules
@@ -88,7 +88,7 @@ class Bounds:
             length: of a row.
         """
         mesh = self._mesh(config.mesh)
-        work = Work(collectives=self.sent(config, mesh, tokens))
+        work = ProgramWork(collectives=self.sent(config, mesh, tokens))
         model = token_flops(config.model, length, self._frozen).causal
         share = model * tokens / len(self._devices)
         lines = lines_of(work, mesh, self._links, is_compiled=False)

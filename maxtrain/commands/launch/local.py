@@ -22,7 +22,7 @@ from maxtrain.commands.launch.processes import (
     passing_on_signals,
     start_process,
 )
-from maxtrain.parallel.cluster import Place, local_gpus
+from maxtrain.parallel.cluster import ProcessInfo, local_gpus
 
 
 def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace: float) -> int:
@@ -136,7 +136,7 @@ def device_shares(
         raise ConfigError(f"{rule}. Use --processes 1, or set mesh.platform=cpu.")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     for index, share in enumerate(shares):
-        place = Place("local", "", processes, index, processes, index)
+        place = ProcessInfo("local", "", processes, index, processes, index)
         taken = local_gpus(place, environment, devices)
         if taken is None:
             continue

@@ -12,14 +12,14 @@ from maxtrain.commands.serve.protocol import EncodedRequest, Served
 from maxtrain.commands.serve.tool_formats import CompletionReader, TextPart, ToolCall
 from maxtrain.commands.serve.worker import Part
 from maxtrain.inference.generation import Reason
-from maxtrain.inference.text import TextStream, Token
+from maxtrain.inference.text import OutputToken, TextStream
 
 # Mistral's templates ask for this length.
 _ID_CHARACTERS = 9
 
 
 class _PromptToken(NamedTuple):
-    """A token of a prompt: as `Token`, but the first of all has no log-probability."""
+    """A token of a prompt: as `OutputToken`, but the first of all has no log-probability."""
 
     id: int
     logprob: float | None
@@ -125,7 +125,7 @@ class Answers:
                 choice["logprobs"] = self._chat_logprobs(part.tokens)
         else:
             text = "" if self._request.ignores_new else part.text
-            tokens: list[Token | _PromptToken] = []
+            tokens: list[OutputToken | _PromptToken] = []
             if self._request.options.echo and is_first:
                 echoed, prompt_tokens = self._echo(index, part)
                 self._echoed[index] = len(echoed)
@@ -176,7 +176,7 @@ class Answers:
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         content = []
         for token in tokens:
             entry = self._entry(token.id, token.logprob)
@@ -193,7 +193,7 @@ class Answers:
 
     # Completions.
 
-    def _logprobs(self, tokens: Sequence[Token | _PromptToken]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[OutputToken | _PromptToken]) -> dict[str, Any]:
         """Each token with its log-probability."""
         top = None
         if self._request.options.logprobs:
@@ -205,7 +205,7 @@ class Answers:
             "text_offset": [token.offset for token in tokens],
         }
 
-    def _named(self, token: Token | _PromptToken) -> dict[str, float] | None:
+    def _named(self, token: OutputToken | _PromptToken) -> dict[str, float] | None:
         """Return the likeliest tokens in the place of one, and that one, by their texts."""
         if token.logprob is None:
             return None
@@ -224,7 +224,7 @@ class Answers:
             named[text] = logprob
         return named
 
-    def _echo(self, index: int, part: Part) -> tuple[str, list[Token | _PromptToken]]:
+    def _echo(self, index: int, part: Part) -> tuple[str, list[OutputToken | _PromptToken]]:
         """Return the text of a prompt, and its tokens if they are scored."""
         ids = self._request.prompts[index]
         hidden = self._request.num_hidden[index]
@@ -234,7 +234,7 @@ class Answers:
             return text, []
         # The first token of all has none before it.
         scores = [(None, ()), *part.prompt]
-        tokens: list[Token | _PromptToken] = []
+        tokens: list[OutputToken | _PromptToken] = []
         for number, (i, (logprob, top)) in enumerate(zip(ids[hidden:], scores[hidden:])):
             tokens.append(_PromptToken(i, logprob, stream.offset(number), top))
         return text, tokens

@@ -15,7 +15,7 @@ from maxtrain.commands.serve.request_error import log_exception
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.generation import Alternatives, Constraint, Generation, Reason
 from maxtrain.inference.sampling import Sampling
-from maxtrain.inference.text import TextStream, Token
+from maxtrain.inference.text import OutputToken, TextStream
 
 # Longer than a step of the engine takes.
 _END_SECONDS = 60
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """
 
     text: str
-    tokens: list[Token]
+    tokens: list[OutputToken]
     reason: Reason | None
     prompt: Sequence[tuple[float, Alternatives]] = ()
 
@@ -151,7 +151,7 @@ class _Running:
             text += self._stream.finish()
         tokens = []
         for number in range(self._told, self._stream.num_given):
-            token = Token(
+            token = OutputToken(
                 generation.ids[number],
                 generation.logprobs[number],
                 self._stream.offset(number),

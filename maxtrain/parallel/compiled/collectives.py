@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxtrain.parallel.compiled.hlo import Computation, Instruction
+from maxtrain.parallel.compiled.hlo import HloComputation, HloInstruction
 
 KINDS = (
     "all-gather",
@@ -102,7 +102,7 @@ class Collective(NamedTuple):
         return tuple(name for name, is_so in zip(mesh_shape, differs, strict=True) if is_so)
 
 
-def collective(one: Instruction, computation: Computation) -> Collective | None:
+def collective(one: HloInstruction, computation: HloComputation) -> Collective | None:
     """An instruction as a collective; None: it is none, or the end of one."""
     kind = one.opcode.removesuffix("-start")
     if kind == "send":
@@ -121,7 +121,7 @@ def collective(one: Instruction, computation: Computation) -> Collective | None:
     return Collective(kind, num_bytes, places[1])
 
 
-def _between_slices(one: Instruction, computation: Computation) -> Collective | None:
+def _between_slices(one: HloInstruction, computation: HloComputation) -> Collective | None:
     """What is sent to other slices; None: it is sent elsewhere."""
     transfer = _TRANSFER.search(one.attributes)
     if transfer is None:
@@ -210,7 +210,7 @@ def _of_mesh(places: str) -> np.ndarray:
     return split.transpose([*outer, *inner]).reshape(-1, group)
 
 
-def goes_on(computation: Computation) -> bool:
+def goes_on(computation: HloComputation) -> bool:
     """Whether a fusion goes on with a collective that another one may have begun.
 
     TPU's compiler writes a collective that overlaps with products several times: in the fusion that
@@ -219,7 +219,7 @@ def goes_on(computation: Computation) -> bool:
     return computation.name.startswith("async_collective_fusion")
 
 
-def ends(computation: Computation) -> bool:
+def ends(computation: HloComputation) -> bool:
     """Whether a fusion ends such a collective."""
     return any(
         '"AsyncCollectiveDone"' in one.attributes for one in computation.instructions.values()

@@ -40,7 +40,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
-class Shape(NamedTuple):
+class HloShape(NamedTuple):
     """Of one array on one device.
 
     Attributes:
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
         return self.num_elements * _BYTES.get(self.dtype, 0.0)
 
 
-class Instruction(NamedTuple):
+class HloInstruction(NamedTuple):
     """One line.
 
     Attributes:
@@ -76,7 +76,7 @@ class Instruction(NamedTuple):
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     operands: tuple[str, ...]
     inside: str
     attributes: str
@@ -100,37 +100,39 @@ class Instruction(NamedTuple):
         return tuple(int(number) for number in found[1].split(","))
 
 
-class Computation(NamedTuple):
+class HloComputation(NamedTuple):
     """A list of instructions, each after its operands."""
 
     name: str
-    instructions: dict[str, Instruction]
-    root: Instruction
+    instructions: dict[str, HloInstruction]
+    root: HloInstruction
 
-    def parameters(self) -> list[Instruction]:
+    def parameters(self) -> list[HloInstruction]:
         """In their order."""
         found = [one for one in self.instructions.values() if one.opcode == "parameter"]
         return sorted(found, key=lambda one: int(one.inside))
 
-    def operands(self, instruction: Instruction) -> Iterator[Instruction]:
+    def operands(self, instruction: HloInstruction) -> Iterator[HloInstruction]:
         for name in instruction.operands:
             yield self.instructions[name]
 
 
-class Module(NamedTuple):
+class HloModule(NamedTuple):
     """A whole program."""
 
-    computations: dict[str, Computation]
-    entry: Computation
+    computations: dict[str, HloComputation]
+    entry: HloComputation
 
-    def called(self, instruction: Instruction, attribute: str = "calls") -> Computation | None:
+    def called(
+        self, instruction: HloInstruction, attribute: str = "calls"
+    ) -> HloComputation | None:
         """The computation that an attribute names."""
         name = instruction.attribute(attribute)
         if name is None:
             return None
         return self.computations[name]
 
-    def branches(self, conditional: Instruction) -> list[Computation]:
+    def branches(self, conditional: HloInstruction) -> list[HloComputation]:
         """Of a conditional."""
         names = []
         for name in ("true_computation", "false_computation"):
@@ -143,17 +145,17 @@ class Module(NamedTuple):
         return [self.computations[name] for name in names]
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Reads the text of a compiled program.
 
     Raises:
         ValueError: it has no entry.
     """
-    computations: dict[str, Computation] = {}
+    computations: dict[str, HloComputation] = {}
     entry = None
     name = ""
     is_entry = False
-    instructions: dict[str, Instruction] = {}
+    instructions: dict[str, HloInstruction] = {}
     root = None
     for line in text.splitlines():
         header = _HEADER.match(line)
@@ -165,7 +167,7 @@ def parse(text: str) -> Module:
             continue
         # What another core does ends with the name of that core.
         if (line == "}" or line.startswith("}, execution_thread=")) and root is not None:
-            computations[name] = Computation(name, instructions, root)
+            computations[name] = HloComputation(name, instructions, root)
             if is_entry:
                 entry = computations[name]
             continue
@@ -178,10 +180,10 @@ def parse(text: str) -> Module:
             root = one
     if entry is None:
         raise ValueError("the text of a program must have an ENTRY. Give that of a compiled one.")
-    return Module(computations, entry)
+    return HloModule(computations, entry)
 
 
-def _instruction(name: str, text: str) -> Instruction:
+def _instruction(name: str, text: str) -> HloInstruction:
     """Of the text behind the equals sign: a shape, an opcode, operands, attributes."""
     if text.startswith("("):
         end = _closing(text, 0) + 1
@@ -192,18 +194,18 @@ def _instruction(name: str, text: str) -> Instruction:
     opcode = text[end:opening].strip()
     closing = _closing(text, opening)
     inside = text[opening + 1 : closing]
-    return Instruction(
+    return HloInstruction(
         name, opcode, shapes_of(shape), tuple(_NAME.findall(inside)), inside, text[closing + 1 :]
     )
 
 
-def shapes_of(text: str) -> tuple[Shape, ...]:
+def shapes_of(text: str) -> tuple[HloShape, ...]:
     """All arrays of a shape, such as (f32[2,3]{1,0}, s32[])."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         space = _SPACE.search(layout)
         sizes = tuple(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
-        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+        found.append(HloShape(dtype, sizes, int(space[1]) if space else 0))
     return tuple(found)
 
 

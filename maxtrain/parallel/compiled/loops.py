@@ -8,7 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module
+from maxtrain.parallel.compiled.hlo import HloComputation, HloInstruction, HloModule
 
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 # What hands a number on.
@@ -23,7 +23,7 @@ _COPIES = {
 }
 
 
-class Place(NamedTuple):
+class LoopBody(NamedTuple):
     """A computation, where it is the body of a loop.
 
     Attributes:
@@ -31,19 +31,19 @@ class Place(NamedTuple):
         outer: where the loop is.
     """
 
-    computation: Computation
-    loop: Instruction | None = None
-    outer: "Place | None" = None
+    computation: HloComputation
+    loop: HloInstruction | None = None
+    outer: "LoopBody | None" = None
 
 
-class _Number(NamedTuple):
+class _LoopCounter(NamedTuple):
     """A whole number: an element of a loop's state, if it is one, plus a constant."""
 
     element: int | None
     constant: int
 
 
-def rounds(module: Module, loop: Instruction, place: Place) -> int | None:
+def rounds(module: HloModule, loop: HloInstruction, place: LoopBody) -> int | None:
     """How often the body of a loop runs; None: it can't be told.
 
     Args:
@@ -77,7 +77,9 @@ def rounds(module: Module, loop: Instruction, place: Place) -> int | None:
     return max(0, math.ceil((end - start - counter.constant) / step.constant))
 
 
-def _compared(module: Module, condition: Computation) -> tuple[_Number, _Number] | None:
+def _compared(
+    module: HloModule, condition: HloComputation
+) -> tuple[_LoopCounter, _LoopCounter] | None:
     """What must be less, and than what."""
     root = condition.root
     computation = condition
@@ -98,8 +100,11 @@ def _compared(module: Module, condition: Computation) -> tuple[_Number, _Number]
 
 
 def _number(
-    module: Module, computation: Computation, name: str, given: list[_Number | None] | None = None
-) -> _Number | None:
+    module: HloModule,
+    computation: HloComputation,
+    name: str,
+    given: list[_LoopCounter | None] | None = None,
+) -> _LoopCounter | None:
     """An instruction as a number; None: it is none of the simple ones.
 
     Args:
@@ -108,7 +113,7 @@ def _number(
     one = computation.instructions[name]
     if one.opcode == "constant":
         if re.fullmatch(r"-?\d+", one.inside):
-            return _Number(None, int(one.inside))
+            return _LoopCounter(None, int(one.inside))
         return None
     if one.opcode in _COPIES:
         return _number(module, computation, one.operands[0], given)
@@ -118,7 +123,7 @@ def _number(
         index = int(one.attribute("index") or 0)
         source = computation.instructions[one.operands[0]]
         if source.opcode == "parameter" and given is None:
-            return _Number(index, 0)
+            return _LoopCounter(index, 0)
         if source.opcode == "tuple":
             return _number(module, computation, source.operands[index], given)
         return None
@@ -132,23 +137,23 @@ def _number(
     return None
 
 
-def _sum(a: _Number | None, b: _Number | None) -> _Number | None:
+def _sum(a: _LoopCounter | None, b: _LoopCounter | None) -> _LoopCounter | None:
     if a is None or b is None or (a.element is not None and b.element is not None):
         return None
     element = b.element
     if a.element is not None:
         element = a.element
-    return _Number(element, a.constant + b.constant)
+    return _LoopCounter(element, a.constant + b.constant)
 
 
-def _after_round(module: Module, body: Computation, element: int) -> _Number | None:
+def _after_round(module: HloModule, body: HloComputation, element: int) -> _LoopCounter | None:
     """An element of the state after a round."""
     if body.root.opcode != "tuple":
         return None
     return _number(module, body, body.root.operands[element])
 
 
-def _at_start(module: Module, loop: Instruction, element: int, place: Place) -> int | None:
+def _at_start(module: HloModule, loop: HloInstruction, element: int, place: LoopBody) -> int | None:
     """An element of the state before the first round."""
     state = place.computation.instructions[loop.operands[0]]
     if state.opcode != "tuple":
@@ -168,9 +173,9 @@ def _at_start(module: Module, loop: Instruction, element: int, place: Place) -> 
 
 
 def _kept(
-    module: Module, loop: Instruction, body: Computation, element: int, place: Place
+    module: HloModule, loop: HloInstruction, body: HloComputation, element: int, place: LoopBody
 ) -> int | None:
     """An element of the state that no round changes."""
-    if _after_round(module, body, element) != _Number(element, 0):
+    if _after_round(module, body, element) != _LoopCounter(element, 0):
         return None
     return _at_start(module, loop, element, place)

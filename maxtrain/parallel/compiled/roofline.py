@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxtrain.parallel.compiled.collectives import Collective
-from maxtrain.parallel.compiled.work import Work
+from maxtrain.parallel.compiled.work import ProgramWork
 from maxtrain.parallel.hardware import Links, slice_of
 
 
-class Line(NamedTuple):
+class CollectiveTime(NamedTuple):
     """Collectives of one kind over the same axes of the mesh, for one device and one step."""
 
     kind: str
@@ -66,7 +66,9 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> list[Line]:
+def lines_of(
+    work: ProgramWork, mesh: Any, links: Links, is_compiled: bool = True
+) -> list[CollectiveTime]:
     """The collectives of a step by kind and axes, those that take longest first.
 
     `is_compiled`: whether they number devices as a program does; else by positions in the mesh,
@@ -77,7 +79,7 @@ def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> l
     of_slice = []
     if links.is_torus:
         of_slice = _positions_of_a_slice(devices)
-    sums: dict[tuple[str, tuple[str, ...], bool], Line] = {}
+    sums: dict[tuple[str, tuple[str, ...], bool], CollectiveTime] = {}
     for one, count in work.collectives.items():
         if is_compiled:
             one = _placed(one, devices, of_slice)
@@ -85,7 +87,7 @@ def lines_of(work: Work, mesh: Any, links: Links, is_compiled: bool = True) -> l
         if not axes:
             continue
         key = (one.kind, axes, one.is_between_slices)
-        before = sums.get(key, Line(one.kind, axes, 0, 0.0, 0.0, one.is_between_slices))
+        before = sums.get(key, CollectiveTime(one.kind, axes, 0, 0.0, 0.0, one.is_between_slices))
         sums[key] = before._replace(
             count=before.count + count,
             num_bytes=before.num_bytes + count * one.sent(len(devices)),
@@ -120,7 +122,7 @@ def _placed(one: Collective, devices: list[Any], of_slice: list[int]) -> Collect
 
 
 def roofline(
-    work: Work, model_flops: float, peak: float, lines: list[Line], links: Links
+    work: ProgramWork, model_flops: float, peak: float, lines: list[CollectiveTime], links: Links
 ) -> Roofline:
     """Of one device.
 

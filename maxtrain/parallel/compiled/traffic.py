@@ -10,7 +10,7 @@ without any would move.
 from typing import NamedTuple
 
 from maxtrain.parallel.compiled.collectives import collective, ends, goes_on
-from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module, Shape
+from maxtrain.parallel.compiled.hlo import HloComputation, HloInstruction, HloModule, HloShape
 
 # Names for what is there already, and ends of what has been counted at its start.
 _NOTHING = {
@@ -34,7 +34,7 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 _HOST = 5
 
 
-def copied_by_host(one: Instruction) -> float:
+def copied_by_host(one: HloInstruction) -> float:
     """Bytes that an instruction brings from the memory of a host, or there."""
     if one.opcode == "dynamic-slice-start":
         # (operand, indices), result, what belongs to the launch.
@@ -54,7 +54,7 @@ def copied_by_host(one: Instruction) -> float:
     return min(source.num_bytes, target.num_bytes)
 
 
-class _Fused(NamedTuple):
+class _FusionTraffic(NamedTuple):
     """Of a fused computation.
 
     Attributes:
@@ -73,12 +73,12 @@ class Traffic:
         has_small_memories: as of `work_of`.
     """
 
-    def __init__(self, module: Module, has_small_memories: bool):
+    def __init__(self, module: HloModule, has_small_memories: bool):
         self._module = module
         self._has_small_memories = has_small_memories
-        self._fused: dict[str, _Fused] = {}
+        self._fused: dict[str, _FusionTraffic] = {}
 
-    def of(self, one: Instruction, computation: Computation) -> float:
+    def of(self, one: HloInstruction, computation: HloComputation) -> float:
         """Bytes that one run of an instruction moves."""
         opcode = one.opcode
         if opcode in _NOTHING or opcode.endswith("-done"):
@@ -105,15 +105,15 @@ class Traffic:
             return 2 * self._all(operands[-1])
         return self._all(one) + sum(self._all(operand) for operand in operands)
 
-    def _bytes(self, shape: Shape) -> float:
+    def _bytes(self, shape: HloShape) -> float:
         if self._has_small_memories and shape.space:
             return 0.0
         return shape.num_bytes
 
-    def _all(self, one: Instruction) -> float:
+    def _all(self, one: HloInstruction) -> float:
         return sum(self._bytes(shape) for shape in one.shapes)
 
-    def _of_fusion(self, one: Instruction, operands: list[Instruction]) -> float:
+    def _of_fusion(self, one: HloInstruction, operands: list[HloInstruction]) -> float:
         computation = self._module.called(one)
         if computation is None:
             return 0.0
@@ -128,7 +128,7 @@ class Traffic:
             shapes = computation.root.shapes
         return total + min(fused.written, sum(map(self._bytes, shapes)))
 
-    def _of_fused(self, computation: Computation) -> _Fused:
+    def _of_fused(self, computation: HloComputation) -> _FusionTraffic:
         if computation.name not in self._fused:
             read = [self._read(one, computation) for one in computation.parameters()]
             written = self._written(computation)
@@ -136,10 +136,10 @@ class Traffic:
                 # Counted where it began.
                 read = [0.0] * len(read)
                 written = 0.0
-            self._fused[computation.name] = _Fused(read, written)
+            self._fused[computation.name] = _FusionTraffic(read, written)
         return self._fused[computation.name]
 
-    def _read(self, parameter: Instruction, computation: Computation) -> float:
+    def _read(self, parameter: HloInstruction, computation: HloComputation) -> float:
         """Bytes of a parameter that are read, without regard to where it lies."""
         whole = parameter.num_bytes
         total = 0.0
@@ -166,7 +166,7 @@ class Traffic:
                 return whole
         return min(total, whole)
 
-    def _written(self, computation: Computation) -> float:
+    def _written(self, computation: HloComputation) -> float:
         root = computation.root
         if root.opcode != "tuple":
             return self._written_by(root, computation)
@@ -176,13 +176,13 @@ class Traffic:
             results = [one for one in results if not self._is_handed_on(one, computation)]
         return sum(self._written_by(one, computation) for one in results)
 
-    def _is_handed_on(self, one: Instruction, computation: Computation) -> bool:
+    def _is_handed_on(self, one: HloInstruction, computation: HloComputation) -> bool:
         """Whether an instruction is of the collective that a fusion goes on with."""
         if one.opcode == "parameter" or one is computation.root:
             return True
         return collective(one, computation) is not None
 
-    def _written_by(self, one: Instruction, computation: Computation) -> float:
+    def _written_by(self, one: HloInstruction, computation: HloComputation) -> float:
         source = one
         while source.opcode in _VIEWS:
             source = computation.instructions[source.operands[0]]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from maxtrain.parallel.compiled.collectives import Collective, collective, ends, goes_on
-from maxtrain.parallel.compiled.hlo import Computation, Instruction, Module, Shape
-from maxtrain.parallel.compiled.loops import Place, rounds
+from maxtrain.parallel.compiled.hlo import HloComputation, HloInstruction, HloModule, HloShape
+from maxtrain.parallel.compiled.loops import LoopBody, rounds
 from maxtrain.parallel.compiled.traffic import Traffic, copied_by_host
 
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -23,7 +23,7 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
 @dataclasses.dataclass
-class Work:
+class ProgramWork:
     """Sums over what runs.
 
     Attributes:
@@ -40,7 +40,7 @@ class Work:
     loops_of_unknown_length: int = 0
     host_bytes: float = 0.0
 
-    def add(self, other: "Work", times: int = 1) -> None:
+    def add(self, other: "ProgramWork", times: int = 1) -> None:
         self.flops += times * other.flops
         self.memory_bytes += times * other.memory_bytes
         self.host_bytes += times * other.host_bytes
@@ -49,35 +49,37 @@ class Work:
         self.loops_of_unknown_length += other.loops_of_unknown_length
 
 
-def work_of(module: Module, has_small_memories: bool) -> Work:
+def work_of(module: HloModule, has_small_memories: bool) -> ProgramWork:
     """What one run of a program does.
 
     Args:
         has_small_memories: arrays whose layout names another memory than the main one are beside
             the cores, as on TPUs.
     """
-    return _Counting(module, has_small_memories).of(Place(module.entry))
+    return _WorkCounter(module, has_small_memories).of(LoopBody(module.entry))
 
 
-class _Counting:
-    def __init__(self, module: Module, has_small_memories: bool):
+class _WorkCounter:
+    def __init__(self, module: HloModule, has_small_memories: bool):
         self.module = module
         self.traffic = Traffic(module, has_small_memories)
         self._flops: dict[str, float] = {}
 
-    def of(self, place: Place, before: Iterable[str] = ()) -> Work:
+    def of(self, place: LoopBody, before: Iterable[str] = ()) -> ProgramWork:
         """What one run of a computation does.
 
         Args:
             before: channels of collectives that fusions have begun before it.
         """
-        work = Work()
+        work = ProgramWork()
         begun = set(before)
         for one in place.computation.instructions.values():
             self._add(work, one, place, begun)
         return work
 
-    def _add(self, work: Work, one: Instruction, place: Place, begun: set[str]) -> None:
+    def _add(
+        self, work: ProgramWork, one: HloInstruction, place: LoopBody, begun: set[str]
+    ) -> None:
         module = self.module
         if one.opcode == "while":
             body = module.called(one, "body")
@@ -86,10 +88,10 @@ class _Counting:
             if times is None:
                 work.loops_of_unknown_length += 1
                 times = 1
-            work.add(self.of(Place(body, one, place), begun), times)
+            work.add(self.of(LoopBody(body, one, place), begun), times)
             return
         if one.opcode == "conditional":
-            branches = [self.of(Place(branch)) for branch in module.branches(one)]
+            branches = [self.of(LoopBody(branch)) for branch in module.branches(one)]
             work.add(max(branches, key=lambda branch: (branch.flops, branch.memory_bytes)))
             return
         # call-start: what a core beside the others does meanwhile, as the gathers of a TPU's
@@ -97,7 +99,7 @@ class _Counting:
         if one.opcode in ("call", "call-start", "async-start"):
             called = module.called(one) or module.called(one, "to_apply")
             assert called is not None
-            work.add(self.of(Place(called)))
+            work.add(self.of(LoopBody(called)))
             return
         for inner, computation in self._inside(one, place.computation):
             found = collective(inner, computation)
@@ -108,8 +110,8 @@ class _Counting:
         work.host_bytes += copied_by_host(one)
 
     def _inside(
-        self, one: Instruction, computation: Computation
-    ) -> Iterator[tuple[Instruction, Computation]]:
+        self, one: HloInstruction, computation: HloComputation
+    ) -> Iterator[tuple[HloInstruction, HloComputation]]:
         """An instruction, and all those of a fusion."""
         yield one, computation
         if one.opcode.startswith("fusion"):
@@ -118,7 +120,7 @@ class _Counting:
                 for inner in fused.instructions.values():
                     yield from self._inside(inner, fused)
 
-    def _flops_of(self, one: Instruction, computation: Computation) -> float:
+    def _flops_of(self, one: HloInstruction, computation: HloComputation) -> float:
         if one.opcode == "dot":
             lhs = computation.instructions[one.operands[0]]
             return _dot(one.shapes[0], lhs.shapes[0], one.numbers("lhs_contracting_dims"))
@@ -143,7 +145,7 @@ class _Counting:
         return self._flops[fused.name]
 
 
-def _is_first_part(one: Instruction, computation: Computation, begun: set[str]) -> bool:
+def _is_first_part(one: HloInstruction, computation: HloComputation, begun: set[str]) -> bool:
     """Whether a collective counts, and is not a later part of one: see `goes_on`.
 
     Args:
@@ -159,14 +161,14 @@ def _is_first_part(one: Instruction, computation: Computation, begun: set[str]) 
     return not (goes_on(computation) and channel in begun)
 
 
-def _dot(result: Shape, lhs: Shape, contracted: tuple[int, ...]) -> float:
+def _dot(result: HloShape, lhs: HloShape, contracted: tuple[int, ...]) -> float:
     depth = 1
     for dim in contracted:
         depth *= lhs.dims[dim]
     return 2.0 * result.num_elements * depth
 
 
-def _convolution(one: Instruction, lhs: Shape, rhs: Shape) -> float:
+def _convolution(one: HloInstruction, lhs: HloShape, rhs: HloShape) -> float:
     """TPU's compiler writes products as convolutions, in which batched dims are spatial ones.
 
     Only pairs of an input and a weight that meet count, as in XLA's HloCostAnalysis.
@@ -188,7 +190,7 @@ def _convolution(one: Instruction, lhs: Shape, rhs: Shape) -> float:
     return 2.0 * inputs * outputs * rows * pairs
 
 
-def _window(one: Instruction) -> dict[str, list[str]]:
+def _window(one: HloInstruction) -> dict[str, list[str]]:
     """The settings of each spatial dim, by their names."""
     found = _WINDOW.search(one.attributes)
     if found is None:

@@ -56,12 +56,12 @@ class NoFormulaError(Exception):
     """A text is no formula of the grammar; the message names the part that is not."""
 
 
-class _Token(NamedTuple):
+class _FormulaToken(NamedTuple):
     kind: str
     text: str
 
 
-class _Part(NamedTuple):
+class _LatexPart(NamedTuple):
     """LaTeX of a part of a formula.
 
     Attributes:
@@ -84,14 +84,14 @@ class _Part(NamedTuple):
 
 def to_latex(text: str) -> str:
     """Return the LaTeX of a formula. Raise a NoFormulaError if the text is none."""
-    parser = _Parser(_tokens(text))
+    parser = _FormulaParser(_tokens(text))
     latex = parser.elements()
     if parser.next() is not None:
         raise NoFormulaError(f"{parser.next_text()!r} is not expected")
     return latex
 
 
-def _tokens(text: str) -> list[_Token]:
+def _tokens(text: str) -> list[_FormulaToken]:
     """Split a text into tokens."""
     tokens = []
     place = 0
@@ -102,28 +102,28 @@ def _tokens(text: str) -> list[_Token]:
             raise NoFormulaError(f"{text[place : place + 10]!r} is no part of a formula")
         place = match.end()
         if match["number"]:
-            tokens.append(_Token("number", match["number"] + (match["exponent"] or "")))
+            tokens.append(_FormulaToken("number", match["number"] + (match["exponent"] or "")))
         elif match["name"]:
             kind = "name"
             if match["name"] in _SEPARATORS:
                 kind = "sign"
-            tokens.append(_Token(kind, match["name"]))
+            tokens.append(_FormulaToken(kind, match["name"]))
         else:
-            tokens.append(_Token("sign", match["sign"]))
+            tokens.append(_FormulaToken("sign", match["sign"]))
         if len(tokens) > _MOST_TOKENS:
             raise NoFormulaError(f"it has over {_MOST_TOKENS} parts")
     return tokens
 
 
-class _Parser:
+class _FormulaParser:
     """A recursive descent parser that writes LaTeX."""
 
-    def __init__(self, tokens: list[_Token]):
+    def __init__(self, tokens: list[_FormulaToken]):
         self._tokens = tokens
         self._place = 0
         self._depth = 0
 
-    def next(self) -> _Token | None:
+    def next(self) -> _FormulaToken | None:
         """Return the next token; None at the end."""
         if self._place < len(self._tokens):
             return self._tokens[self._place]
@@ -164,32 +164,32 @@ class _Parser:
             latex += f" {_RELATIONS[sign]} {self._sum().latex}"
         return latex
 
-    def _sum(self) -> _Part:
+    def _sum(self) -> _LatexPart:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise NoFormulaError(f"it is over {_DEEPEST} deep")
         part = self._product()
         while sign := self._take("+", "-"):
-            part = _Part(f"{part.latex} {sign} {self._product(is_first=False).latex}")
+            part = _LatexPart(f"{part.latex} {sign} {self._product(is_first=False).latex}")
         self._depth -= 1
         return part
 
-    def _product(self, is_first: bool = True) -> _Part:
+    def _product(self, is_first: bool = True) -> _LatexPart:
         part = self._signed()
         if not is_first and part.latex.startswith("-"):
-            part = _Part(_round(part.latex), True)
+            part = _LatexPart(_round(part.latex), True)
         while True:
             sign = self._take("*", "/")
             if not sign and not self._is_juxtaposed():
                 return part
             factor = self._signed()
             if sign == "/":
-                part = _Part(rf"\frac{{{part.latex}}}{{{factor.latex}}}", is_product=True)
+                part = _LatexPart(rf"\frac{{{part.latex}}}{{{factor.latex}}}", is_product=True)
             elif part.latex.startswith("-"):
                 # The sign of a product stays in front of it.
-                part = _Part(rf"{part.latex} \cdot {_factor(factor)}", is_product=True)
+                part = _LatexPart(rf"{part.latex} \cdot {_factor(factor)}", is_product=True)
             else:
-                part = _Part(rf"{_factor(part)} \cdot {_factor(factor)}", is_product=True)
+                part = _LatexPart(rf"{_factor(part)} \cdot {_factor(factor)}", is_product=True)
 
     def _is_juxtaposed(self) -> bool:
         """Return whether a factor follows without a sign, as in 2x, 2(x+1) and (x+1)(x-1)."""
@@ -200,7 +200,7 @@ class _Parser:
         # Two letters that are no known name are a unit: sqrt(2) cm.
         return token.text == "(" or (token.kind == "name" and _is_known(token.text))
 
-    def _signed(self) -> _Part:
+    def _signed(self) -> _LatexPart:
         """Parse a power with signs in front of it."""
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -211,24 +211,24 @@ class _Parser:
         else:
             part = self._signed()
             if sign == "-":
-                part = _Part(f"-{_minus(part)}")
+                part = _LatexPart(f"-{_minus(part)}")
         self._depth -= 1
         return part
 
-    def _power(self) -> _Part:
+    def _power(self) -> _LatexPart:
         base = self._factorial()
         if not self._take("**", "^"):
             return base
         exponent = self._signed()
-        return _Part(f"{base.bracketed()}^{{{exponent.latex}}}", is_product=True)
+        return _LatexPart(f"{base.bracketed()}^{{{exponent.latex}}}", is_product=True)
 
-    def _factorial(self) -> _Part:
+    def _factorial(self) -> _LatexPart:
         part = self._atom()
         if self._take("!"):
-            part = _Part(f"{part.bracketed()}!")
+            part = _LatexPart(f"{part.bracketed()}!")
         return part
 
-    def _atom(self) -> _Part:
+    def _atom(self) -> _LatexPart:
         token = self.next()
         if token is None:
             raise NoFormulaError("it ends where a number or a name must be")
@@ -242,22 +242,22 @@ class _Parser:
         if token.text == "|":
             inner = self._sum()
             self._require("|")
-            return _Part(rf"\left|{inner.latex}\right|", True)
+            return _LatexPart(rf"\left|{inner.latex}\right|", True)
         if token.text in _CLOSING:
             return self._bracket(token.text)
         raise NoFormulaError(f"{token.text!r} is not expected")
 
-    def _bracket(self, opening: str) -> _Part:
+    def _bracket(self, opening: str) -> _LatexPart:
         before = self._tokens[self._place - 2].text if self._place > 1 else ""
         latex = self.elements()
         closing = self._require(*_CLOSING[opening])
         if opening == "{":
             if before in ("^", "**"):
-                return _Part(latex)
-            return _Part(rf"\left\{{{latex}\right\}}", True)
-        return _Part(rf"\left{opening}{latex}\right{closing}", True)
+                return _LatexPart(latex)
+            return _LatexPart(rf"\left\{{{latex}\right\}}", True)
+        return _LatexPart(rf"\left{opening}{latex}\right{closing}", True)
 
-    def _call(self, name: str) -> _Part:
+    def _call(self, name: str) -> _LatexPart:
         """Parse the arguments of a function, after its opening bracket."""
         arguments = [self._sum().latex]
         while self._take(","):
@@ -265,7 +265,7 @@ class _Parser:
         self._require(")")
         if len(name) == 1:
             # A function of any name, or a product: x(x+1).
-            return _Part(rf"{name}{_round(', '.join(arguments))}")
+            return _LatexPart(rf"{name}{_round(', '.join(arguments))}")
         return _called(name, arguments)
 
 
@@ -275,21 +275,21 @@ def _is_known(name: str) -> bool:
     return len(letters) == 1 or letters in _CONSTANTS or name in _SINGLES or name in _LISTS
 
 
-def _called(name: str, arguments: list[str]) -> _Part:
+def _called(name: str, arguments: list[str]) -> _LatexPart:
     if name in _LISTS:
-        return _Part(rf"{_LISTS[name]}{_round(', '.join(arguments))}")
+        return _LatexPart(rf"{_LISTS[name]}{_round(', '.join(arguments))}")
     formats = _PAIRS if len(arguments) == 2 else _SINGLES
     if name not in formats or len(arguments) > 2:
         raise NoFormulaError(f"{name} is no function of {len(arguments)} arguments that is known")
     latex = formats[name]
     for place, argument in enumerate(arguments):
         latex = latex.replace(f"#{place + 1}", argument)
-    return _Part(latex, is_atom=name in _ENCLOSED)
+    return _LatexPart(latex, is_atom=name in _ENCLOSED)
 
 
-def _symbol(name: str) -> _Part:
+def _symbol(name: str) -> _LatexPart:
     if name in _CONSTANTS:
-        return _Part(_CONSTANTS[name], True)
+        return _LatexPart(_CONSTANTS[name], True)
     match = _NAME.fullmatch(name)
     assert match is not None
     letters, index = match.groups()
@@ -297,35 +297,35 @@ def _symbol(name: str) -> _Part:
     if not latex.startswith("\\") and len(letters) > 2:
         raise NoFormulaError(f"{name} is no name that is known")
     if index:
-        return _Part(f"{latex}_{{{index}}}", True)
+        return _LatexPart(f"{latex}_{{{index}}}", True)
     # Two letters are a product.
-    return _Part(latex, latex.startswith("\\") or len(letters) == 1)
+    return _LatexPart(latex, latex.startswith("\\") or len(letters) == 1)
 
 
-def _number(text: str) -> _Part:
+def _number(text: str) -> _LatexPart:
     mantissa, exponent_sign, exponent = text.replace(",", "").lower().partition("e")
     mantissa = mantissa.rstrip(".")
     if mantissa.startswith("."):
         mantissa = f"0{mantissa}"
     if not exponent_sign:
-        return _Part(mantissa, True)
+        return _LatexPart(mantissa, True)
     if len(exponent) > 5 or abs(int(exponent)) > _LARGEST_EXPONENT:
         raise NoFormulaError(f"{text} has an exponent above {_LARGEST_EXPONENT}")
-    return _Part(rf"{mantissa} \cdot 10^{{{int(exponent)}}}")
+    return _LatexPart(rf"{mantissa} \cdot 10^{{{int(exponent)}}}")
 
 
 def _round(latex: str) -> str:
     return rf"\left({latex}\right)"
 
 
-def _factor(part: _Part) -> str:
+def _factor(part: _LatexPart) -> str:
     """Return the LaTeX of a part as a factor of a product."""
     if part.is_product and not part.latex.startswith("-"):
         return part.latex
     return part.bracketed()
 
 
-def _minus(part: _Part) -> str:
+def _minus(part: _LatexPart) -> str:
     if part.latex.startswith("-"):
         return _round(part.latex)
     return part.latex

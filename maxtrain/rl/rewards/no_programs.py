@@ -22,11 +22,11 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MAKERS = frozenset(["collections", "dataclasses", "typing", "enum", "sympy.polys.monomials"])
 
 
-class RefusedError(PermissionError):
+class ForbiddenOperationError(PermissionError):
     """An action was refused that no formula needs."""
 
 
-class _State:
+class _AuditHookState:
     """Whether this process has the hook, and whether it refuses."""
 
     has_hook = False
@@ -40,22 +40,22 @@ def no_programs() -> Iterator[None]:
     Each attempt raises a RefusedError. Modules may still be imported. Use it only in
     single-threaded processes.
     """
-    if not _State.has_hook:
+    if not _AuditHookState.has_hook:
         sys.addaudithook(_hook)
-        _State.has_hook = True
-    before = _State.refuses
-    _State.refuses = True
+        _AuditHookState.has_hook = True
+    before = _AuditHookState.refuses
+    _AuditHookState.refuses = True
     try:
         yield
     finally:
-        _State.refuses = before
+        _AuditHookState.refuses = before
 
 
 # Type checkers wrap functions, and `_is_text` counts the frames below itself.
 @no_type_check
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     """Refuse an audit event that only programs cause."""
-    if not _State.refuses:
+    if not _AuditHookState.refuses:
         return
     if event == "exec":
         refused = _is_text(getattr(arguments[0], "co_filename", ""))
@@ -68,7 +68,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     else:
         refused = event.startswith(_REFUSED)
     if refused:
-        raise RefusedError(f"{event} is refused while a formula is read")
+        raise ForbiddenOperationError(f"{event} is refused while a formula is read")
 
 
 @no_type_check

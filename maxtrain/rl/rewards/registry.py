@@ -86,7 +86,7 @@ class Judgement(NamedTuple):
     detail: str
 
 
-class Scores(NamedTuple):
+class RewardScores(NamedTuple):
     """The rewards of a batch of N rows by R rewards.
 
     Attributes:
@@ -175,7 +175,7 @@ class RewardSet:
         completions: list[str],
         completion_ids: list[list[int]],
         columns: Mapping[str, list],
-    ) -> Scores:
+    ) -> RewardScores:
         """Score the rows.
 
         Raises:
@@ -203,10 +203,10 @@ class RewardSet:
         names = tuple(reward.name for reward in self.rewards)
         weights = tuple(reward.weight for reward in self.rewards)
         right = _right(verdicts, len(completions))
-        return Scores(values, names, weights, outcomes, details, right, judgements)
+        return RewardScores(values, names, weights, outcomes, details, right, judgements)
 
 
-def failures(scores: Scores) -> dict[str, int]:
+def failures(scores: RewardScores) -> dict[str, int]:
     """Return how many rows each reward could not judge, for rewards with such rows."""
     found = {}
     for name, outcomes in scores.outcomes.items():
@@ -216,7 +216,7 @@ def failures(scores: Scores) -> dict[str, int]:
     return found
 
 
-def require_rewards(scores: Scores, what: str) -> None:
+def require_rewards(scores: RewardScores, what: str) -> None:
     """Raise a DataError if no reward applies to any row, so that there is no learning signal.
 
     Rows that got `on_failure` because their call failed do not count as rewarded.
@@ -268,7 +268,7 @@ def _verdict(name: str, scored: Scored) -> float:
 
 
 def _right(verdicts: list[list[float]], rows: int) -> np.ndarray:
-    """Return whether all known verdicts call each answer correct; see `Scores`."""
+    """Return whether all known verdicts call each answer correct; see `RewardScores`."""
     if not verdicts:
         return np.full(rows, np.nan)
     of_rewards = np.array(verdicts, np.float64)

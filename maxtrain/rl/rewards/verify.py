@@ -157,7 +157,7 @@ def counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
     return {outcome: found[outcome] for outcome in OUTCOMES}
 
 
-def _verdict(result: workers.Result) -> Verdict:
+def _verdict(result: workers.ItemResult) -> Verdict:
     if result.outcome == workers.ERROR:
         # sympy raised an exception.
         return Verdict(UNPARSABLE, result.detail)

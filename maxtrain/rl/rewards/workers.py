@@ -51,7 +51,7 @@ _PROGRAM = (
 )
 
 
-class Result(NamedTuple):
+class ItemResult(NamedTuple):
     """The outcome of an item (OK, TIMEOUT, CRASH, SKIPPED or ERROR), the value if it is OK, and a
     text about what went wrong."""
 
@@ -64,7 +64,7 @@ class _LostError(Exception):
     """The server of workers does not answer, or could not be started."""
 
 
-class _Worker:
+class _WorkerProcess:
     """A process that executes one item at a time."""
 
     def __init__(self, pid: int, connection: Connection):
@@ -76,7 +76,7 @@ class _Worker:
         self.ends = 0.0  # when it has to be ready
 
 
-class _Server:
+class _WorkerServer:
     """The process that forks and kills workers."""
 
     def __init__(self, preload: Sequence[str], memory_bytes: int, passed: Sequence[str]):
@@ -106,7 +106,7 @@ class _Server:
             theirs.close()
         self.close = weakref.finalize(self, _end, self._control, self._process, os.getpid())
 
-    def fork(self) -> _Worker:
+    def fork(self) -> _WorkerProcess:
         """Fork a new worker."""
         ours, theirs = socket.socketpair()
         # A stopped worker accepts no request, and must not block this process.
@@ -120,9 +120,9 @@ class _Server:
         except _LostError:
             ours.close()
             raise
-        return _Worker(pid, Connection(ours.detach()))
+        return _WorkerProcess(pid, Connection(ours.detach()))
 
-    def kill(self, worker: _Worker) -> None:
+    def kill(self, worker: _WorkerProcess) -> None:
         """Kill a worker and its descendants."""
         worker.connection.close()
         self._ask(worker_process.KILL, worker.pid, [])
@@ -202,8 +202,8 @@ class RewardWorkers:
         self._recycle = recycle
         self._preload = tuple(preload)
         self._passed = tuple(passed)
-        self._server: _Server | None = None
-        self._workers: list[_Worker] = []
+        self._server: _WorkerServer | None = None
+        self._workers: list[_WorkerProcess] = []
         self._failures = 0
         self._lost = ""
         self._is_closing = False
@@ -247,7 +247,7 @@ class RewardWorkers:
         seconds: float | None = None,
         deadline: float | None = None,
         imports: Sequence[str] = (),
-    ) -> list[Result]:
+    ) -> list[ItemResult]:
         """Call a function for each item, several at once.
 
         Args:
@@ -262,7 +262,7 @@ class RewardWorkers:
         """
         seconds = seconds or self.seconds
         with self._lock:
-            batch = _Batch((function, *imports), items, seconds)
+            batch = _ItemBatch((function, *imports), items, seconds)
             self._start()
             limit = time.monotonic() + (deadline or self.deadline)
             while batch.waiting or self._busy():
@@ -279,7 +279,7 @@ class RewardWorkers:
             self._interrupt(batch)
             return batch.finished(self._lost)
 
-    def _busy(self) -> list[_Worker]:
+    def _busy(self) -> list[_WorkerProcess]:
         """Return the workers that are executing an item or an import."""
         return [worker for worker in self._workers if worker.ends]
 
@@ -290,7 +290,7 @@ class RewardWorkers:
         self._lost = ""
         try:
             if self._server is None:
-                self._server = _Server(self._preload, self._memory_bytes, self._passed)
+                self._server = _WorkerServer(self._preload, self._memory_bytes, self._passed)
             while len(self._workers) < self.size:
                 self._workers.append(self._server.fork())
             self._failures = 0
@@ -313,7 +313,7 @@ class RewardWorkers:
             self._server.close()
             self._server = None
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: _WorkerProcess) -> None:
         """Kill a worker and fork a new one. Raise a _LostError if the server has ended."""
         assert self._server is not None
         self._workers.remove(worker)
@@ -321,12 +321,12 @@ class RewardWorkers:
         self._server.kill(worker)
         self._workers.append(self._server.fork())
 
-    def _recover(self, batch: "_Batch", error: _LostError) -> None:
+    def _recover(self, batch: "_ItemBatch", error: _LostError) -> None:
         """Start the server and all workers anew after the server has ended, and record the lost
         items."""
         for worker in self._busy():
             if worker.item is not None:
-                batch.note(worker.item, Result(CRASH, detail=str(error)))
+                batch.note(worker.item, ItemResult(CRASH, detail=str(error)))
         self.replaced += len(self._workers)
         batch.servers_lost += 1
         if batch.servers_lost >= _ATTEMPTS:
@@ -335,7 +335,7 @@ class RewardWorkers:
         self._drop()
         self._start()
 
-    def _hand_out(self, batch: "_Batch", now: float) -> None:
+    def _hand_out(self, batch: "_ItemBatch", now: float) -> None:
         """Give waiting items to idle workers."""
         for worker in list(self._workers):
             if worker.ends or not batch.waiting:
@@ -359,7 +359,7 @@ class RewardWorkers:
                 batch.give_back(worker.item)
                 self._replace(worker)
 
-    def _collect(self, batch: "_Batch", limit: float) -> None:
+    def _collect(self, batch: "_ItemBatch", limit: float) -> None:
         """Wait until a worker is ready, dead or out of time, and record its result."""
         busy = self._busy()
         if not busy:
@@ -371,32 +371,34 @@ class RewardWorkers:
             if worker.connection in ready:
                 self._receive(worker, batch)
             elif time.monotonic() >= worker.ends:
-                self._kill(worker, batch, Result(TIMEOUT, detail=f"took over {batch.seconds:g} s"))
+                self._kill(
+                    worker, batch, ItemResult(TIMEOUT, detail=f"took over {batch.seconds:g} s")
+                )
 
-    def _receive(self, worker: _Worker, batch: "_Batch") -> None:
+    def _receive(self, worker: _WorkerProcess, batch: "_ItemBatch") -> None:
         try:
             outcome, value, detail = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
-            self._kill(worker, batch, Result(CRASH, detail="the process of the item ended"))
+            self._kill(worker, batch, ItemResult(CRASH, detail="the process of the item ended"))
             return
         worker.ends = 0.0
         if worker.item is None and outcome == OK:
             worker.loaded = batch.functions
             return
         worker.done += 1
-        batch.note(worker.item, Result(outcome, value, detail))
+        batch.note(worker.item, ItemResult(outcome, value, detail))
         worker.item = None
 
-    def _kill(self, worker: _Worker, batch: "_Batch", result: Result) -> None:
+    def _kill(self, worker: _WorkerProcess, batch: "_ItemBatch", result: ItemResult) -> None:
         """Record the result of a worker's item, and replace the worker."""
         batch.note(worker.item, result)
         self._replace(worker)
 
-    def _interrupt(self, batch: "_Batch") -> None:
+    def _interrupt(self, batch: "_ItemBatch") -> None:
         """Kill what still runs when the deadline has passed."""
         for worker in self._busy():
             if worker.item is not None:
-                batch.note(worker.item, Result(TIMEOUT, detail="the batch's deadline came"))
+                batch.note(worker.item, ItemResult(TIMEOUT, detail="the batch's deadline came"))
         try:
             for worker in self._busy():
                 self._replace(worker)
@@ -404,7 +406,7 @@ class RewardWorkers:
             self._drop()
 
 
-class _Batch:
+class _ItemBatch:
     """The items of one call of `run`, with their results."""
 
     def __init__(self, functions: tuple[str, ...], items: Sequence[tuple], seconds: float):
@@ -413,7 +415,7 @@ class _Batch:
         self.items = items
         self.seconds = seconds
         self.waiting = collections.deque(range(len(items)))
-        self._results: list[Result | None] = [None] * len(items)
+        self._results: list[ItemResult | None] = [None] * len(items)
         self.servers_lost = 0
         self._given_back: set[int] = set()
         self._failed_loads = 0
@@ -428,12 +430,12 @@ class _Batch:
         if item is None:
             return
         if item in self._given_back:
-            self._results[item] = Result(CRASH, detail="no process took the item")
+            self._results[item] = ItemResult(CRASH, detail="no process took the item")
             return
         self._given_back.add(item)
         self.waiting.appendleft(item)
 
-    def note(self, item: int | None, result: Result) -> None:
+    def note(self, item: int | None, result: ItemResult) -> None:
         """Record the result of an item; None: of importing the function, without which no item can
         run."""
         if item is not None:
@@ -445,7 +447,7 @@ class _Batch:
             while self.waiting:
                 self._results[self.waiting.popleft()] = result
 
-    def finished(self, lost: str) -> list[Result]:
+    def finished(self, lost: str) -> list[ItemResult]:
         """Return the results of all items; those without a result were skipped."""
-        skipped = Result(SKIPPED, detail=lost or "the batch's deadline came before it")
+        skipped = ItemResult(SKIPPED, detail=lost or "the batch's deadline came before it")
         return [result or skipped for result in self._results]

@@ -17,7 +17,7 @@ from maxtrain.config.words import choices
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.specs import AttentionSpec, LayerSpec, MoeSpec, RopeSpec, head_dim
 from maxtrain.ops.rope import rope_frequencies
-from maxtrain.weights.gguf.field import Field, Kind
+from maxtrain.weights.gguf.field import GgufField, Kind
 
 # By the families here.
 ARCHITECTURES = {
@@ -43,7 +43,7 @@ class Description(NamedTuple):
     """What the file of a model says of it."""
 
     architecture: str
-    fields: list[Field]
+    fields: list[GgufField]
     # What a user must know.
     notes: list[str]
 
@@ -98,7 +98,7 @@ def describe(config: ModelConfig) -> Description:
         if config.logit_softcap is not None:
             numbers["final_logit_softcapping"] = ("float32", config.logit_softcap)
     numbers |= _scaling(_rope(layers))
-    fields = [Field(f"{name}.{key}", kind, value) for key, (kind, value) in numbers.items()]
+    fields = [GgufField(f"{name}.{key}", kind, value) for key, (kind, value) in numbers.items()]
     return Description(name, fields, notes)
 
 

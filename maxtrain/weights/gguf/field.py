@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["uint32", "float32", "bool", "string", "strings", "int32s", "float32s"]
 
 
-class Field(NamedTuple):
+class GgufField(NamedTuple):
     """A key with its value; the format wants to know of which type a value is."""
 
     key: str

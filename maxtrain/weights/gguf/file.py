@@ -13,7 +13,7 @@ import zlib_ng.zlib_ng as zlib
 from data_pipeline.base.errors import DataError, StorageError, UsageError
 from data_pipeline.base.extras import load_package
 from maxtrain.models.hf_mapping import LazyArray, Part, slices
-from maxtrain.weights.gguf.field import Field
+from maxtrain.weights.gguf.field import GgufField
 from maxtrain.weights.memory_order import in_c_order
 
 # How numbers are stored, with llama.cpp's number of a file that is mostly so.
@@ -33,7 +33,7 @@ _BLOCK = 32
 _AT_ONCE = 1 << 24
 
 
-class Plan(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of the file.
 
     Args:
@@ -50,7 +50,9 @@ def library() -> Any:
     return load_package("gguf", "gguf", "--format gguf")
 
 
-def plan_tensors(tensors: Mapping[str, LazyArray], exact: set[str], quant: str) -> dict[str, Plan]:
+def plan_tensors(
+    tensors: Mapping[str, LazyArray], exact: set[str], quant: str
+) -> dict[str, GgufTensor]:
     """How each tensor is stored: matrices as asked for, vectors and those named `exact` as float32.
 
     UsageError: the rows of a matrix have no whole number of blocks.
@@ -65,12 +67,12 @@ def plan_tensors(tensors: Mapping[str, LazyArray], exact: set[str], quant: str) 
                 f"--quant {quant}: rounds {_BLOCK} numbers together, and rows of {name} have "
                 f"{tensor.shape[-1]}. Use --quant f16, bf16 or f32."
             )
-        plans[name] = Plan(tensor, kind)
+        plans[name] = GgufTensor(tensor, kind)
     return plans
 
 
 def write_gguf(
-    path: Path, architecture: str, fields: list[Field], plans: Mapping[str, Plan]
+    path: Path, architecture: str, fields: list[GgufField], plans: Mapping[str, GgufTensor]
 ) -> dict[str, int]:
     """Write a file, on the disk when this returns; one tensor is in memory at a time.
 
@@ -105,7 +107,7 @@ def write_gguf(
     return sums
 
 
-def _types(gguf: Any, field: Field) -> tuple[Any, Any]:
+def _types(gguf: Any, field: GgufField) -> tuple[Any, Any]:
     """The type of a field, and that of its entries."""
     kinds = gguf.GGUFValueType
     if field.kind.endswith("s"):
@@ -117,7 +119,7 @@ def _pad(file: Any, alignment: int) -> None:
     file.write(b"\0" * (-file.tell() % alignment))
 
 
-def _write_tensor(file: Any, name: str, plan: Plan) -> int:
+def _write_tensor(file: Any, name: str, plan: GgufTensor) -> int:
     """Writes the numbers of a tensor, some rows at a time; a checksum of the bytes."""
     numbers = plan.tensor.whole()
     rows = numbers.reshape(-1, numbers.shape[-1])
@@ -173,7 +175,7 @@ def _scales_fit(rows: np.ndarray) -> bool:
     return rows.size == 0 or float(np.abs(rows).max()) <= float(np.finfo(np.float16).max)
 
 
-def read_gguf(path: Path, sums: Mapping[str, int], fields: list[Field]) -> dict[str, LazyArray]:
+def read_gguf(path: Path, sums: Mapping[str, int], fields: list[GgufField]) -> dict[str, LazyArray]:
     """The tensors of a file that was just written, which give float32; what is read of them is all
     that is in memory.
 
@@ -218,7 +220,7 @@ def _in_file(tensor: Any) -> LazyArray:
     return LazyArray(shape, read)
 
 
-def _says(reader: Any, field: Field) -> bool:
+def _says(reader: Any, field: GgufField) -> bool:
     """Whether a file has a field with its value."""
     found = reader.get_field(field.key)
     if found is None:

@@ -17,7 +17,7 @@ import tokenizers
 from data_pipeline.base.errors import UsageError
 from data_pipeline.base.strict_json import loads
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, named_token
-from maxtrain.weights.gguf.field import Field
+from maxtrain.weights.gguf.field import GgufField
 
 # Types of tokens.
 _NORMAL = 1
@@ -60,7 +60,7 @@ _SPACE = "\u2581"
 _INSTEAD = "Export with --format hf"
 
 
-class Refused(UsageError):
+class UnsupportedTokenizerError(UsageError):
     """A tokenizer that llama.cpp has no code for."""
 
     def __init__(self, name: str, reason: str, mend: str = _INSTEAD):
@@ -74,7 +74,7 @@ def describe_tokenizer(
     template: str | None = None,
     end_of_turn: int | None = None,
     rule: str | None = None,
-) -> tuple[list[Field], list[str]]:
+) -> tuple[list[GgufField], list[str]]:
     """The keys of a tokenizer, and notes for people.
 
     Args:
@@ -91,12 +91,18 @@ def describe_tokenizer(
     """
     name = tokenizer.name
     if not isinstance(tokenizer, JsonTokenizer):
-        raise Refused(name, "is no tokenizer.json, and llama.cpp reads nothing else")
+        raise UnsupportedTokenizerError(
+            name, "is no tokenizer.json, and llama.cpp reads nothing else"
+        )
     if not tokenizer.fits(vocab_size):
-        raise Refused(name, f"has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}")
+        raise UnsupportedTokenizerError(
+            name, f"has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}"
+        )
     record: Any = loads(tokenizer.content)
     if record["model"]["type"] != "BPE":
-        raise Refused(name, f"is of type {record['model']['type']}, and only BPE can be written")
+        raise UnsupportedTokenizerError(
+            name, f"is of type {record['model']['type']}, and only BPE can be written"
+        )
     notes = []
     if record["model"].get("byte_fallback"):
         fields = _sentencepiece(name, record, tokenizer, vocab_size)
@@ -114,40 +120,46 @@ def describe_tokenizer(
         if record.get("normalizer"):
             kind = record["normalizer"]["type"]
             if kind != "NFC":
-                raise Refused(name, f"changes texts by {kind}, which llama.cpp does not")
+                raise UnsupportedTokenizerError(
+                    name, f"changes texts by {kind}, which llama.cpp does not"
+                )
             notes.append(
                 "Its tokenizer composes characters (NFC) before it looks for words; llama.cpp "
                 "doesn't, so letters with separate accents have other ids there."
             )
     fields += _ends(tokenizer, record, settings, template, end_of_turn)
     if template is not None:
-        fields.append(Field("tokenizer.chat_template", "string", template))
+        fields.append(GgufField("tokenizer.chat_template", "string", template))
     return fields, notes
 
 
 def _byte_level(
     name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int, rule: str
-) -> list[Field]:
+) -> list[GgufField]:
     """The keys of byte-level BPE; `rule`: llama.cpp's name of how words are found."""
     model = record["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise Refused(name, f"has {key}={model[key]!r}, which llama.cpp does not know")
+            raise UnsupportedTokenizerError(
+                name, f"has {key}={model[key]!r}, which llama.cpp does not know"
+            )
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     if not alphabet <= model["vocab"].keys():
-        raise Refused(name, "has no token for some bytes, and is not byte-level BPE")
+        raise UnsupportedTokenizerError(
+            name, "has no token for some bytes, and is not byte-level BPE"
+        )
     merges = [_joined(merge) for merge in model["merges"]]
     return [
-        Field("tokenizer.ggml.model", "string", "gpt2"),
-        Field("tokenizer.ggml.pre", "string", rule),
+        GgufField("tokenizer.ggml.model", "string", "gpt2"),
+        GgufField("tokenizer.ggml.pre", "string", rule),
         *_vocabulary(tokenizer, record, vocab_size),
-        Field("tokenizer.ggml.merges", "strings", merges),
+        GgufField("tokenizer.ggml.merges", "strings", merges),
     ]
 
 
 def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
     """llama.cpp's name of how a tokenizer finds words."""
-    unknown = Refused(
+    unknown = UnsupportedTokenizerError(
         name,
         "finds words by rules that have no known name in llama.cpp",
         "If you know it, give it with --pre-tokenizer NAME (tokenizer.ggml.pre there); otherwise "
@@ -215,25 +227,27 @@ def _joined(merge: Any) -> str:
 
 def _sentencepiece(
     name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int
-) -> list[Field]:
+) -> list[GgufField]:
     """The keys of SentencePiece's BPE, as a tokenizer.json says it."""
     model = record["model"]
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     if not model["vocab"].keys() >= set(bytes_of):
-        raise Refused(name, "has no token for some bytes")
+        raise UnsupportedTokenizerError(name, "has no token for some bytes")
     if model.get("ignore_merges"):
-        raise Refused(name, "has ignore_merges with byte_fallback, which llama.cpp does not know")
+        raise UnsupportedTokenizerError(
+            name, "has ignore_merges with byte_fallback, which llama.cpp does not know"
+        )
     prefix = _has_prefix(name, record)
     scores = _scores(name, record)
     by_id = {i: text for text, i in model["vocab"].items()}
     listed = [scores.get(by_id.get(i, ""), 0.0) for i in range(vocab_size)]
     return [
-        Field("tokenizer.ggml.model", "string", "llama"),
-        Field("tokenizer.ggml.pre", "string", "default"),
+        GgufField("tokenizer.ggml.model", "string", "llama"),
+        GgufField("tokenizer.ggml.pre", "string", "default"),
         *_vocabulary(tokenizer, record, vocab_size),
-        Field("tokenizer.ggml.scores", "float32s", listed),
-        Field("tokenizer.ggml.add_space_prefix", "bool", prefix),
-        Field("tokenizer.ggml.remove_extra_whitespaces", "bool", False),
+        GgufField("tokenizer.ggml.scores", "float32s", listed),
+        GgufField("tokenizer.ggml.add_space_prefix", "bool", prefix),
+        GgufField("tokenizer.ggml.remove_extra_whitespaces", "bool", False),
     ]
 
 
@@ -259,14 +273,20 @@ def _has_prefix(name: str, record: Any) -> bool:
                 spaces = True
                 prefix = scheme != "never"
                 if step.get("split", True):
-                    raise Refused(name, "divides texts at spaces before it merges, as none there")
+                    raise UnsupportedTokenizerError(
+                        name, "divides texts at spaces before it merges, as none there"
+                    )
             case {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}:
                 # Gemma's: no space is left to divide at.
                 pass
             case _:
-                raise Refused(name, f"does {step['type']} to texts, which llama.cpp does not")
+                raise UnsupportedTokenizerError(
+                    name, f"does {step['type']} to texts, which llama.cpp does not"
+                )
     if not spaces:
-        raise Refused(name, f"has byte_fallback and does not write spaces as {_SPACE}")
+        raise UnsupportedTokenizerError(
+            name, f"has byte_fallback and does not write spaces as {_SPACE}"
+        )
     return prefix
 
 
@@ -284,7 +304,9 @@ def _scores(name: str, record: Any) -> dict[str, float]:
     for place, pair in enumerate(pairs):
         text = "".join(pair)
         if text in scores and text != last:
-            raise Refused(name, f"has merges that make {text!r} in different places of its list")
+            raise UnsupportedTokenizerError(
+                name, f"has merges that make {text!r} in different places of its list"
+            )
         last = text
         scores.setdefault(text, -float(place))
     listed = set(pairs)
@@ -293,13 +315,13 @@ def _scores(name: str, record: Any) -> dict[str, float]:
         for cut in range(1, len(text)):
             pair = (text[:cut], text[cut:])
             if pair[0] in vocabulary and pair[1] in vocabulary and pair not in listed:
-                raise Refused(
+                raise UnsupportedTokenizerError(
                     name, f"does not merge {pair[0]!r} with {pair[1]!r}, as llama.cpp would"
                 )
     return scores
 
 
-def _vocabulary(tokenizer: JsonTokenizer, record: Any, vocab_size: int) -> Iterator[Field]:
+def _vocabulary(tokenizer: JsonTokenizer, record: Any, vocab_size: int) -> Iterator[GgufField]:
     """The tokens of a model, with their types."""
     added = tokenizer.inner.get_added_tokens_decoder()
     by_id = {i: text for text, i in record["model"]["vocab"].items()}
@@ -323,8 +345,8 @@ def _vocabulary(tokenizer: JsonTokenizer, record: Any, vocab_size: int) -> Itera
             kind = _UNKNOWN
         texts.append(text)
         types.append(kind)
-    yield Field("tokenizer.ggml.tokens", "strings", texts)
-    yield Field("tokenizer.ggml.token_type", "int32s", types)
+    yield GgufField("tokenizer.ggml.tokens", "strings", texts)
+    yield GgufField("tokenizer.ggml.token_type", "int32s", types)
 
 
 def _ends(
@@ -333,7 +355,7 @@ def _ends(
     settings: Mapping[str, Any],
     template: str | None,
     end_of_turn: int | None,
-) -> Iterator[Field]:
+) -> Iterator[GgufField]:
     """The tokens around texts, and whether llama.cpp puts one before each."""
     begin = _put_before(tokenizer)
     adds = begin is not None
@@ -345,16 +367,18 @@ def _ends(
         begin = tokenizer.eod_id
         adds = template is None and begin is not None
     if begin is not None:
-        yield Field("tokenizer.ggml.bos_token_id", "uint32", begin)
+        yield GgufField("tokenizer.ggml.bos_token_id", "uint32", begin)
     if tokenizer.eod_id is not None:
-        yield Field("tokenizer.ggml.eos_token_id", "uint32", tokenizer.eod_id)
+        yield GgufField("tokenizer.ggml.eos_token_id", "uint32", tokenizer.eod_id)
     if end_of_turn is not None:
-        yield Field("tokenizer.ggml.eot_token_id", "uint32", end_of_turn)
+        yield GgufField("tokenizer.ggml.eot_token_id", "uint32", end_of_turn)
     unknown = record["model"].get("unk_token")
     if unknown in record["model"]["vocab"]:
-        yield Field("tokenizer.ggml.unknown_token_id", "uint32", record["model"]["vocab"][unknown])
-    yield Field("tokenizer.ggml.add_bos_token", "bool", adds)
-    yield Field("tokenizer.ggml.add_eos_token", "bool", False)
+        yield GgufField(
+            "tokenizer.ggml.unknown_token_id", "uint32", record["model"]["vocab"][unknown]
+        )
+    yield GgufField("tokenizer.ggml.add_bos_token", "bool", adds)
+    yield GgufField("tokenizer.ggml.add_eos_token", "bool", False)
 
 
 def _put_before(tokenizer: JsonTokenizer) -> int | None:

@@ -23,7 +23,7 @@ from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.schema import PipelineConfig
 from maxtrain.models.cost import TokenFlops
-from maxtrain.parallel.compiled.roofline import Line, Roofline
+from maxtrain.parallel.compiled.roofline import CollectiveTime, Roofline
 from maxtrain.parallel.topologies import described_devices
 
 pytestmark = pytest.mark.usefixtures("this_process")
@@ -363,7 +363,7 @@ TURNS = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(CONFIG.model, remat="none", pipeline=PipelineConfig(schedule="1f1b")),
 )
-LINE = Line("all-gather", ("fsdp",), 3, 1e6, 0.2)
+LINE = CollectiveTime("all-gather", ("fsdp",), 3, 1e6, 0.2)
 
 
 def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **others):

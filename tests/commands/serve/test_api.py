@@ -17,7 +17,7 @@ from maxtrain.commands.serve.constraints import Grammars
 from maxtrain.commands.serve.protocol import Served
 from maxtrain.commands.serve.worker import Part, Worker
 from maxtrain.inference.chat import Chat
-from maxtrain.inference.text import Token
+from maxtrain.inference.text import OutputToken
 
 HERMES = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
@@ -82,7 +82,7 @@ class Writer(Worker):
                 scores = [(-1.0 - n, [(65, -0.5), (66, -0.75)]) for n in range(len(job.prompt) - 1)]
             for at in range(0, len(content), 3):
                 tokens = [
-                    Token(i, -1.0, at + n, [(i, -1.0), (90, -2.0)])
+                    OutputToken(i, -1.0, at + n, [(i, -1.0), (90, -2.0)])
                     for n, i in enumerate(content[at : at + 3])
                 ]
                 text = content[at : at + 3].decode()

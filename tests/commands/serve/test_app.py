@@ -25,7 +25,7 @@ from maxtrain.commands.serve.request_error import RequestError, log_exception
 from maxtrain.commands.serve.tool_formats import CompletionReader
 from maxtrain.commands.serve.worker import Part, Worker
 from maxtrain.inference.chat import Chat
-from maxtrain.inference.text import Token
+from maxtrain.inference.text import OutputToken
 
 KEY = "Schlüssel"
 LIMITS = Limits(5, 10**7, (KEY, "another"), ())
@@ -53,7 +53,7 @@ class ScriptedWorker(Worker):
             if self.cancelled.wait(self.seconds):
                 return
             for job in jobs:
-                job.tell(Part("a", [Token(97, -1.0, number)], None))
+                job.tell(Part("a", [OutputToken(97, -1.0, number)], None))
         for job in jobs:
             job.tell(Part("", [], "length"))
 
@@ -621,7 +621,7 @@ def test_texts_that_can_never_fit_are_refused_before_they_are_encoded(pretrained
 def test_log_probabilities_have_bytes_and_places():
     served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
     request = encode(read_completion({"prompt": "a", "logprobs": 0}, served), served)
-    tokens = [Token(0xC3, -1.0, 0), Token(0xA9, -2.0, 0), Token(97, -3.0, 1)]
+    tokens = [OutputToken(0xC3, -1.0, 0), OutputToken(0xA9, -2.0, 0), OutputToken(97, -3.0, 1)]
     told = Answers(request, served, is_chat=False).whole([[Part("éa", tokens, "length")]])
     assert told["choices"][0]["logprobs"] == {
         "tokens": ["\ufffd", "\ufffd", "a"],

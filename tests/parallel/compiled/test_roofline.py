@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.base.errors import ConfigError
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.roofline import lines_of, roofline, seconds_of
-from maxtrain.parallel.compiled.work import Work
+from maxtrain.parallel.compiled.work import ProgramWork
 from maxtrain.parallel.hardware import links
 
 GB = 1e9
@@ -85,14 +85,15 @@ def test_a_collective_takes_what_its_slowest_links_take(devices, kind, places, s
 
 
 def test_a_program_for_several_slices_numbers_the_devices_of_one():
-    """In a mesh where slices are between two axes of one: 0 to 3 of it are the chips at 0, 1, 4, 5."""
+    """In a mesh where slices are between two axes of one: 0 to 3 of it are the chips at 0, 1, 4,
+    5."""
     chips = [chip("TPU v5 lite", *place, 0, of_slice=0) for place in np.ndindex(2, 2)]
     others = [chip("TPU v5 lite", *place, 0, of_slice=1) for place in np.ndindex(2, 2)]
     devices = np.array([*chips[:2], *others[:2], *chips[2:], *others[2:]])
     mesh = SimpleNamespace(devices=devices, shape={"data": 2, "stage": 2, "fsdp": 2})
     counts = {Collective("all-reduce", GB, "{{0,2},{1,3}}"): 1}
     counts[Collective("all-reduce", GB, "[2,2]<=[4]")] = 1
-    lines = lines_of(Work(0.0, 0.0, Counter(counts)), mesh, links(devices[0]))
+    lines = lines_of(ProgramWork(0.0, 0.0, Counter(counts)), mesh, links(devices[0]))
     assert {line.axes for line in lines} == {("data",), ("fsdp",)}
     # Of two chips that a link of 50 GB/s joins.
     assert [line.seconds for line in lines] == [pytest.approx(1 / 50)] * 2
@@ -102,7 +103,7 @@ def test_a_step_takes_the_longest_of_its_three_parts():
     mesh = SimpleNamespace(devices=np.array(H100).reshape(2, 8), shape={"data": 2, "fsdp": 8})
     gathers = {Collective("all-gather", GB, "[2,8]<=[16]"): 9, Collective("all-gather", 0, ALL): 2}
     alone = Collective("all-reduce", GB, "[16,1]<=[16]")
-    work = Work(2e15, 3.35e12, Counter({**gathers, alone: 5}))
+    work = ProgramWork(2e15, 3.35e12, Counter({**gathers, alone: 5}))
     found = links(H100[0])
     lines = lines_of(work, mesh, found)
     gather, whole = lines
@@ -117,7 +118,7 @@ def test_a_step_takes_the_longest_of_its_three_parts():
     assert times.seconds == times.products
     assert times.without_overlap == pytest.approx(sum(times))
     # Custom kernels hide products, but not those of the model.
-    hidden = roofline(Work(1e12), 1e15, 989.5e12, [], found)
+    hidden = roofline(ProgramWork(1e12), 1e15, 989.5e12, [], found)
     assert hidden.products == pytest.approx(1e15 / 989.5e12)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.hlo import parse, shapes_of
-from maxtrain.parallel.compiled.loops import Place, rounds
+from maxtrain.parallel.compiled.loops import LoopBody, rounds
 from maxtrain.parallel.compiled.work import work_of
 
 # As the compiler for GPUs writes it: 3 rounds of a gather, a product and a reduction; and a branch.
@@ -278,7 +278,7 @@ def test_programs_of_this_machine_have_the_products_of_their_loops():
     # Forward, and the gradients of both.
     assert work_of(module, has_small_memories=False).flops == 3 * 5 * 2 * 16 * 32 * 32
     loops = [one for one in module.entry.instructions.values() if one.opcode == "while"]
-    assert [rounds(module, one, Place(module.entry)) for one in loops] == [5, 5]
+    assert [rounds(module, one, LoopBody(module.entry)) for one in loops] == [5, 5]
 
 
 @pytest.mark.parametrize(

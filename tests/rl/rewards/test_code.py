@@ -10,7 +10,7 @@ from maxtrain.rl.rewards import code
 from maxtrain.rl.rewards.code import program_of
 from maxtrain.rl.rewards.registry import RewardSet
 from maxtrain.rl.rewards.sandbox import confinement
-from maxtrain.rl.rewards.sandbox.probe import Found
+from maxtrain.rl.rewards.sandbox.probe import ConfinementSupport
 from maxtrain.rl.rewards.workers import RewardWorkers
 from tests.rl.rewards.test_workers import assert_gone
 
@@ -19,7 +19,7 @@ NOWHERE = "tests.rl.rewards.test_code:nowhere"
 
 def nowhere():
     """In a worker: what a machine says that cannot confine programs."""
-    return list(Found("", "there is no Landlock"))
+    return list(ConfinementSupport("", "there is no Landlock"))
 
 
 def test_the_last_block_is_the_program():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtrain.rl.rewards.no_programs import RefusedError, no_programs
+from maxtrain.rl.rewards.no_programs import ForbiddenOperationError, no_programs
 
 ATTEMPTS = {
     "eval": lambda file: eval("1 + 1"),
@@ -37,7 +37,7 @@ ATTEMPTS = {
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_programs_are_refused_only_within(tmp_path, name):
     file = tmp_path / "canary"
-    with pytest.raises(RefusedError), no_programs():
+    with pytest.raises(ForbiddenOperationError), no_programs():
         ATTEMPTS[name](file)
     assert not file.exists()
     assert eval("1 + 1") == 2
@@ -61,6 +61,6 @@ def test_it_may_be_nested_and_ends_with_the_outer_one():
     with no_programs():
         with no_programs():
             pass
-        with pytest.raises(RefusedError):
+        with pytest.raises(ForbiddenOperationError):
             eval("1")
     assert eval("1") == 1

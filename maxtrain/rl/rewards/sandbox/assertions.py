@@ -52,7 +52,7 @@ class UnsupportedTestsError(Exception):
     """The tests cannot be judged from outside of the program."""
 
 
-class Assertions(NamedTuple):
+class JudgeableTests(NamedTuple):
     """Tests that can be judged.
 
     Attributes:
@@ -68,7 +68,7 @@ class Assertions(NamedTuple):
     check: str | None
 
 
-def read_assertions(source: str, entry_point: str | None) -> Assertions:
+def read_assertions(source: str, entry_point: str | None) -> JudgeableTests:
     """Return tests that can be judged. Raise an UnsupportedTestsError with the reason if they
     cannot."""
     try:
@@ -98,7 +98,7 @@ def read_assertions(source: str, entry_point: str | None) -> Assertions:
     if not any(map(_is_check, ast.walk(tree))):
         raise UnsupportedTestsError("they check nothing")
     _refuse_objects(tree, set(names))
-    return Assertions(tree, names, imports, check)
+    return JudgeableTests(tree, names, imports, check)
 
 
 class _OwnNames(ast.NodeTransformer):

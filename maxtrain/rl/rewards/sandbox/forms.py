@@ -1,7 +1,8 @@
 """The formats of program tests in datasets, and their conversion.
 
-`Assertions` are Python, as in MBPP and HumanEval. `Calls` are arguments and results of a function,
-and `Scripts` are inputs and outputs of a program, as in APPS, CodeContests and LiveCodeBench.
+`AssertionTests` are Python, as in MBPP and HumanEval. `FunctionCases` are arguments and results of
+a function, and `ProgramCases` are inputs and outputs of a program, as in APPS, CodeContests and
+LiveCodeBench.
 """
 
 import json
@@ -13,14 +14,14 @@ _OUTPUTS = ("outputs", "output")
 _NAMES = ("fn_name", "func_name", "entry_point")
 
 
-class Assertions(NamedTuple):
+class AssertionTests(NamedTuple):
     """Tests in Python, and the function for `check(candidate)`."""
 
     tests: str
     entry_point: str | None
 
 
-class Calls(NamedTuple):
+class FunctionCases(NamedTuple):
     """Cases of a function: its arguments, and the result.
 
     Attributes:
@@ -33,7 +34,7 @@ class Calls(NamedTuple):
     may_be_wrapped: bool = False
 
 
-class Scripts(NamedTuple):
+class ProgramCases(NamedTuple):
     """Cases of a program: its input, and its output."""
 
     cases: list[tuple[str, str]]
@@ -43,27 +44,31 @@ class NoTestsError(ValueError):
     """The value has none of the formats."""
 
 
-def read_tests(value: Any, entry_point: str | None) -> Assertions | Calls | Scripts:
+def read_tests(
+    value: Any, entry_point: str | None
+) -> AssertionTests | FunctionCases | ProgramCases:
     """Return the tests of a row. Raise a NoTestsError if the value has none of the formats."""
     if isinstance(value, str):
         text = value.lstrip()
         if not text.startswith(("{", "[")):
-            return Assertions(value, entry_point)
+            return AssertionTests(value, entry_point)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            return Assertions(text, entry_point)
+            return AssertionTests(text, entry_point)
     if isinstance(value, Mapping):
         return _cases(value, entry_point)
     if isinstance(value, Sequence) and value:
         if all(isinstance(each, str) for each in value):
-            return Assertions("\n".join(value), entry_point)
+            return AssertionTests("\n".join(value), entry_point)
         if all(isinstance(each, Mapping) for each in value):
             return _joined(value, entry_point)
     raise NoTestsError(f"the tests are neither Python nor cases ({type(value).__name__})")
 
 
-def _joined(cases: Sequence[Mapping[str, Any]], entry_point: str | None) -> Calls | Scripts:
+def _joined(
+    cases: Sequence[Mapping[str, Any]], entry_point: str | None
+) -> FunctionCases | ProgramCases:
     """Convert a list of cases, each with an input and an output."""
     merged: dict[str, Any] = {"inputs": [], "outputs": []}
     kinds = set()
@@ -80,7 +85,7 @@ def _joined(cases: Sequence[Mapping[str, Any]], entry_point: str | None) -> Call
     return _cases(merged, entry_point)
 
 
-def _cases(value: Mapping[str, Any], entry_point: str | None) -> Calls | Scripts:
+def _cases(value: Mapping[str, Any], entry_point: str | None) -> FunctionCases | ProgramCases:
     inputs, outputs = _one_of(value, _INPUTS), _one_of(value, _OUTPUTS)
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
         inputs, outputs = [inputs], [outputs]
@@ -88,14 +93,14 @@ def _cases(value: Mapping[str, Any], entry_point: str | None) -> Calls | Scripts
         raise NoTestsError(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
     name = next((value[each] for each in _NAMES if value.get(each)), None)
     if name is None:
-        return Scripts([(_text(a), _text(b)) for a, b in zip(inputs, outputs)])
+        return ProgramCases([(_text(a), _text(b)) for a, b in zip(inputs, outputs)])
     if not isinstance(name, str):
         raise NoTestsError("`fn_name` is no text")
     cases = [_call(a, b) for a, b in zip(inputs, outputs)]
     if all(isinstance(each, list) and len(each) == 1 for _, each in cases):
         # APPS writes each result as a list of one.
-        return Calls(name, cases, True)
-    return Calls(name, cases)
+        return FunctionCases(name, cases, True)
+    return FunctionCases(name, cases)
 
 
 def _one_of(value: Mapping[str, Any], names: Sequence[str]) -> Any:

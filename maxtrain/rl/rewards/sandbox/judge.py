@@ -19,15 +19,15 @@ import unittest
 from typing import Any, NoReturn
 
 from maxtrain.rl.rewards.sandbox.assertions import (
-    Assertions,
+    JudgeableTests,
     UnsupportedTestsError,
     functions_to_call,
     read_assertions,
 )
 from maxtrain.rl.rewards.sandbox.values import (
-    Decoder,
-    Encoder,
     ProtocolError,
+    ValueDecoder,
+    ValueEncoder,
     receive,
     send,
 )
@@ -46,7 +46,7 @@ _DETAIL = 2000
 _TOLERANCE = 1e-6
 
 
-class Stop(BaseException):
+class TestsEnd(BaseException):
     """Exception that ends the tests when there is a verdict; tests must not be able to continue."""
 
 
@@ -86,7 +86,7 @@ def _judge(channel: "_Channel", run: Any) -> tuple[str, str]:
     return PASSED, ""
 
 
-def _run_assertions(channel: "_Channel", tests: Assertions, job: dict[str, Any]) -> None:
+def _run_assertions(channel: "_Channel", tests: JudgeableTests, job: dict[str, Any]) -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__
@@ -110,10 +110,10 @@ def _run_assertions(channel: "_Channel", tests: Assertions, job: dict[str, Any])
         elif definition.name.startswith("Test"):
             _run_methods(cls)
     if channel.failure:
-        raise Stop
+        raise TestsEnd
 
 
-def _import_modules(tests: Assertions) -> None:
+def _import_modules(tests: JudgeableTests) -> None:
     """Raise an UnsupportedTestsError if a module that the tests import is not installed."""
     wanted = [package for package, _ in tests.imports.values()]
     for node in tests.tree.body:
@@ -132,7 +132,7 @@ def _run_unittest(channel: "_Channel", cls: type[unittest.TestCase]) -> None:
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(cls).run(result)
     if channel.failure or channel.unsupported:
-        raise Stop
+        raise TestsEnd
     problems = [*result.failures, *result.errors]
     if problems or result.unexpectedSuccesses:
         channel.fail(problems[0][1] if problems else "a test passed that must fail")
@@ -224,11 +224,11 @@ class _Channel:
     def fail(self, why: str) -> NoReturn:
         """Record that the program has failed, and stop the tests."""
         self.failure = self.failure or why
-        raise Stop
+        raise TestsEnd
 
     def note(self, error: BaseException) -> None:
         """Record the exception that ended the tests."""
-        if isinstance(error, Stop) and (self.failure or self.unsupported):
+        if isinstance(error, TestsEnd) and (self.failure or self.unsupported):
             return
         if isinstance(error, UnsupportedTestsError):
             self.unsupported = self.unsupported or str(error)
@@ -238,20 +238,20 @@ class _Channel:
     def request(self, do: str, *operands: Any) -> Any:
         """Let the program execute a request; return its value or raise its exception."""
         if self.failure or self.unsupported:
-            raise Stop
-        encoder = Encoder(self._node)
+            raise TestsEnd
+        encoder = ValueEncoder(self._node)
         try:
             references = [encoder.add(each) for each in operands]
             send(self._connection, {"do": do, "nodes": encoder.nodes, "operands": references})
         except UnsupportedTestsError as error:
             self.unsupported = str(error)
-            raise Stop from None
+            raise TestsEnd from None
         except (ValueError, ProtocolError) as error:
             # The tests are certainly at fault only before the program has returned anything.
             if self._has_returned:
                 self.fail(str(error))
             self.unsupported = str(error)
-            raise Stop from None
+            raise TestsEnd from None
         except OSError:
             self.fail("the program ended")
         message = self._receive()
@@ -259,7 +259,7 @@ class _Channel:
             self._call_back(message)
             message = self._receive()
         try:
-            decoder = Decoder(message["nodes"], self._value, encoder.containers)
+            decoder = ValueDecoder(message["nodes"], self._value, encoder.containers)
             for number, node in message["changed"]:
                 decoder.fill(encoder.containers[number], node)
             if "raised" not in message:
@@ -284,7 +284,7 @@ class _Channel:
     def _call_back(self, message: dict[str, Any]) -> None:
         """Execute a call of a function of the tests by the program."""
         try:
-            decoder = Decoder(message["nodes"], self._value)
+            decoder = ValueDecoder(message["nodes"], self._value)
             arguments, keywords = (decoder.get(each) for each in message["operands"])
             number = message["call_back"]
             if type(number) is not int or number < 0:
@@ -294,12 +294,12 @@ class _Channel:
                 raise ProtocolError("arguments are none")
         except Exception as problem:
             self.fail(f"the program broke the protocol ({type(problem).__name__}: {problem})")
-        encoder = Encoder(self._node)
+        encoder = ValueEncoder(self._node)
         try:
             answer = {"value": encoder.add(function(*arguments, **keywords))}
         except UnsupportedTestsError as error:
             self.unsupported = str(error)
-            raise Stop from None
+            raise TestsEnd from None
         except Exception as error:
             name = type(error).__name__
             answer = {"raised": name, "arguments": encoder.add((str(error),))}
@@ -348,13 +348,13 @@ class _Channel:
         if kind == "exception":
             if argument not in self._exceptions:
                 self._exceptions[argument] = type(
-                    str(node[2]), (_OfProgram, _known_exception(node[3])), {}
+                    str(node[2]), (_ProgramError, _known_exception(node[3])), {}
                 )
             return self._exceptions[argument]
         raise ProtocolError("a node is of no known kind")
 
     def _exception(
-        self, message: dict[str, Any], decoder: Decoder, is_iteration: bool
+        self, message: dict[str, Any], decoder: ValueDecoder, is_iteration: bool
     ) -> BaseException:
         """Return the exception that the program raised: of a class that the tests know, or of a
         built-in one."""
@@ -372,12 +372,12 @@ class _Channel:
             return RuntimeError("a function of the program raised StopIteration")
         error = cls.__new__(cls)
         error.args = arguments
-        if isinstance(error, _OfProgram):
+        if isinstance(error, _ProgramError):
             error.of_program = decoder.get(message["self"])
         return error
 
 
-class _OfProgram:
+class _ProgramError:
     """An exception whose class the program defined; its attributes are in the program."""
 
     of_program: Any = None

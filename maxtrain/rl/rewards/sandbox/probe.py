@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxtrain.rl.rewards.sandbox import confinement
-from maxtrain.rl.rewards.sandbox.runner import PASSED, ConfinementError, Ran, Sandbox
+from maxtrain.rl.rewards.sandbox.runner import PASSED, ConfinementError, Sandbox, SandboxResult
 
 _SECONDS = 20.0
 _MEMORY_BYTES = 1 << 29
@@ -93,17 +93,19 @@ print("filled")
 _FILL_BYTES = 8 << 20
 
 
-class Found(NamedTuple):
+class ConfinementSupport(NamedTuple):
     """The kind of confinement that works here, or "" and why each kind does not."""
 
     kind: str
     why_not: str
 
 
-def find_confinement() -> Found:
+def find_confinement() -> ConfinementSupport:
     """Return the first kind of confinement that the program could not break out of."""
     if sys.platform != "linux":
-        return Found("", f"{sys.platform} has neither namespaces nor Landlock: only Linux has")
+        return ConfinementSupport(
+            "", f"{sys.platform} has neither namespaces nor Landlock: only Linux has"
+        )
     reasons = []
     for kind in (confinement.NAMESPACES, confinement.LANDLOCK):
         try:
@@ -112,9 +114,9 @@ def find_confinement() -> Found:
             reasons.append(f"{kind}: {error}")
             continue
         if not worked:
-            return Found(kind, "")
+            return ConfinementSupport(kind, "")
         reasons.append(f"{kind}: a program could {', '.join(worked)}")
-    return Found("", "; ".join(reasons))
+    return ConfinementSupport("", "; ".join(reasons))
 
 
 def attack(kind: str) -> list[str]:
@@ -161,7 +163,7 @@ def attack(kind: str) -> list[str]:
         return worked
 
 
-def _run(sandbox: Sandbox, program: str) -> Ran:
+def _run(sandbox: Sandbox, program: str) -> SandboxResult:
     ends = time.monotonic() + _SECONDS
     return sandbox.run_script(program, "", _SECONDS, _MEMORY_BYTES, ends)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtrain.rl.rewards.sandbox.values import (
-    Decoder,
-    Encoder,
     ProtocolError,
+    ValueDecoder,
+    ValueEncoder,
     receive,
     send,
 )
@@ -67,7 +67,7 @@ def serve_functions() -> int:
         return 1
     _flush()
     send(connection, {"loaded": True})
-    _Server(connection, main).serve()
+    _ObjectServer(connection, main).serve()
     return 0
 
 
@@ -101,7 +101,7 @@ def _text(error: BaseException) -> str:
         return "an exception without a text"
 
 
-class _Server:
+class _ObjectServer:
     """The program's objects that the judge has handles of, and the operations on them."""
 
     def __init__(self, connection: socket.socket, main: types.ModuleType):
@@ -122,12 +122,12 @@ class _Server:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request: a value or an exception, and the containers that have
         changed."""
-        decoder = Decoder(request["nodes"], self._foreign_value)
+        decoder = ValueDecoder(request["nodes"], self._foreign_value)
         operands = [decoder.get(each) for each in request["operands"]]
         containers = decoder.containers
         before = [_snapshot(each) for each in containers]
         known = {id(each): number for number, each in enumerate(containers)}
-        encoder = Encoder(self._foreign_node, known, converts=True)
+        encoder = ValueEncoder(self._foreign_node, known, converts=True)
         answer: dict[str, Any] = {}
         try:
             result = getattr(self, f"_do_{request['do']}")(*operands)
@@ -143,7 +143,7 @@ class _Server:
         _flush()
         return answer
 
-    def _raised(self, error: BaseException, encoder: Encoder) -> dict[str, Any]:
+    def _raised(self, error: BaseException, encoder: ValueEncoder) -> dict[str, Any]:
         classes = [
             [cls.__module__, cls.__qualname__, self._handle(cls)]
             for cls in type(error).__mro__
@@ -191,7 +191,7 @@ class _Server:
 
     def call_back(self, number: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Call a function of the tests, which runs in the judge."""
-        encoder = Encoder(self._foreign_node, converts=True)
+        encoder = ValueEncoder(self._foreign_node, converts=True)
         operands = [encoder.add(arguments), encoder.add(keywords)]
         message = {"call_back": number, "nodes": encoder.nodes, "operands": operands}
         send(self._connection, message)
@@ -201,7 +201,7 @@ class _Server:
                 break
             # The function of the tests calls the program in turn.
             send(self._connection, self._answer(message))
-        decoder = Decoder(message["nodes"], self._foreign_value)
+        decoder = ValueDecoder(message["nodes"], self._foreign_value)
         if "raised" in message:
             cls = getattr(builtins, message["raised"], Exception)
             raise cls(*decoder.get(message["arguments"]))
@@ -272,7 +272,7 @@ class _Server:
 class _Callback:
     """A function of the tests, which the judge calls."""
 
-    def __init__(self, server: _Server, number: int):
+    def __init__(self, server: _ObjectServer, number: int):
         self._server = server
         self.number = number
         self.__name__ = "function_of_the_tests"

@@ -51,7 +51,7 @@ _PROGRAM = (
 )
 
 
-class Ran(NamedTuple):
+class SandboxResult(NamedTuple):
     """An outcome, with the end of the program's output or a text about what went wrong."""
 
     outcome: str
@@ -151,10 +151,10 @@ class Sandbox:
     def run(
         self,
         program: str | None,
-        tests: forms.Assertions | forms.Calls | forms.Scripts,
+        tests: forms.AssertionTests | forms.FunctionCases | forms.ProgramCases,
         seconds: float,
         memory_bytes: int,
-    ) -> Ran:
+    ) -> SandboxResult:
         """Run a program and its tests.
 
         Args:
@@ -164,21 +164,23 @@ class Sandbox:
             memory_bytes: limit of the address space of the program.
         """
         ends = time.monotonic() + seconds
-        if not isinstance(tests, forms.Scripts):
+        if not isinstance(tests, forms.ProgramCases):
             return self._run_functions(program, tests, seconds, memory_bytes, ends)
         for number, (read, expected) in enumerate(tests.cases):
             if program is None:
-                return Ran(FAILED, "no program")
+                return SandboxResult(FAILED, "no program")
             ran = self.run_script(program, read, seconds, memory_bytes, ends)
             if ran.outcome != PASSED:
                 return ran
             if not forms.is_same_output(ran.output, expected):
-                return Ran(FAILED, f"case {number}: printed {ran.output[:_OUTPUT_BYTES]!r}")
-        return Ran(PASSED, "")
+                return SandboxResult(
+                    FAILED, f"case {number}: printed {ran.output[:_OUTPUT_BYTES]!r}"
+                )
+        return SandboxResult(PASSED, "")
 
     def run_script(
         self, program: str, read: str, seconds: float, memory_bytes: int, ends: float
-    ) -> Ran:
+    ) -> SandboxResult:
         """Run a program that reads stdin. PASSED means that it exited with 0; the output is what it
         printed."""
         with contextlib.ExitStack() as stack:
@@ -196,20 +198,20 @@ class Sandbox:
                 outcome = _watch([printed, errors], [child], None, ends)
         if outcome is None and child.status == 0:
             if printed.size > _PRINTED_BYTES:
-                return Ran(FAILED, f"it printed over {_PRINTED_BYTES} bytes")
-            return Ran(PASSED, printed.text())
+                return SandboxResult(FAILED, f"it printed over {_PRINTED_BYTES} bytes")
+            return SandboxResult(PASSED, printed.text())
         if outcome is None and child.status == -signal.SIGXCPU:
             outcome = TIMEOUT
-        return Ran(outcome or FAILED, errors.text())
+        return SandboxResult(outcome or FAILED, errors.text())
 
     def _run_functions(
         self,
         program: str | None,
-        tests: forms.Assertions | forms.Calls,
+        tests: forms.AssertionTests | forms.FunctionCases,
         seconds: float,
         memory_bytes: int,
         ends: float,
-    ) -> Ran:
+    ) -> SandboxResult:
         with contextlib.ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b")).fileno()
             printed = stack.enter_context(_Pipe())
@@ -240,12 +242,12 @@ class Sandbox:
         text = printed.text()
         if outcome is None and verdict is None:
             is_over = any(child.status == -signal.SIGXCPU for child in children)
-            return Ran(TIMEOUT if is_over else FAILED, text)
+            return SandboxResult(TIMEOUT if is_over else FAILED, text)
         if verdict is None:
-            return Ran(outcome or FAILED, text)
+            return SandboxResult(outcome or FAILED, text)
         if verdict[0] == FAILED and any(child.status == -signal.SIGXCPU for child in children):
-            return Ran(TIMEOUT, text)
-        return Ran(verdict[0], text if verdict[0] == PASSED else f"{text}{verdict[1]}")
+            return SandboxResult(TIMEOUT, text)
+        return SandboxResult(verdict[0], text if verdict[0] == PASSED else f"{text}{verdict[1]}")
 
 
 class _Child:
@@ -365,8 +367,8 @@ def _verdict(connection: socket.socket, ends: float) -> tuple[str, str] | None:
     return outcome, detail[:_OUTPUT_BYTES]
 
 
-def _job(tests: forms.Assertions | forms.Calls, has_program: bool) -> dict[str, Any]:
-    if isinstance(tests, forms.Assertions):
+def _job(tests: forms.AssertionTests | forms.FunctionCases, has_program: bool) -> dict[str, Any]:
+    if isinstance(tests, forms.AssertionTests):
         job = {"form": "assertions", "tests": tests.tests, "entry_point": tests.entry_point}
     else:
         job = {"form": "calls", "name": tests.name, "cases": tests.cases}

@@ -101,7 +101,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-class Encoder:
+class ValueEncoder:
     """Encoder of values as a table.
 
     Args:
@@ -217,7 +217,7 @@ def _base_value(value: Any) -> tuple[Any] | None:
     return None
 
 
-class Decoder:
+class ValueDecoder:
     """Decoder that rebuilds values from a table.
 
     Args:

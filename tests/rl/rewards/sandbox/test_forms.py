@@ -5,10 +5,10 @@ import json
 import pytest
 
 from maxtrain.rl.rewards.sandbox.forms import (
-    Assertions,
-    Calls,
+    AssertionTests,
+    FunctionCases,
     NoTestsError,
-    Scripts,
+    ProgramCases,
     is_same_output,
     read_tests,
 )
@@ -19,24 +19,24 @@ CASES = {"input": ["1\n", "2\n"], "output": ["a", "b"]}
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("assert f()", Assertions("assert f()", "f")),
-        (["assert f()", "assert g()"], Assertions("assert f()\nassert g()", "f")),
-        ("[1, 2] == f()", Assertions("[1, 2] == f()", "f")),
-        (CASES, Scripts([("1\n", "a"), ("2\n", "b")])),
-        (json.dumps(CASES), Scripts([("1\n", "a"), ("2\n", "b")])),
-        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, Scripts([("1\n2", "3")])),
+        ("assert f()", AssertionTests("assert f()", "f")),
+        (["assert f()", "assert g()"], AssertionTests("assert f()\nassert g()", "f")),
+        ("[1, 2] == f()", AssertionTests("[1, 2] == f()", "f")),
+        (CASES, ProgramCases([("1\n", "a"), ("2\n", "b")])),
+        (json.dumps(CASES), ProgramCases([("1\n", "a"), ("2\n", "b")])),
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, ProgramCases([("1\n2", "3")])),
         (
             [{"input": "1\n", "output": "a", "type": "stdin_stdout"}],
-            Scripts([("1\n", "a")]),
+            ProgramCases([("1\n", "a")]),
         ),
-        ({"fn_name": "g", "inputs": [[1, 2]], "outputs": [3]}, Calls("g", [([1, 2], 3)])),
+        ({"fn_name": "g", "inputs": [[1, 2]], "outputs": [3]}, FunctionCases("g", [([1, 2], 3)])),
         (
             {"fn_name": "g", "inputs": [[1, 2]], "outputs": [[3]]},
-            Calls("g", [([1, 2], [3])], True),
+            FunctionCases("g", [([1, 2], [3])], True),
         ),
         (
             [{"input": "[1]\n2", "output": "3", "testtype": "functional"}],
-            Calls("f", [([[1], 2], 3)]),
+            FunctionCases("f", [([[1], 2], 3)]),
         ),
     ],
 )

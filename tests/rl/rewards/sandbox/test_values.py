@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtrain.rl.rewards.sandbox.values import Decoder, Encoder, ProtocolError
+from maxtrain.rl.rewards.sandbox.values import ProtocolError, ValueDecoder, ValueEncoder
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
@@ -30,9 +30,9 @@ def refuse(value):
 
 
 def carried(value, **options):
-    encoder = Encoder(refuse, **options)
+    encoder = ValueEncoder(refuse, **options)
     reference = encoder.add(value)
-    return Decoder(encoder.nodes, refuse).get(reference)
+    return ValueDecoder(encoder.nodes, refuse).get(reference)
 
 
 @given(VALUES)
@@ -94,7 +94,7 @@ BROKEN = [
 @pytest.mark.parametrize("nodes", BROKEN)
 def test_broken_tables_are_refused(nodes):
     with pytest.raises(ProtocolError):
-        Decoder(copy.deepcopy(nodes), refuse)
+        ValueDecoder(copy.deepcopy(nodes), refuse)
 
 
 def test_what_is_nested_too_deep_is_refused():
