@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks import one_core
 from data_pipeline.base.errors import UserError
-from maxtrain.commands.fit.estimate import Shape, kernel_flops
+from maxtrain.commands.fit.estimate import RowBatchShape, kernel_flops
 from maxtrain.config import RunConfig, load_config
 from maxtrain.models.cost import token_flops
 from maxtrain.parallel.compiled.hlo import parse
@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
     name: str
     words: tuple[str, ...]
-    batch: Shape
+    batch: RowBatchShape
     base: tuple[str, ...] = _SMALL
 
     @property
@@ -100,14 +100,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("dense", (), Shape(8, 512)),
-    Case("dense, wide", ("model.embed_dim=512", "model.mlp_dim=2048"), Shape(8, 512)),
-    Case("dense, long rows", (), Shape(2, 2048)),
-    Case("dense, few tokens", (), Shape(1, 64)),
-    Case("remat=full", ("model.remat=full",), Shape(8, 512)),
-    Case("accumulation=4", ("optimizer.accumulation=4",), Shape(16, 512)),
-    Case("large vocabulary", ("model.vocab_size=32768",), Shape(4, 512)),
-    Case("experts", _EXPERTS, Shape(8, 512)),
+    Case("dense", (), RowBatchShape(8, 512)),
+    Case("dense, wide", ("model.embed_dim=512", "model.mlp_dim=2048"), RowBatchShape(8, 512)),
+    Case("dense, long rows", (), RowBatchShape(2, 2048)),
+    Case("dense, few tokens", (), RowBatchShape(1, 64)),
+    Case("remat=full", ("model.remat=full",), RowBatchShape(8, 512)),
+    Case("accumulation=4", ("optimizer.accumulation=4",), RowBatchShape(16, 512)),
+    Case("large vocabulary", ("model.vocab_size=32768",), RowBatchShape(4, 512)),
+    Case("experts", _EXPERTS, RowBatchShape(8, 512)),
 )
 
 _LLAMA = ("config=llama3_1b", "precision.activations=bfloat16", "mesh.fsdp=1")
@@ -120,16 +120,19 @@ _FEW_EXPERTS = (
     "mesh.expert=1",
 )
 GPU_CASES = (
-    Case("xla", ("model.attention=xla",), Shape(4, 4096), _LLAMA),
-    Case("triton", ("model.attention=triton",), Shape(4, 4096), _LLAMA),
-    Case("mosaic", ("model.attention=mosaic",), Shape(4, 4096), _LLAMA),
-    Case("cudnn", _CUDNN, Shape(4, 4096), _LLAMA),
+    Case("xla", ("model.attention=xla",), RowBatchShape(4, 4096), _LLAMA),
+    Case("triton", ("model.attention=triton",), RowBatchShape(4, 4096), _LLAMA),
+    Case("mosaic", ("model.attention=mosaic",), RowBatchShape(4, 4096), _LLAMA),
+    Case("cudnn", _CUDNN, RowBatchShape(4, 4096), _LLAMA),
     Case(
-        "triton, remat=none", ("model.attention=triton", "model.remat=none"), Shape(4, 4096), _LLAMA
+        "triton, remat=none",
+        ("model.attention=triton", "model.remat=none"),
+        RowBatchShape(4, 4096),
+        _LLAMA,
     ),
-    Case("cudnn, remat=none", (*_CUDNN, "model.remat=none"), Shape(4, 4096), _LLAMA),
-    Case("triton, 16 rows", ("model.attention=triton",), Shape(16, 4096), _LLAMA),
-    Case("experts, triton", ("model.attention=triton",), Shape(4, 4096), _FEW_EXPERTS),
+    Case("cudnn, remat=none", (*_CUDNN, "model.remat=none"), RowBatchShape(4, 4096), _LLAMA),
+    Case("triton, 16 rows", ("model.attention=triton",), RowBatchShape(16, 4096), _LLAMA),
+    Case("experts, triton", ("model.attention=triton",), RowBatchShape(4, 4096), _FEW_EXPERTS),
 )
 
 
@@ -167,7 +170,7 @@ def model_flops(case: Case, programs: StepPrograms) -> float:
 
 
 def measured(
-    programs: StepPrograms, compiled: jax.stages.Compiled, batch: Shape, steps: int
+    programs: StepPrograms, compiled: jax.stages.Compiled, batch: RowBatchShape, steps: int
 ) -> float:
     """The median of the seconds of some steps on random tokens, after one that does not count."""
     with jax.set_mesh(programs.parts.mesh):
@@ -182,7 +185,7 @@ def measured(
     return statistics.median(seconds[1:])
 
 
-def random_batch(programs: StepPrograms, shape: Shape) -> dict[str, jax.Array]:
+def random_batch(programs: StepPrograms, shape: RowBatchShape) -> dict[str, jax.Array]:
     """Rows that are one document each."""
     rng = np.random.default_rng(0)
     vocabulary = programs.parts.config.model.vocab_size

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.fit_here import random_batch
 from benchmarks.one_core import processor
 from benchmarks.stages import STAGES
-from maxtrain.commands.fit.estimate import Shape
+from maxtrain.commands.fit.estimate import RowBatchShape
 from maxtrain.config import load_config
 from maxtrain.models.pipeline import PipelineLayout
 from maxtrain.trainer.abstract_step import StepPrograms
@@ -98,7 +98,7 @@ class Steps:
     def __init__(
         self, form: PipelineLayout, devices: Sequence[Any], schedule: Schedule = SCHEDULES[0]
     ):
-        batch = Shape(ROWS * form.micro_batches, LENGTH)
+        batch = RowBatchShape(ROWS * form.micro_batches, LENGTH)
         words = (
             f"data.batch_size={batch.rows}",
             f"model.pipeline.micro_batches={form.micro_batches}",

@@ -59,7 +59,7 @@ _CHANGES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class Failpoint:
     """What happens where; None: at any step, in any attempt, in any process."""
 
     place: str
@@ -71,7 +71,7 @@ class Fault:
     process: int | None = None
 
 
-_armed: list[Fault] = []
+_armed: list[Failpoint] = []
 
 
 def arm() -> None:
@@ -106,7 +106,7 @@ def hit(place: str, step: int, value: Any = None) -> Any:
     return value
 
 
-def _parse(word: str) -> Fault:
+def _parse(word: str) -> Failpoint:
     """UsageError: a word of the variable is not understood."""
     place, _, rest = word.partition(":")
     does, *numbers = rest.split(":")
@@ -129,10 +129,10 @@ def _parse(word: str) -> Fault:
     given = [int(number) if number else None for number in numbers]
     missing = [None] * (3 - len(given))
     step, attempt, process = [*given, *missing]
-    return Fault(place, action, float(seconds or 1), step, attempt, process)
+    return Failpoint(place, action, float(seconds or 1), step, attempt, process)
 
 
-def _act(fault: Fault, value: Any) -> Any:
+def _act(fault: Failpoint, value: Any) -> Any:
     match fault.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +164,7 @@ def _act(fault: Fault, value: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _changed(array: jax.Array, fault: Fault) -> jax.Array:
+def _changed(array: jax.Array, fault: Failpoint) -> jax.Array:
     """The array with the first number on the first device of this process changed.
 
     Copies on other devices are left alone. Of a batch it is the weight of a target; a batch without

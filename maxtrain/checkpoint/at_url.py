@@ -50,7 +50,7 @@ _IN_STEP = re.compile(rf"({_STEP.pattern})/(.+)")
 _SMALL = (COMMIT, *SMALL_FILES)
 
 
-class Pulled(NamedTuple):
+class UncommittedSteps(NamedTuple):
     """What is at the URL and does not count, by the name of its folder below it.
 
     Attributes:
@@ -106,7 +106,9 @@ def write_url(step: Path, home: RemotePath) -> None:
     write_atomic(step / URL_FILE, home.url.encode())
 
 
-def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None = None) -> Pulled:
+def pull(
+    home: RemotePath, directory: Path, listing: Mapping[str, Found] | None = None
+) -> UncommittedSteps:
     """Makes the steps below a directory those that are at a URL, without their arrays.
 
     Args:
@@ -143,7 +145,7 @@ def pull(home: RemotePath, directory: Path, listing: Mapping[str, Found] | None 
             name = path.relative_to(directory).as_posix()
             if _STEP.fullmatch(name) and name not in good:
                 shutil.rmtree(path)
-    return Pulled(unfinished, lacking)
+    return UncommittedSteps(unfinished, lacking)
 
 
 def _bring(home: RemotePath, step: Path, sizes: Mapping[str, int]) -> str:

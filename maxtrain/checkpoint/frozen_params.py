@@ -24,7 +24,7 @@ FOLDER = "frozen"
 KEY = "frozen"
 
 
-class Frozen(NamedTuple):
+class FrozenArrays(NamedTuple):
     """The frozen arrays that a step needs."""
 
     path: Path
@@ -104,7 +104,7 @@ def _damage_of(path: Path, files: Files) -> str:
     return damage
 
 
-def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> Frozen | None:
+def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> FrozenArrays | None:
     """The frozen arrays that a step needs; None: it needs none.
 
     Args:
@@ -124,7 +124,7 @@ def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> 
         if not why:
             path = place_of(directory, wanted)
             found, _ = migrate(read_commit(path), {})
-            return Frozen(path, found)
+            return FrozenArrays(path, found)
         problems.append(why)
     raise StorageError(
         f"{step} needs the frozen parameters of its run, but {', and '.join(problems)}. "

@@ -33,7 +33,7 @@ from maxtrain.checkpoint.integrity import (
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.checkpoint.local_writing import LocalWriter, write_texts
 from maxtrain.checkpoint.peers import is_here
-from maxtrain.checkpoint.quorum import Held, Whole, what_is_missing, whole_steps
+from maxtrain.checkpoint.quorum import CompleteStep, LocalStep, what_is_missing, whole_steps
 from maxtrain.parallel.agreement import report, tell_all
 
 _TEXTS = (*SMALL_FILES, LOCAL_FILE, "commit.json")
@@ -98,7 +98,7 @@ class LocalSteps:
         held = {step: _to_json(_held(path)) for step, path in self.whole.items()}
         mine = {"host": platform.node(), "told": self._told, "held": held}
         said = [json.loads(text) for text in report(f"{name}/held", json.dumps(mine))]
-        whole: dict[int, Whole] = {}
+        whole: dict[int, CompleteStep] = {}
         if said:
             all_held = [_from_json(theirs["held"]) for theirs in said]
             hosts = [theirs["host"] for theirs in said]
@@ -110,7 +110,7 @@ class LocalSteps:
         text = tell_all(f"{name}/whole", json.dumps(whole))
         self.whole = {}
         for step, found in json.loads(text).items():
-            self._take_part(f"{name}/{step}", int(step), Whole(*found))
+            self._take_part(f"{name}/{step}", int(step), CompleteStep(*found))
 
     def require_same(self, name: str, is_same: bool) -> None:
         """OtherStep, in all processes: what is whole is not what one of them went by.
@@ -138,7 +138,7 @@ class LocalSteps:
                 lines.append(f"Step {step:,} in checkpoint.local is passed over: {why}.")
         return lines
 
-    def _take_part(self, name: str, step: int, whole: Whole) -> None:
+    def _take_part(self, name: str, step: int, whole: CompleteStep) -> None:
         """Has a directory of a step that is whole, with its small files, on this host, too."""
         path = self.writer.path(step)
         sender = whole.holders[0]
@@ -225,7 +225,7 @@ def _unreadable(path: Path) -> str:
     return ""
 
 
-def _held(path: Path) -> Held:
+def _held(path: Path) -> LocalStep:
     """What this process has of a step."""
     text = (path / "commit.json").read_bytes()
     files = read_commit(path)["files"]
@@ -233,16 +233,16 @@ def _held(path: Path) -> Held:
     for place, name in enumerate(sorted(files)):
         if is_here(path, files, name):
             there |= 1 << place
-    return Held(f"{crc32(text):08x}", len(files), there)
+    return LocalStep(f"{crc32(text):08x}", len(files), there)
 
 
-def _to_json(held: Held) -> list[Any]:
+def _to_json(held: LocalStep) -> list[Any]:
     # As hexadecimal digits: numbers of thousands of digits are no JSON to everybody.
     return [held.identity, held.count, f"{held.files:x}"]
 
 
-def _from_json(held: dict[str, list[Any]]) -> dict[int, Held]:
+def _from_json(held: dict[str, list[Any]]) -> dict[int, LocalStep]:
     found = {}
     for step, (identity, count, files) in held.items():
-        found[int(step)] = Held(identity, count, int(files, 16))
+        found[int(step)] = LocalStep(identity, count, int(files, 16))
     return found

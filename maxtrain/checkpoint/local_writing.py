@@ -14,7 +14,7 @@ from data_pipeline.base.errors import StorageError
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import LOCAL_FILE, encode_commit, survey, sync
-from maxtrain.checkpoint.writing import Step, StepWriter, Written, commit_record
+from maxtrain.checkpoint.writing import StepFiles, StepSave, StepWriter, commit_record
 from maxtrain.checkpoint.zarr_reader import is_part_of_array
 from maxtrain.parallel.agreement import forget, raising_together, report, tell_all
 
@@ -48,7 +48,7 @@ class LocalWriter(StepWriter):
         self._told = ""
         return True
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: StepSave) -> None:
         """As of `StepWriter`; the step counts on the disks of the hosts."""
         written = self._written(step)
         staging = self.staging(step.number)
@@ -71,7 +71,7 @@ class LocalWriter(StepWriter):
             )
         self._make_it_count_here(step.number, json.loads(text))
 
-    def _agreed(self, step: Step, written: Written, commit: dict) -> str:
+    def _agreed(self, step: StepSave, written: StepFiles, commit: dict) -> str:
         """What all processes have beside the arrays, by its name, as JSON."""
         failpoints.hit("before_commit", step.number)
         # What belongs to the steps before is at the URL, when this one counts.

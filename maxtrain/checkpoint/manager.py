@@ -43,10 +43,17 @@ from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
 from maxtrain.checkpoint.local import LocalSteps, is_local, saves_since_upload
 from maxtrain.checkpoint.mirror import SecondDirectory
 from maxtrain.checkpoint.orbax_files import copies_are_complete, new_checkpointer, quieten
-from maxtrain.checkpoint.reading import Part, read_parts, require_same
-from maxtrain.checkpoint.retention import Judged, Needed, require_space, superfluous
+from maxtrain.checkpoint.reading import ArrayDirectory, read_parts, require_same
+from maxtrain.checkpoint.retention import SpaceRequirement, StepFacts, require_space, superfluous
 from maxtrain.checkpoint.run_state import best_steps
-from maxtrain.checkpoint.writing import Found, Step, StepWriter, Upload, described, flatten
+from maxtrain.checkpoint.writing import (
+    ArrayChecks,
+    StepSave,
+    StepWriter,
+    Upload,
+    described,
+    flatten,
+)
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.parallel.agreement import await_first, gather, raising_together
 
@@ -198,8 +205,8 @@ class Checkpoints:
             orbax.save(writer.staging(step) / "arrays", args=what)
         # Computed while files are written. A process whose save failed has raised by now: here it
         # would wait for its peers, who wait for it in Orbax.
-        found = Found.begin(state)
-        saved = Step(step, text, arrays, refers, found, next(self._numbers))
+        found = ArrayChecks.begin(state)
+        saved = StepSave(step, text, arrays, refers, found, next(self._numbers))
         if uploaded:
             self._newest = step
             self._since_upload = 0
@@ -251,7 +258,7 @@ class Checkpoints:
         self._constant.is_there(name, is_sound=True)
         return name
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: StepSave) -> None:
         """In the background: when the arrays are written, makes the step a checkpoint, and retires
         old ones."""
         self._retire_on_hosts()
@@ -266,7 +273,7 @@ class Checkpoints:
         self._retire()
         self.copy_newest()
 
-    def _commit_locally(self, step: Step) -> None:
+    def _commit_locally(self, step: StepSave) -> None:
         """As `_commit`, of a step on the disks of hosts alone."""
         assert self.local is not None and self._of_hosts is not None
         self._retire_on_hosts()
@@ -309,10 +316,10 @@ class Checkpoints:
                 newer version.
         """
         path, commit, record = self._open(step)
-        parts = [Part(path, commit)]
+        parts = [ArrayDirectory(path, commit)]
         constant = frozen_params.frozen_of(path, commit, self._directories())
         if constant is not None:
-            parts.append(Part(*constant))
+            parts.append(ArrayDirectory(*constant))
             is_own = constant.path.is_relative_to(self.directory)
             self._constant.is_there(commit[frozen_params.KEY], is_sound=is_own and check)
         names, leaves, treedef = flatten(abstract_state)
@@ -374,7 +381,7 @@ class Checkpoints:
             why = "the newest, which stays on this host,"
             kept = 1
         more = max(1, kept + 1 - len(self.steps()))
-        needed = Needed(size(abstract_state), once, more, key, why)
+        needed = SpaceRequirement(size(abstract_state), once, more, key, why)
         with raising_together(StorageError):
             warning = require_space(self.directory, needed)
             if self.local is not None:
@@ -386,7 +393,9 @@ class Checkpoints:
         more = max(1, local.keep + 1 - len(local.whole))
         why = f"checkpoint.local_keep={local.keep}"
         each = _num_bytes_here(abstract_state)
-        return require_space(local.directory, Needed(each, 0, more, "checkpoint.local", why))
+        return require_space(
+            local.directory, SpaceRequirement(each, 0, more, "checkpoint.local", why)
+        )
 
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: the run goes on from this one on another way.
@@ -579,7 +588,7 @@ class Checkpoints:
             copying = None
             if self._second:
                 copying = self._second.copying
-            judged = Judged(self._confirmed, self._best, copying)
+            judged = StepFacts(self._confirmed, self._best, copying)
             for step in superfluous(self.steps(), judged, self._config):
                 self._remove(step)
             # What is at a URL need not be here but for the newest, which a rollback may want.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
-class Held(NamedTuple):
+class LocalStep(NamedTuple):
     """What a process has of a step on the disk of its host.
 
     Attributes:
@@ -21,7 +21,7 @@ class Held(NamedTuple):
     files: int
 
 
-class Whole(NamedTuple):
+class CompleteStep(NamedTuple):
     """A step whose every file is on the disk of some host.
 
     Attributes:
@@ -33,7 +33,7 @@ class Whole(NamedTuple):
     holders: list[int]
 
 
-def whole_steps(held: Sequence[Mapping[int, Held]]) -> dict[int, Whole]:
+def whole_steps(held: Sequence[Mapping[int, LocalStep]]) -> dict[int, CompleteStep]:
     """The steps that are whole, ascending.
 
     Of two saves of one step that both are (one of them is of a past that the run has left), the one
@@ -50,7 +50,9 @@ def whole_steps(held: Sequence[Mapping[int, Held]]) -> dict[int, Whole]:
     return found
 
 
-def what_is_missing(held: Sequence[Mapping[int, Held]], hosts: Sequence[str]) -> dict[int, str]:
+def what_is_missing(
+    held: Sequence[Mapping[int, LocalStep]], hosts: Sequence[str]
+) -> dict[int, str]:
     """What is on no disk of the steps that are not whole, in words, ascending.
 
     Args:
@@ -76,20 +78,20 @@ def what_is_missing(held: Sequence[Mapping[int, Held]], hosts: Sequence[str]) ->
     return found
 
 
-def _all_steps(held: Sequence[Mapping[int, Held]]) -> list[int]:
+def _all_steps(held: Sequence[Mapping[int, LocalStep]]) -> list[int]:
     return sorted({step for theirs in held for step in theirs})
 
 
-def _saves(step: int, held: Sequence[Mapping[int, Held]]) -> list[Whole]:
+def _saves(step: int, held: Sequence[Mapping[int, LocalStep]]) -> list[CompleteStep]:
     """The saves of a step that processes have something of."""
     holders: dict[str, list[int]] = {}
     for process, theirs in enumerate(held):
         if step in theirs:
             holders.setdefault(theirs[step].identity, []).append(process)
-    return [Whole(identity, processes) for identity, processes in holders.items()]
+    return [CompleteStep(identity, processes) for identity, processes in holders.items()]
 
 
-def _missing(save: Whole, step: int, held: Sequence[Mapping[int, Held]]) -> int:
+def _missing(save: CompleteStep, step: int, held: Sequence[Mapping[int, LocalStep]]) -> int:
     """How many files of a save nobody has."""
     there = 0
     for process in save.holders:

@@ -23,14 +23,16 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather, raise_together
 
 
-class Part(NamedTuple):
+class ArrayDirectory(NamedTuple):
     """A directory with arrays of a step, and its commit record."""
 
     path: Path
     commit: dict[str, Any]
 
 
-def require_same(parts: Sequence[Part], names: list[str], leaves: list[Any], partial: bool) -> None:
+def require_same(
+    parts: Sequence[ArrayDirectory], names: list[str], leaves: list[Any], partial: bool
+) -> None:
     """ConfigError: the arrays of a step are not those that are asked for; with a table.
 
     Args:
@@ -52,7 +54,7 @@ def require_same(parts: Sequence[Part], names: list[str], leaves: list[Any], par
 
 
 def read_parts(
-    parts: Sequence[Part],
+    parts: Sequence[ArrayDirectory],
     targets: dict[str, jax.ShapeDtypeStruct],
     check: bool,
     orbax: ocp.AsyncCheckpointer,
@@ -89,7 +91,7 @@ def read_parts(
 
 
 def _read_part(
-    part: Part,
+    part: ArrayDirectory,
     targets: dict[str, jax.ShapeDtypeStruct],
     check: bool,
     orbax: ocp.AsyncCheckpointer,
@@ -119,7 +121,7 @@ def _read_part(
 
 
 def _read(
-    part: Part,
+    part: ArrayDirectory,
     targets: dict[str, jax.ShapeDtypeStruct],
     arrived: Arrived | None,
     orbax: ocp.AsyncCheckpointer,

@@ -9,7 +9,7 @@ from data_pipeline.base.errors import StorageError
 from maxtrain.config.schema import CheckpointConfig
 
 
-class Judged(NamedTuple):
+class StepFacts(NamedTuple):
     """What is known of the steps of a run.
 
     Attributes:
@@ -23,7 +23,7 @@ class Judged(NamedTuple):
     copying: int | None
 
 
-def superfluous(steps: Sequence[int], judged: Judged, config: CheckpointConfig) -> list[int]:
+def superfluous(steps: Sequence[int], judged: StepFacts, config: CheckpointConfig) -> list[int]:
     """The steps, of these ascending ones, that the config does not keep.
 
     A checkpoint can only be judged by the step after it: the newest that is known to be good
@@ -40,7 +40,7 @@ def superfluous(steps: Sequence[int], judged: Judged, config: CheckpointConfig) 
     return [step for step in steps if step not in kept and (every is None or step % every)]
 
 
-class Needed(NamedTuple):
+class SpaceRequirement(NamedTuple):
     """The space that checkpoints take.
 
     Attributes:
@@ -58,7 +58,7 @@ class Needed(NamedTuple):
     why: str
 
 
-def require_space(directory: Path, needed: Needed) -> str:
+def require_space(directory: Path, needed: SpaceRequirement) -> str:
     """A warning if the disk of a directory has no space for all checkpoints at a time.
 
     Returns:

@@ -56,14 +56,14 @@ def described(names: list[str], leaves: list[Any]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-class Found(NamedTuple):
+class ArrayChecks(NamedTuple):
     """What a device finds out of the arrays that are saved, in their order."""
 
     digests: UInt32[Array, "leaves 2"]
     finite: Bool[Array, " leaves"]
 
     @classmethod
-    def begin(cls, state: PyTree[jax.Array]) -> "Found":
+    def begin(cls, state: PyTree[jax.Array]) -> "ArrayChecks":
         """Starts computing; it waits only where that is necessary."""
         found = cls(digests(state), begin_finite(state))
         # On CPUs it must end before another program that talks to other processes; see `gather`.
@@ -72,7 +72,7 @@ class Found(NamedTuple):
         return found
 
 
-class Step(NamedTuple):
+class StepSave(NamedTuple):
     """A step that is being saved.
 
     Attributes:
@@ -89,11 +89,11 @@ class Step(NamedTuple):
     record: str
     arrays: dict[str, dict[str, Any]]
     constant: str | None
-    found: Found
+    found: ArrayChecks
     save: int
 
 
-class Written(NamedTuple):
+class StepFiles(NamedTuple):
     """What this process has written of a step.
 
     Attributes:
@@ -188,7 +188,7 @@ class StepWriter:
             at_url.remove(self._home / f"{step:08d}")
         self.staging(step).mkdir(parents=True)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: StepSave) -> None:
         """When the arrays are written: writes the rest, and makes it a checkpoint.
 
         Every process hashes the files that it wrote; process 0 makes it count.
@@ -206,7 +206,7 @@ class StepWriter:
         sync(*written.entries)
         self._make_it_count(step.number, commit_record(step, written.finite, said))
 
-    def _written(self, step: Step) -> Written:
+    def _written(self, step: StepSave) -> StepFiles:
         """Hashes what was written here of a step, with the caller's record.
 
         TryAgainError, in all processes: arrays that must be finite are not.
@@ -220,7 +220,7 @@ class StepWriter:
             (staging / RECORD).write_text(step.record, encoding="utf-8")
         entries = sorted(staging.rglob("*"))
         names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
-        return Written(finite, entries, hash_files(staging, self._written_here(names)))
+        return StepFiles(finite, entries, hash_files(staging, self._written_here(names)))
 
     def _written_here(self, names: list[str]) -> list[str]:
         """Of the files of a step that this process sees, those that it answers for.
@@ -296,7 +296,7 @@ class StepWriter:
         )
 
 
-def commit_record(step: Step, finite: dict[str, bool], said: Sequence[str]) -> dict[str, Any]:
+def commit_record(step: StepSave, finite: dict[str, bool], said: Sequence[str]) -> dict[str, Any]:
     """The commit record of a step; on process 0.
 
     Args:

@@ -42,7 +42,7 @@ Arrived = Callable[[str, jax.Array], object]
 Fetch = Callable[[Iterable[str]], object]
 
 
-class Piece(NamedTuple):
+class ZarrChunk(NamedTuple):
     """A file with a part of an array, in C order: its name, and the part that it has."""
 
     file: str
@@ -142,7 +142,7 @@ def _read_pieces(
     path: Path,
     files: Files,
     targets: Mapping[str, jax.ShapeDtypeStruct],
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[ZarrChunk]],
     arrived: Arrived | None,
     fetch: Fetch | None,
 ) -> tuple[dict[str, jax.Array], str]:
@@ -150,7 +150,7 @@ def _read_pieces(
     arrays = {}
     damage: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        plans = {name: _Plan(target, pieces[name]) for name, target in targets.items()}
+        plans = {name: _ReadPlan(target, pieces[name]) for name, target in targets.items()}
         if fetch:
             fetch([piece.file for plan in plans.values() for piece, _ in plan.reads])
         jobs = {}
@@ -172,7 +172,7 @@ def _read_pieces(
 
 def _pieces(
     path: Path, files: Files, name: str, target: jax.ShapeDtypeStruct
-) -> list[Piece] | None:
+) -> list[ZarrChunk] | None:
     """The files of an array; None if it is compressed, or its files are not all there.
 
     Raises:
@@ -196,7 +196,7 @@ def _pieces(
         # An array without dims has one file, by the name of 0.
         name = separator.join(map(str, place)) or "0"
         part = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunks))
-        pieces.append(Piece(f"{folder}/{name}", part))
+        pieces.append(ZarrChunk(f"{folder}/{name}", part))
     if any(piece.file not in files for piece in pieces):
         return None
     num_bytes = math.prod(chunks) * target.dtype.itemsize
@@ -237,10 +237,10 @@ def _read_zarr(file: Path, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
     return zarr
 
 
-class _Plan:
+class _ReadPlan:
     """What of one array this process needs: a buffer for each part, and the files to fill it."""
 
-    def __init__(self, target: jax.ShapeDtypeStruct, pieces: Sequence[Piece]):
+    def __init__(self, target: jax.ShapeDtypeStruct, pieces: Sequence[ZarrChunk]):
         self.target = target
         # By the key of the part that a buffer holds: the part, and the buffer.
         self.buffers = {}
@@ -248,13 +248,13 @@ class _Plan:
         self.devices = target.sharding.addressable_devices_indices_map(target.shape)
         for part in _parts_here(target):
             self.buffers[_key(part)] = (part, aligned_empty(_shape(part), target.dtype))
-        self.reads: list[tuple[Piece, np.ndarray]] = []
+        self.reads: list[tuple[ZarrChunk, np.ndarray]] = []
         for piece in pieces:
             views = [view for view, _ in self._views(piece)]
             if views:
                 self.reads.append((piece, self._memory(piece, views)))
 
-    def _memory(self, piece: Piece, views: Sequence[np.ndarray]) -> np.ndarray:
+    def _memory(self, piece: ZarrChunk, views: Sequence[np.ndarray]) -> np.ndarray:
         """Where a piece is read to: at once to the one place that needs it, if it lies there in one
         run; else to memory of its own."""
         shape = _shape(piece.part)
@@ -264,7 +264,7 @@ class _Plan:
                 return view
         return aligned_empty(shape, self.target.dtype)
 
-    def _views(self, piece: Piece) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
+    def _views(self, piece: ZarrChunk) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
         """Where the piece overlaps a buffer: that part of it, and the same part of the piece."""
         found = []
         for part, buffer in self.buffers.values():
@@ -275,7 +275,7 @@ class _Plan:
                 found.append((buffer[(*ours, ...)], theirs))
         return found
 
-    def spread(self, piece: Piece, read: np.ndarray) -> None:
+    def spread(self, piece: ZarrChunk, read: np.ndarray) -> None:
         """Copies what was read to where it is needed, if it was not read to there."""
         for view, part in self._views(piece):
             if not np.shares_memory(view, read):
@@ -325,7 +325,11 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def _submit(
-    threads: concurrent.futures.Executor, path: Path, files: Files, piece: Piece, target: np.ndarray
+    threads: concurrent.futures.Executor,
+    path: Path,
+    files: Files,
+    piece: ZarrChunk,
+    target: np.ndarray,
 ) -> list[concurrent.futures.Future[str]]:
     """Has every block of a file read to its place, by several threads."""
     flat = memoryview(target.reshape(-1).view(np.uint8))

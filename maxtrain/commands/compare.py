@@ -33,7 +33,7 @@ _WIDEST = 1000
 _SHORT = 12
 
 
-class Field(NamedTuple):
+class FieldComparison(NamedTuple):
     """One number of the records: how often both runs have it, and how they differ."""
 
     # With the evaluation set in front.
@@ -46,7 +46,7 @@ class Field(NamedTuple):
     largest: float
 
 
-class _Key(NamedTuple):
+class _RecordKey(NamedTuple):
     """What a record is of. Records of training come first."""
 
     is_other: bool
@@ -55,7 +55,9 @@ class _Key(NamedTuple):
     kind: str
 
 
-def compare_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[Field]:
+def compare_records(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> list[FieldComparison]:
     """The numbers that two runs have in common, of the steps that both have recorded."""
     of_ours = _by_key(ours)
     of_theirs = _by_key(theirs)
@@ -70,16 +72,16 @@ def compare_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) ->
     return [_field(name, values) for name, values in pairs.items()]
 
 
-def _by_key(records: list[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
+def _by_key(records: list[dict[str, Any]]) -> dict[_RecordKey, dict[str, Any]]:
     found = {}
     for record in records:
         kind = record["kind"]
-        key = _Key(kind != "train", record.get("set", ""), record["step"], kind)
+        key = _RecordKey(kind != "train", record.get("set", ""), record["step"], kind)
         found[key] = record
     return found
 
 
-def _field(name: str, values: list[tuple[int, Any, Any]]) -> Field:
+def _field(name: str, values: list[tuple[int, Any, Any]]) -> FieldComparison:
     different = [(step, x, y) for step, x, y in values if not same(x, y)]
     numbers = []
     for _, x, y in different:
@@ -87,7 +89,7 @@ def _field(name: str, values: list[tuple[int, Any, Any]]) -> Field:
             numbers.append(abs(x - y))
     largest = max(filter(math.isfinite, numbers), default=math.nan)
     first = different[0] if different else None
-    return Field(name, len(values), len(different), first, largest)
+    return FieldComparison(name, len(values), len(different), first, largest)
 
 
 def compare_arrays(
@@ -131,7 +133,7 @@ def _listed(names: list[str]) -> str:
     return listed
 
 
-def _first_step(field: Field) -> float:
+def _first_step(field: FieldComparison) -> float:
     """The step at which a number differs first; infinity: at none."""
     if field.first is None:
         return math.inf
@@ -139,7 +141,7 @@ def _first_step(field: Field) -> float:
     return step
 
 
-def table_of(fields: list[Field]) -> Table:
+def table_of(fields: list[FieldComparison]) -> Table:
     """A line for each number, those that part first on top. No column is broken over lines."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("number", no_wrap=True)

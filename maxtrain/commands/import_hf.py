@@ -58,7 +58,7 @@ from maxtrain.weights.hf import load_weights, stored_dtype
 _SOURCE = "imported"
 
 
-class Imported(NamedTuple):
+class ImportResult(NamedTuple):
     """What was made."""
 
     num_parameters: int
@@ -70,7 +70,7 @@ def import_weights(
     run: Path,
     dtype: Literal["float32", "bfloat16"] = "float32",
     tell: Callable[[str], object] = lambda table: None,
-) -> Imported:
+) -> ImportResult:
     """Make a run directory of a Hugging Face directory, and see that it reads back as what it is.
 
     Args:
@@ -115,7 +115,7 @@ def import_weights(
         if different or found.tobytes() != expected.tobytes() or not same_tokenizer:
             difference = float(np.abs(found - expected).max())
             raise _unlike(run, different, difference, same_tokenizer)
-    return Imported(count, config)
+    return ImportResult(count, config)
 
 
 def _config_of(

@@ -47,14 +47,14 @@ _SHORTEST = 32
 _LOGITS = 128
 
 
-class Row(NamedTuple):
+class ScoreRow(NamedTuple):
     """Token ids, of which those from number `first` on, at least 1, are scored."""
 
     ids: Sequence[int]
     first: int = 1
 
 
-class Scored(NamedTuple):
+class TokenScores(NamedTuple):
     """Of each token that was scored: its natural log-probability, float32 [T], and whether it is
     the likeliest one, bool [T]."""
 
@@ -66,7 +66,7 @@ class Scored(NamedTuple):
         return math.fsum(self.logprobs.tolist())
 
 
-def score(model: Decoder, rows: Sequence[Row], batch_size: int = ROWS) -> list[Scored]:
+def score(model: Decoder, rows: Sequence[ScoreRow], batch_size: int = ROWS) -> list[TokenScores]:
     """What the model says of each row's tokens, given those before them.
 
     Args:
@@ -86,7 +86,7 @@ def score(model: Decoder, rows: Sequence[Row], batch_size: int = ROWS) -> list[S
     by_width = defaultdict[int, list[int]](list)
     for number, row in enumerate(rows):
         by_width[_width(len(row.ids) - 1, model.config.max_length)].append(number)
-    found: dict[int, Scored] = {}
+    found: dict[int, TokenScores] = {}
     for width, numbers in sorted(by_width.items()):
         for begin in range(0, len(numbers), count):
             together = numbers[begin : begin + count]
@@ -96,11 +96,11 @@ def score(model: Decoder, rows: Sequence[Row], batch_size: int = ROWS) -> list[S
             out = jax.device_get(_score(graphdef, params, tokens, np.array(lengths, np.int32)))
             for place, number in enumerate(together):
                 wanted = slice(rows[number].first - 1, lengths[place])
-                found[number] = Scored(out[0][place, wanted], out[1][place, wanted])
+                found[number] = TokenScores(out[0][place, wanted], out[1][place, wanted])
     return [found[number] for number in range(len(rows))]
 
 
-def _check_rows(model: Decoder, rows: Sequence[Row]) -> None:
+def _check_rows(model: Decoder, rows: Sequence[ScoreRow]) -> None:
     """UsageError: see `score`."""
     longest = model.config.max_length
     vocabulary = model.config.vocab_size or 0
@@ -172,7 +172,9 @@ def _of_targets(
     return logprobs, jnp.argmax(logits, axis=-1) == targets
 
 
-def windows(num_ids: int, longest: int, stride: int, first: int = 1) -> Iterator[tuple[int, Row]]:
+def windows(
+    num_ids: int, longest: int, stride: int, first: int = 1
+) -> Iterator[tuple[int, ScoreRow]]:
     """How a text of so many ids is read: slices of it, each token from `first` on scored in one.
 
     The first window has `longest + 1` ids, of which the last is only scored; every later one ends
@@ -194,18 +196,18 @@ def windows(num_ids: int, longest: int, stride: int, first: int = 1) -> Iterator
         if done == first:
             stop = min(num_ids, max(longest + 1, done + stride))
         begin = max(0, stop - longest - 1)
-        yield begin, Row(range(begin, stop), done - begin)
+        yield begin, ScoreRow(range(begin, stop), done - begin)
         done = stop
 
 
 def score_long(
     model: Decoder,
-    texts: Sequence[Row],
+    texts: Sequence[ScoreRow],
     *,
     longest: int | None = None,
     stride: int | None = None,
     batch_size: int = ROWS,
-) -> list[Scored]:
+) -> list[TokenScores]:
     """As `score`, for texts of any length, in windows.
 
     Args:
@@ -220,22 +222,24 @@ def score_long(
     owners = []
     for number, text in enumerate(texts):
         for _, window in windows(len(text.ids), longest, stride, text.first):
-            rows.append(Row([text.ids[i] for i in window.ids], window.first))
+            rows.append(ScoreRow([text.ids[i] for i in window.ids], window.first))
             owners.append(number)
-    parts: list[list[Scored]] = [[] for _ in texts]
+    parts: list[list[TokenScores]] = [[] for _ in texts]
     for owner, scored in zip(owners, score(model, rows, batch_size), strict=True):
         parts[owner].append(scored)
     return [_joined(of_text) for of_text in parts]
 
 
-def _joined(parts: Sequence[Scored]) -> Scored:
-    return Scored(
+def _joined(parts: Sequence[TokenScores]) -> TokenScores:
+    return TokenScores(
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.is_greedy for part in parts]),
     )
 
 
-def encode_pair(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, completion: str) -> Row:
+def encode_pair(
+    tokenizer: Tokenizer, begin: Sequence[int], prompt: str, completion: str
+) -> ScoreRow:
     """The ids of a prompt and of what follows it, which is scored.
 
     Encoded as one text, and cut where the prompt ends: a space between them belongs to what
@@ -266,10 +270,10 @@ def encode_pair(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, complet
             f"the completion {completion[:40]!r} has no token of its own after its prompt. Give "
             "more text."
         )
-    return Row(ids, first)
+    return ScoreRow(ids, first)
 
 
-def encode_text(tokenizer: Tokenizer, begin: Sequence[int], text: str) -> Row:
+def encode_text(tokenizer: Tokenizer, begin: Sequence[int], text: str) -> ScoreRow:
     """The ids of a text, all of which are scored; but for the first one, of which nothing is known,
     if there is no id before every text.
 
@@ -279,19 +283,19 @@ def encode_text(tokenizer: Tokenizer, begin: Sequence[int], text: str) -> Row:
     first = max(1, len(begin))
     if first >= len(ids):
         raise DataError(f"the text {text[:40]!r} has no token to score. Give more text.")
-    return Row(ids, first)
+    return ScoreRow(ids, first)
 
 
-class Asked(NamedTuple):
+class ScoreRequest(NamedTuple):
     """A text to score: what to call it, and its ids."""
 
     name: str
-    row: Row
+    row: ScoreRow
 
 
 def _read_asked(
     asked: argparse.Namespace, tokenizer: Tokenizer, begin: Sequence[int]
-) -> list[Asked]:
+) -> list[ScoreRequest]:
     """What is to be scored, in the order of the command line.
 
     Raises:
@@ -299,9 +303,9 @@ def _read_asked(
     """
     found = []
     for number, text in enumerate(asked.text, 1):
-        found.append(Asked(f"text {number}", encode_text(tokenizer, begin, text)))
+        found.append(ScoreRequest(f"text {number}", encode_text(tokenizer, begin, text)))
     for file in asked.file:
-        found.append(Asked(file, encode_text(tokenizer, begin, read_text("--file", file))))
+        found.append(ScoreRequest(file, encode_text(tokenizer, begin, read_text("--file", file))))
     for file in asked.pairs:
         for number, line in enumerate(read_text("--pairs", file).splitlines(), 1):
             if line.strip():
@@ -311,7 +315,7 @@ def _read_asked(
                     row = encode_pair(tokenizer, begin, prompt, completion)
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from error
-                found.append(Asked(where, row))
+                found.append(ScoreRequest(where, row))
     return found
 
 
@@ -353,7 +357,7 @@ def _pair_of(where: str, line: str) -> tuple[str, str]:
     return values["prompt"], values["completion"]
 
 
-def _record(asked: Asked, scored: Scored, tokenizer: Tokenizer) -> dict[str, Any]:
+def _record(asked: ScoreRequest, scored: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
     """What is said of a text as JSON."""
     ids = list(asked.row.ids[asked.row.first :])
     return {

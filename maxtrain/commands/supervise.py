@@ -39,7 +39,7 @@ from data_pipeline.base.masking import masked
 from maxtrain import ATTEMPT, SLOT
 from maxtrain.commands.launch.processes import (
     SETTLE,
-    Ended,
+    JobExit,
     Processes,
     addresses,
     for_child,
@@ -263,7 +263,7 @@ class Supervisor:
             print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
-def _lost_slot(ended: Ended) -> int | None:
+def _lost_slot(ended: JobExit) -> int | None:
     """The process that ended an attempt; None: it is not known.
 
     The first that failed by itself; else the only one that has not ended, which the others wait

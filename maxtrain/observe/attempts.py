@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.base import strict_json
-from maxtrain.observe.jsonl_logs import Book, encode
+from maxtrain.observe.jsonl_logs import JsonlLog, encode
 from maxtrain.observe.metrics import FILE_NAME as METRICS
 
 FILE_NAME = "attempts.jsonl"
@@ -91,9 +91,9 @@ def read_attempts(folder: Path, index: int = 0) -> list[dict[str, Any]]:
     return attempts(index).read(folder)
 
 
-def attempts(index: int = 0) -> Book:
+def attempts(index: int = 0) -> JsonlLog:
     """The book of the supervisor with this number."""
     name = FILE_NAME
     if index != 0:
         name = f"attempts-{index}.jsonl"
-    return Book(name, _FIELDS)
+    return JsonlLog(name, _FIELDS)

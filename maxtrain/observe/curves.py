@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
-from maxtrain.observe.panels import REWARD, Curves, has_rewards, panels_of
+from maxtrain.observe.panels import REWARD, CurvePanel, has_rewards, panels_of
 from maxtrain.observe.series import LEAST_SMOOTHED, columns, evaluation_series, smooth
 from maxtrain.ops.quantity import NLL, Metric
 
@@ -18,7 +18,7 @@ _SUBTITLE_WIDTH = 110
 _LEFT_OUT = "left out"
 
 
-class _Main(NamedTuple):
+class _MainChart(NamedTuple):
     """What the large chart shows, by the names of numbers in records of training and evaluations,
     and what its axis is called."""
 
@@ -59,11 +59,11 @@ def plot_curves(
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
     panels = panels_of(train, evals)
-    main = _Main("loss", loss.name, f"loss, {loss.unit}")
+    main = _MainChart("loss", loss.name, f"loss, {loss.unit}")
     # Losses fall, and rewards rise.
     corner = "upper right"
     if has_rewards(train):
-        main = _Main(REWARD, REWARD, REWARD)
+        main = _MainChart(REWARD, REWARD, REWARD)
         corner = "lower right"
     heights = (4, *[1] * (len(panels) + 3))
     size = (9, 8 + _PANEL_INCHES * len(panels))
@@ -115,7 +115,7 @@ def _write_title(axes: Any, title: str, subtitle: str) -> None:
 
 def _draw_main(
     axes: Any,
-    main: _Main,
+    main: _MainChart,
     train: Sequence[Mapping[str, Any]],
     evals: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -184,7 +184,7 @@ def _draw_speed(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_panel(
     axes: Any,
-    panel: Curves,
+    panel: CurvePanel,
     train: Sequence[Mapping[str, Any]],
     evals: Sequence[Mapping[str, Any]],
 ) -> None:

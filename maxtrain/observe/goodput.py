@@ -13,11 +13,11 @@ from typing import Any
 
 from data_pipeline.base.errors import StorageError
 from data_pipeline.shards import write_atomic
-from maxtrain.observe.jsonl_logs import RUN, Book, encode
+from maxtrain.observe.jsonl_logs import RUN, JsonlLog, encode
 from maxtrain.observe.metrics import Stopwatch
 
 FILE_NAME = "clock.jsonl"
-CLOCK = Book(FILE_NAME, {"start": float, "first": int, "step": int, "seconds": dict})
+CLOCK = JsonlLog(FILE_NAME, {"start": float, "first": int, "step": int, "seconds": dict})
 
 
 class Ledger:

@@ -21,7 +21,7 @@ from data_pipeline.shards import write_atomic
 RUN = "run"
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a book."""
 
     # Counted from 1.
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     problem: str
 
 
-class Book:
+class JsonlLog:
     """One kind of file.
 
     Args:
@@ -90,7 +90,7 @@ class Book:
             "without these lines."
         ]
 
-    def _lines(self, folder: Path) -> Iterator[Line]:
+    def _lines(self, folder: Path) -> Iterator[LogLine]:
         path = folder / self.name
         if not path.exists():
             return
@@ -102,9 +102,9 @@ class Book:
                 record = strict_json.loads(raw)
                 self._check(record)
             except ValueError as error:
-                yield Line(number, text, None, f"is not a record of {self.name} ({error})")
+                yield LogLine(number, text, None, f"is not a record of {self.name} ({error})")
             else:
-                yield Line(number, text, record, "")
+                yield LogLine(number, text, record, "")
 
     def _check(self, record: Any) -> None:
         if not isinstance(record, dict):

@@ -21,10 +21,10 @@ from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.sections.moe import WITH_EXPERTS
-from maxtrain.observe.jsonl_logs import Book, encode
+from maxtrain.observe.jsonl_logs import JsonlLog, encode
 
 FILE_NAME = "launches.jsonl"
-LAUNCHES = Book(
+LAUNCHES = JsonlLog(
     FILE_NAME,
     {
         "time": str,

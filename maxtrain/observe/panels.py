@@ -8,7 +8,7 @@ REWARD = "reward"
 _PART = "reward/"
 
 
-class Curves(NamedTuple):
+class CurvePanel(NamedTuple):
     """A small chart below the first one.
 
     Attributes:
@@ -23,14 +23,14 @@ class Curves(NamedTuple):
 
 # Of runs that learn from rewards, in their order.
 _OF_ROLLOUTS = (
-    Curves("accuracy", {"accuracy": ""}),
-    Curves("tokens", {"completion_length": "mean length", "longest_completion": "longest"}),
-    Curves("entropy, nats", {"entropy": ""}),
-    Curves("KL, nats", {"kl": ""}),
-    Curves("reward of tokens", {"value": "value", "returns": "returns"}),
-    Curves("explained variance of values", {"explained_variance": ""}),
-    Curves("loss of values", {"value_loss": ""}),
-    Curves(
+    CurvePanel("accuracy", {"accuracy": ""}),
+    CurvePanel("tokens", {"completion_length": "mean length", "longest_completion": "longest"}),
+    CurvePanel("entropy, nats", {"entropy": ""}),
+    CurvePanel("KL, nats", {"kl": ""}),
+    CurvePanel("reward of tokens", {"value": "value", "returns": "returns"}),
+    CurvePanel("explained variance of values", {"explained_variance": ""}),
+    CurvePanel("loss of values", {"value_loss": ""}),
+    CurvePanel(
         "share",
         {
             "truncated": "truncated",
@@ -40,8 +40,8 @@ _OF_ROLLOUTS = (
             "value_clipped": "values clipped",
         },
     ),
-    Curves("sampler gap, nats", {"sampler_gap": ""}),
-    Curves(
+    CurvePanel("sampler gap, nats", {"sampler_gap": ""}),
+    CurvePanel(
         "seconds",
         {
             "sampling_seconds": "sampling",
@@ -61,7 +61,7 @@ def has_rewards(train: Sequence[Mapping[str, Any]]) -> bool:
 
 def panels_of(
     train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
-) -> list[Curves]:
+) -> list[CurvePanel]:
     """The panels of a run, with the lines that its records of training and of evaluations have."""
     if not has_rewards(train):
         return []
@@ -70,9 +70,9 @@ def panels_of(
     found = []
     # One alone is the reward itself.
     if len(parts) > 1:
-        found.append(Curves("rewards", parts))
+        found.append(CurvePanel("rewards", parts))
     for panel in _OF_ROLLOUTS:
         lines = {name: words for name, words in panel.lines.items() if name in names}
         if lines:
-            found.append(Curves(panel.label, lines))
+            found.append(CurvePanel(panel.label, lines))
     return found

@@ -16,17 +16,17 @@ from maxtrain.observe.metrics import Stopwatch
 FOLDER = "profile"
 
 
-class Steps(NamedTuple):
+class TraceRange(NamedTuple):
     """The steps that are traced, counted from 1: the first and the last."""
 
     first: int
     last: int
 
 
-def traced_steps(text: str) -> Steps:
+def traced_steps(text: str) -> TraceRange:
     """The steps of `observe.profile`, which has been checked."""
     first, last = text.split(":")
-    return Steps(int(first), int(last))
+    return TraceRange(int(first), int(last))
 
 
 class StepTrace:
@@ -45,7 +45,7 @@ class StepTrace:
     def __init__(
         self,
         folder: Path,
-        steps: Steps | None,
+        steps: TraceRange | None,
         clock: Stopwatch,
         tell: Callable[[str], object],
     ):

@@ -23,7 +23,7 @@ KIND = "sample"
 _LONGEST = 160
 
 
-class Sample(NamedTuple):
+class CompletionSample(NamedTuple):
     """A completion of a prompt; see above."""
 
     set: str
@@ -56,19 +56,19 @@ class Sample(NamedTuple):
         return words
 
 
-class Taken(NamedTuple):
+class SampleRecord(NamedTuple):
     """A sample and the step after which it was taken."""
 
     step: int
-    sample: Sample
+    sample: CompletionSample
 
 
-def read_samples(folder: Path) -> list[Taken]:
+def read_samples(folder: Path) -> list[SampleRecord]:
     """All samples of a run, in their order. DataError: a line is none."""
     found = []
     for record in read_metrics(folder, FILE_NAME):
-        values = {name: record[name] for name in Sample._fields if name in record}
-        found.append(Taken(record["step"], Sample(**values, **record["texts"])))
+        values = {name: record[name] for name in CompletionSample._fields if name in record}
+        found.append(SampleRecord(record["step"], CompletionSample(**values, **record["texts"])))
     return found
 
 
@@ -85,7 +85,7 @@ def as_text(prompt: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_markdown(samples: Sequence[Sample]) -> str:
+def as_markdown(samples: Sequence[CompletionSample]) -> str:
     """Samples of a step as a table, for trackers that show text."""
     lines = ["| prompt | completion | reward | tokens |", "|---|---|---|---|"]
     for sample in samples:
@@ -94,10 +94,10 @@ def as_markdown(samples: Sequence[Sample]) -> str:
     return "\n".join(lines)
 
 
-def first_and_last(taken: Sequence[Taken]) -> RenderableType | None:
+def first_and_last(taken: Sequence[SampleRecord]) -> RenderableType | None:
     """For each prompt its first and its last completion, as the end of a run shows them; None:
     there is none."""
-    ends: dict[tuple[str, int], list[Taken]] = {}
+    ends: dict[tuple[str, int], list[SampleRecord]] = {}
     for each in taken:
         ends.setdefault((each.sample.set, each.sample.number), []).append(each)
     if not ends:

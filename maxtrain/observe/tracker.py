@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 
 Kind = Literal["train", "eval", "end", "norms"]
 Status = Literal["finished", "stopped", "failed"]
@@ -71,7 +71,7 @@ class Tracker(abc.ABC):
         """
 
     # Not abstract: many show numbers alone.
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:  # noqa: B027
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:  # noqa: B027
         """Completions of prompts after a step, all of one set, as text."""
 
     # Likewise: for many there is nothing to do.

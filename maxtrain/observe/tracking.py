@@ -21,7 +21,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers
 from maxtrain.observe.jsonl_logs import RUN, put_aside
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value
 from maxtrain.observe.trackers.mlflow import Mlflow
 from maxtrain.observe.trackers.tensorboard import TensorBoard
@@ -84,7 +84,7 @@ class TrackerThread:
         """Hands over a record; never waits."""
         self._hand_over(self._tracker.log, step, values, kind)
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Hands over completions of prompts; never waits."""
         self._hand_over(self._tracker.show_samples, step, tuple(samples))
 
@@ -245,7 +245,7 @@ class Trackers:
             thread.log(step, plain, kind)
             self._tell_complaint(thread)
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Completions of prompts after a step, for every tracker that shows text."""
         for thread in self._threads:
             thread.show_samples(step, samples)

@@ -16,7 +16,7 @@ from maxtrain.inference.engine import Engine
 from maxtrain.inference.generation import Generation
 from maxtrain.inference.sampling import Sampling
 from maxtrain.models.decoder import Decoder
-from maxtrain.observe.samples import Sample, as_text
+from maxtrain.observe.samples import CompletionSample, as_text
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.rl.advantages import weighted_sum
 from maxtrain.rl.completions import Completion, GenerationConfig, GenerationRequest, complete
@@ -63,7 +63,7 @@ class ScoredCompletions(NamedTuple):
         numbers["prompts"] = len(self.prompts)
         return numbers
 
-    def samples(self, name: str, count: int) -> list[Sample]:
+    def samples(self, name: str, count: int) -> list[CompletionSample]:
         """Return the first completions as samples.
 
         Args:
@@ -78,7 +78,7 @@ class ScoredCompletions(NamedTuple):
                 name: _number(row[i]) for name, row in zip(self.scores.names, values, strict=True)
             }
             found.append(
-                Sample(
+                CompletionSample(
                     set=name,
                     number=i,
                     prompt=as_text(prompt.original),

@@ -10,7 +10,7 @@ from maxtrain.config.rollouts import RolloutSettings
 from maxtrain.inference.text import decode_new
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.objective import Batch
-from maxtrain.observe.samples import Sample, as_text
+from maxtrain.observe.samples import CompletionSample, as_text
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.batches import OF_TOKENS
 from maxtrain.rl.completions import Completion
@@ -43,7 +43,7 @@ class Completions(NamedTuple):
         numbers["prompts"] = len(self.prompts)
         return numbers
 
-    def samples(self, name: str, count: int) -> list[Sample]:
+    def samples(self, name: str, count: int) -> list[CompletionSample]:
         """Return the first completions as samples.
 
         Args:
@@ -53,7 +53,7 @@ class Completions(NamedTuple):
         found = []
         for i, prompt in enumerate(self.prompts[:count]):
             found.append(
-                Sample(
+                CompletionSample(
                     set=name,
                     number=i,
                     prompt=as_text(prompt.original),

@@ -68,7 +68,7 @@ class StoreAtUrl(Store):
         self._lease: Lease | None = None
         self._records: Records | None = None
         self._listing: dict[str, str] = {}
-        self._pulled = at_url.Pulled([], {})
+        self._pulled = at_url.UncommittedSteps([], {})
 
     def __enter__(self) -> "StoreAtUrl":
         self._lock.__enter__()

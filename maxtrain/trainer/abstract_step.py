@@ -16,7 +16,7 @@ from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import bytes_on_device, is_out_of_memory, program_bytes
 from maxtrain.parallel.sharding import batch_shards
 from maxtrain.parallel.topologies import compile_options, compiler_warnings, is_described
-from maxtrain.trainer.job import Parts, make_parts
+from maxtrain.trainer.job import TrainingParts, make_parts
 
 
 class StepPrograms:
@@ -41,7 +41,7 @@ class StepPrograms:
         # reference.
         random = dataclasses.replace(fitted.checkpoint, init_from=None, init_partial=())
         trained = dataclasses.replace(parts.config, checkpoint=random)
-        self.parts: Parts = dataclasses.replace(parts, config=trained)
+        self.parts: TrainingParts = dataclasses.replace(parts, config=trained)
         self.step = self.parts.make_step()
         # Compiler warnings up to now: arrays that XLA gathers whole for lack of a better
         # resharding.

@@ -18,7 +18,7 @@ from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 _LONGEST_NAME = 60
 
 
-class Compared(NamedTuple):
+class BatchAgreement(NamedTuple):
     """What the processes reported about some steps."""
 
     # The checksum of the tokens of each batch, over all parts.
@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     hosts: list[HostTime]
 
 
-def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Compared:
+def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> BatchAgreement:
     """Compare the batches of some steps between the processes, and exchange their own times.
 
     Args:
@@ -73,4 +73,4 @@ def compare_batches(origins: Sequence[HostBatch], part: str, own: OwnTime) -> Co
     hosts = []
     for process, report in enumerate(reports):
         hosts.append(HostTime(process, report["host"], OwnTime(*report["own"])))
-    return Compared(total.tolist(), hosts)
+    return BatchAgreement(total.tolist(), hosts)

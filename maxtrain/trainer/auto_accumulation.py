@@ -30,7 +30,7 @@ from maxtrain.trainer.compile_step import Programs
 from maxtrain.trainer.job import ACCUMULATION, Job, as_decided
 
 
-class Decided(NamedTuple):
+class AccumulationChoice(NamedTuple):
     """A run whose accumulation is a number, and the steps compiled while choosing it.
 
     Attributes:
@@ -44,7 +44,9 @@ class Decided(NamedTuple):
     line: str
 
 
-def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch) -> Decided:
+def decide(
+    job: Job, recorded: int | None, progress: Progress, clock: Stopwatch
+) -> AccumulationChoice:
     """Choose the number of micro-batches, if the config says `auto` and no earlier launch chose it.
     All processes call this, inside `jax.set_mesh(job.mesh)`.
 
@@ -58,7 +60,7 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
     """
     if job.config.optimizer.accumulation != "auto":
         programs = Programs(job.make_step(), progress, clock)
-        return Decided(job, programs, "")
+        return AccumulationChoice(job, programs, "")
     recorded = gather({"recorded": recorded})[0]["recorded"]
     choices = accumulations(job.config, jax.device_count())
     if recorded is not None:
@@ -79,12 +81,12 @@ def decide(job: Job, recorded: int | None, progress: Progress, clock: Stopwatch)
     if found.count is None:
         raise ConfigError(_refusal(job.config, choices, found, limit))
     decided = _with_count(job, found.count)
-    return Decided(decided, compiled[found.count], describe(found, limit))
+    return AccumulationChoice(decided, compiled[found.count], describe(found, limit))
 
 
 def _as_recorded(
     job: Job, recorded: int, choices: list[int], progress: Progress, clock: Stopwatch
-) -> Decided:
+) -> AccumulationChoice:
     """Use the number of an earlier launch."""
     if recorded not in choices:
         raise ConfigError(
@@ -94,7 +96,7 @@ def _as_recorded(
         )
     decided = _with_count(job, recorded)
     programs = Programs(decided.make_step(), progress, clock)
-    return Decided(decided, programs, as_decided(recorded))
+    return AccumulationChoice(decided, programs, as_decided(recorded))
 
 
 def _with_count(job: Job, count: int) -> Job:

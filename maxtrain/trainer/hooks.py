@@ -46,8 +46,8 @@ class Hook(abc.ABC):
 def after_each_step(run: Run) -> list[Hook]:
     """Build the hooks of a run, in their order."""
     evaluate = Evaluate(run)
-    sample = Sample(run)
-    sample_prompts = SamplePrompts(run)
+    sample = SampleObservePrompts(run)
+    sample_prompts = SampleRolloutPrompts(run)
     save = Save(run)
     looked_at_before = [evaluate, sample, sample_prompts, save]
     return [
@@ -117,7 +117,7 @@ class WriteEnding(Hook):
         self._run.write_ending()
 
 
-class Sample(Hook):
+class SampleObservePrompts(Hook):
     """Hook that shows how the model currently completes observe.prompts."""
 
     def due(self, after: AfterStep) -> bool:
@@ -138,7 +138,7 @@ class Sample(Hook):
         run.progress.phase("")
 
 
-class SamplePrompts(Hook):
+class SampleRolloutPrompts(Hook):
     """Hook that records how a model in on-policy training currently completes a fixed set of
     prompts. When a stop is requested, the next launch does it."""
 

@@ -107,7 +107,7 @@ ACCUMULATION = "optimizer.accumulation"
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class TrainingParts:
     """The model, objective and optimizer of a run, and their mesh, without the data. Use it inside
     `jax.set_mesh(parts.mesh)`."""
 
@@ -290,7 +290,7 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job(Parts):
+class Job(TrainingParts):
     """The parts of a run with its data."""
 
     # The config as requested, with the data's vocabulary and a warmup that fits the plan, but not
@@ -545,7 +545,7 @@ def make_parts(
     num_sources: int,
     had: str | None = None,
     has_end_marks: bool = True,
-) -> Parts:
+) -> TrainingParts:
     """Build the parts of a run on these devices from shapes; nothing is computed.
 
     Args:
@@ -618,7 +618,7 @@ def make_parts(
             )
         of_layers = nnx.merge(graphdef, variables).recorded()
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
-    return Parts(
+    return TrainingParts(
         config,
         attention,
         mesh,

@@ -254,7 +254,7 @@ def newest_state(
     )
 
 
-class Beginning(NamedTuple):
+class LaunchStart(NamedTuple):
     """The point that a launch begins from.
 
     Attributes:
@@ -275,7 +275,7 @@ def find_beginning(
     run_folder: RunFolder,
     own: RunState | None,
     rollbacks: list[Rollback] | None,
-) -> Beginning:
+) -> LaunchStart:
     """Find where a launch begins: at the run's own newest checkpoint, at the checkpoint of another
     run that checkpoint.fork_from names, or at the start.
 
@@ -294,14 +294,14 @@ def find_beginning(
         require_same_fork(config, run_folder.path, own)
         if rollbacks is None:
             rollbacks = list(own.rollbacks)
-        return Beginning(own, None, rollbacks, launches)
+        return LaunchStart(own, None, rollbacks, launches)
     fork_from = config.checkpoint.fork_from
     if fork_from is None:
         if not run_folder.starts_over:
             require_no_unsaved_fork(run_folder.path, launches)
-        return Beginning(None, None, rollbacks or [], launches)
+        return LaunchStart(None, None, rollbacks or [], launches)
     fork = find_fork(fork_from, launches, run_folder.starts_over)
-    return Beginning(fork.state, fork, list(fork.rollbacks), list(fork.launches))
+    return LaunchStart(fork.state, fork, list(fork.rollbacks), list(fork.launches))
 
 
 def require_unfinished(run: Run, fork: Fork | None) -> None:

@@ -23,7 +23,7 @@ from maxtrain.config.schema import ANOMALIES
 from maxtrain.observe.metrics import MetricsLog, read_metrics
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import FILE_NAME as SAMPLES
-from maxtrain.observe.samples import KIND, Sample, read_samples
+from maxtrain.observe.samples import KIND, CompletionSample, read_samples
 from maxtrain.observe.speed import SpeedMeter
 from maxtrain.observe.stragglers import HostTime, Stragglers, in_record, slowest_of
 from maxtrain.observe.tracking import Trackers
@@ -180,7 +180,7 @@ class Recorder:
             self._metrics.append(step, values, kind=kind)
             self._trackers.log(step, values, kind)
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Write completions of prompts after this step, all of one set, to samples.jsonl and the
         trackers, and show them."""
         if not samples or not self._samples or not self._is_open:

@@ -64,7 +64,7 @@ _MOST_BYTES = 4096
 type Measure = Callable[[Batch], Float[Array, "B S"]]
 
 
-class _Part(NamedTuple):
+class _ReferenceData(NamedTuple):
     """Data that the reference reads: a source or an evaluation set, its longest rows, and the
     documents in them."""
 
@@ -155,11 +155,11 @@ class StoredReference:
         for name, data in job.sets.items():
             length = data.config.seq_length
             (bins,) = data.bins[length]
-            part = _Part(f"eval.sets.{name}", data.shards, length, bins)
+            part = _ReferenceData(f"eval.sets.{name}", data.shards, length, bins)
             data.attach(REFERENCE_SUM, [self._numbers(part, reference, measure)])
         self._progress.phase("")
 
-    def _sources(self) -> Iterator[_Part]:
+    def _sources(self) -> Iterator[_ReferenceData]:
         """Iterate over the sources of the run, in the order of its plan.
 
         Raises a ConfigError if documents are cut at several lengths.
@@ -175,10 +175,12 @@ class StoredReference:
                     "where data.stages change data.seq_length. Set data.on_long=skip, or "
                     "dpo.reference_logprobs=computed."
                 )
-            yield _Part(f"data.sources.{name}", shards, longest, data.bins[longest][number])
+            yield _ReferenceData(
+                f"data.sources.{name}", shards, longest, data.bins[longest][number]
+            )
 
     def _numbers(
-        self, part: _Part, reference: str, measure: Measure
+        self, part: _ReferenceData, reference: str, measure: Measure
     ) -> Float[np.ndarray, " documents"]:
         """Return the log-probabilities of the documents of a part, read or computed; NaN for
         documents in no row."""
@@ -222,7 +224,7 @@ class StoredReference:
 
     def _compute(
         self,
-        part: _Part,
+        part: _ReferenceData,
         measure: Measure,
         numbers: Float[np.ndarray, " documents"],
         missing: np.ndarray,
@@ -295,7 +297,7 @@ class StoredReference:
 
     def _take(
         self,
-        part: _Part,
+        part: _ReferenceData,
         documents: tuple[np.ndarray, np.ndarray],
         sums: Float[np.ndarray, "B S"],
         numbers: Float[np.ndarray, " documents"],

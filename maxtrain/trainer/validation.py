@@ -14,7 +14,7 @@ from maxtrain.config.rollouts import require_settings
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.evaluation import REWARD, RewardedPromptEvaluator
@@ -29,11 +29,11 @@ _MOST_NUMBERS = 1 << 16
 STOP_PATIENCE = "eval.stop_patience"  # marks the cause in the ending of a run
 
 
-class Evaluated(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The record of an evaluation, and for a set of prompts the first completions."""
 
     record: dict[str, Any]
-    samples: list[Sample]
+    samples: list[CompletionSample]
 
 
 class Validation:
@@ -165,7 +165,9 @@ class Validation:
         """Return whether a set holds prompts whose completions are rewarded."""
         return self._asks(name) and isinstance(self._evaluator, RewardedPromptEvaluator)
 
-    def evaluate(self, name: str, step: int, params: Mapping[str, nnx.State]) -> Evaluated | None:
+    def evaluate(
+        self, name: str, step: int, params: Mapping[str, nnx.State]
+    ) -> EvaluationResult | None:
         """Evaluate one set after this step, whole unless its `steps` say otherwise; `params` has
         the variables of each model by its name.
 
@@ -176,7 +178,7 @@ class Validation:
             UserError: a process could not read its part.
         """
         self._progress.phase(f"evaluating {name}")
-        samples: list[Sample] = []
+        samples: list[CompletionSample] = []
         try:
             with self._clock.during("eval"), self._stop.interrupting():
                 failpoints.hit("eval", step)
@@ -195,7 +197,7 @@ class Validation:
             "best_step": best.step if best else None,
             "data": self.read[name],
         }
-        return Evaluated(record, samples)
+        return EvaluationResult(record, samples)
 
     def _read(self, name: str, params: Mapping[str, nnx.State]) -> dict[str, Any]:
         """Evaluate a set of text. Raise a KeyboardInterrupt if a stop is requested."""
@@ -229,7 +231,7 @@ class Validation:
 
     def _answered(
         self, name: str, params: Mapping[str, nnx.State]
-    ) -> tuple[dict[str, Any], list[Sample]]:
+    ) -> tuple[dict[str, Any], list[CompletionSample]]:
         """Evaluate a set of prompts, and return its numbers and first completions. Raise a
         KeyboardInterrupt if a stop is requested."""
         assert self._evaluator is not None

@@ -32,7 +32,7 @@ from benchmarks import (
     weak_scaling,
     zero,
 )
-from maxtrain.commands.fit.estimate import Shape
+from maxtrain.commands.fit.estimate import RowBatchShape
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.compiled.roofline import CollectiveTime, Roofline
 from maxtrain.parallel.hardware import Links
@@ -518,7 +518,9 @@ def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
 def test_what_fit_counts_is_beside_a_step_of_a_gpu(monkeypatch):
     """Here, a CPU stands for the GPU."""
     monkeypatch.setattr(fit_here, "links", lambda _: Links(1e11, 1.0, None))
-    small = fit_here.Case("small", ("model.num_layers=1", "model.embed_dim=64"), Shape(2, 64))
+    small = fit_here.Case(
+        "small", ("model.num_layers=1", "model.embed_dim=64"), RowBatchShape(2, 64)
+    )
     with jax.numpy_dtype_promotion("standard"):
         cells = [cell.strip() for cell in fit_here.gpu_row(small, 1).strip("|").split("|")]
     assert cells[:2] == ["small", "2 x 64"]

@@ -1,4 +1,5 @@
-"""Steps on the disks of hosts: which are whole, what becomes of them, and what goes on from them."""
+"""Steps on the disks of hosts: which are whole, what becomes of them, and what goes on from
+them."""
 
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.orbax_files import copies_are_complete
-from maxtrain.checkpoint.quorum import Held, Whole, what_is_missing, whole_steps
+from maxtrain.checkpoint.quorum import CompleteStep, LocalStep, what_is_missing, whole_steps
 from maxtrain.checkpoint.run_state import RecorderState, RunState
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import MetricsLog
@@ -28,10 +29,10 @@ HOSTS = ["ann", "bob", "cat"]
 
 def test_a_step_is_whole_if_the_processes_that_are_here_have_all_of_its_files():
     held = [
-        {5: Held("a", 3, 0b011), 6: Held("b", 3, 0b001)},
-        {5: Held("a", 3, 0b100), 6: Held("b", 3, 0b010)},
+        {5: LocalStep("a", 3, 0b011), 6: LocalStep("b", 3, 0b001)},
+        {5: LocalStep("a", 3, 0b100), 6: LocalStep("b", 3, 0b010)},
     ]
-    assert whole_steps(held) == {5: Whole("a", [0, 1])}
+    assert whole_steps(held) == {5: CompleteStep("a", [0, 1])}
     assert what_is_missing(held, HOSTS) == {6: "1 of its 3 files are on no disk"}
     # The disk of the second is lost.
     assert whole_steps([held[0], {}]) == {}
@@ -40,21 +41,23 @@ def test_a_step_is_whole_if_the_processes_that_are_here_have_all_of_its_files():
         6: "2 of its 3 files are on no disk; none of it is with process 1 on bob",
     }
     # Another process had all that the new one has lost, and numbers are other ones.
-    held = [{}, {5: Held("a", 2, 0b10)}, {5: Held("a", 2, 0b11)}]
-    assert whole_steps(held) == {5: Whole("a", [1, 2])} and what_is_missing(held, HOSTS) == {}
+    held = [{}, {5: LocalStep("a", 2, 0b10)}, {5: LocalStep("a", 2, 0b11)}]
+    assert (
+        whole_steps(held) == {5: CompleteStep("a", [1, 2])} and what_is_missing(held, HOSTS) == {}
+    )
 
 
 def test_parts_of_two_saves_of_a_step_are_not_put_together():
-    held = [{5: Held("old", 2, 0b01)}, {5: Held("new", 2, 0b10)}]
+    held = [{5: LocalStep("old", 2, 0b01)}, {5: LocalStep("new", 2, 0b10)}]
     assert whole_steps(held) == {}
     assert "process 1 on bob" in what_is_missing(held, HOSTS)[5]
-    whole = [*held, {5: Held("new", 2, 0b01)}]
-    assert whole_steps(whole) == {5: Whole("new", [1, 2])}
+    whole = [*held, {5: LocalStep("new", 2, 0b01)}]
+    assert whole_steps(whole) == {5: CompleteStep("new", [1, 2])}
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_step_is_whole_just_if_nothing_of_it_is_missing(files, lost):
-    held = [{7: Held("a", 4, theirs)} for theirs in files]
+    held = [{7: LocalStep("a", 4, theirs)} for theirs in files]
     union = 0
     for theirs in files:
         union |= theirs

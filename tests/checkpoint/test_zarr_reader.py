@@ -139,10 +139,10 @@ def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed
     state = {f"w{i}": jnp.full((4, 4), i, jnp.float32) for i in range(16)}
     checkpoints = Checkpoints(tmp_path, SYNC)
     checkpoints.save(1, state, {})
-    events, to_array, begin = [], zarr_reader._Plan.to_array, digest.digests
+    events, to_array, begin = [], zarr_reader._ReadPlan.to_array, digest.digests
     monkeypatch.setattr(digest, "_FEW_BYTES", 0)
     monkeypatch.setattr(
-        zarr_reader._Plan, "to_array", lambda plan: events.append("read") or to_array(plan)
+        zarr_reader._ReadPlan, "to_array", lambda plan: events.append("read") or to_array(plan)
     )
     monkeypatch.setattr(
         digest, "digests", lambda tree: events.append(f"digest {len(tree)}") or begin(tree)

@@ -14,7 +14,7 @@ from flax import nnx
 from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 from maxtrain import cli
-from maxtrain.commands.score import Row, encode_pair, encode_text, score, score_long, windows
+from maxtrain.commands.score import ScoreRow, encode_pair, encode_text, score, score_long, windows
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
 from maxtrain.inference.complete import generate
 from maxtrain.models.registry import build_model
@@ -63,7 +63,12 @@ def oracle(model, context, target):
 @pytest.mark.long
 def test_each_token_is_that_of_a_pass_of_its_own():
     model = tiny()
-    rows = [Row(TEXT[:20]), Row(TEXT[20:61], 3), Row(TEXT[:2]), Row(TEXT[5:30], 24)]
+    rows = [
+        ScoreRow(TEXT[:20]),
+        ScoreRow(TEXT[20:61], 3),
+        ScoreRow(TEXT[:2]),
+        ScoreRow(TEXT[5:30], 24),
+    ]
     for row, scored in zip(rows, score(model, rows), strict=True):
         assert scored.logprobs.dtype == np.float32 and scored.is_greedy.dtype == bool
         assert len(scored.logprobs) == len(row.ids) - row.first
@@ -80,7 +85,9 @@ def test_a_row_does_not_depend_on_its_neighbours(experts):
     if experts:
         moe = dataclasses.replace(CONFIG.moe, num_experts=4, experts_per_token=2)
         model = tiny(family="mixtral", moe=moe)
-    rows = [Row(TEXT[at : at + length]) for at, length in enumerate((20, 33, 2, 9, 40, 41, 7) * 2)]
+    rows = [
+        ScoreRow(TEXT[at : at + length]) for at, length in enumerate((20, 33, 2, 9, 40, 41, 7) * 2)
+    ]
     together = score(model, rows)
     for row, scored in zip(rows, together, strict=True):
         (alone,) = score(model, [row])
@@ -97,10 +104,10 @@ def test_a_row_does_not_depend_on_its_neighbours(experts):
 def test_what_is_generated_greedily_is_greedy():
     model = tiny()
     (made,) = generate(model, [TEXT[:5]], max_tokens=20, temperature=0.0)
-    (scored,) = score(model, [Row([*TEXT[:5], *made], 5)])
+    (scored,) = score(model, [ScoreRow([*TEXT[:5], *made], 5)])
     assert scored.is_greedy.all() and len(scored.is_greedy) == 20
     other = [*made[:-1], (made[-1] + 1) % 257]
-    (scored,) = score(model, [Row([*TEXT[:5], *other], 5)])
+    (scored,) = score(model, [ScoreRow([*TEXT[:5], *other], 5)])
     assert scored.is_greedy.tolist() == [True] * 19 + [False]
 
 
@@ -123,7 +130,7 @@ def test_windows_count_every_token_once(count, stride, first):
 @pytest.mark.parametrize("stride", [None, 7, 40])
 def test_a_long_text_is_read_in_windows(stride):
     model = tiny()
-    (scored,) = score_long(model, [Row(TEXT)], stride=stride)
+    (scored,) = score_long(model, [ScoreRow(TEXT)], stride=stride)
     assert len(scored.logprobs) == len(TEXT) - 1
     place = 0
     for begin, row in windows(len(TEXT), 40, stride or 20):
@@ -137,12 +144,12 @@ def test_a_long_text_is_read_in_windows(stride):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (Row([1]), "has none to score from number 1 on.*Give more text"),
-        (Row([1, 2], 2), "has none to score from number 2 on"),
-        (Row([1, 2], 0), "has none to score from number 0 on"),
-        (Row(list(range(42))), r"42 tokens, and the model reads at most 40 .*into windows"),
-        (Row([1, 257]), r"id 257 at token 1, which must be in \[0, 257\)"),
-        (Row([-1, 2]), r"id -1 at token 0"),
+        (ScoreRow([1]), "has none to score from number 1 on.*Give more text"),
+        (ScoreRow([1, 2], 2), "has none to score from number 2 on"),
+        (ScoreRow([1, 2], 0), "has none to score from number 0 on"),
+        (ScoreRow(list(range(42))), r"42 tokens, and the model reads at most 40 .*into windows"),
+        (ScoreRow([1, 257]), r"id 257 at token 1, which must be in \[0, 257\)"),
+        (ScoreRow([-1, 2]), r"id -1 at token 0"),
     ],
 )
 def test_rows_that_cannot_be_scored_are_refused(row, message):

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain.commands.serve.worker import Job, Worker
+from maxtrain.commands.serve.worker import EngineWorker, TextJob
 from maxtrain.inference import programs
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.sampling import Sampling
@@ -113,11 +113,13 @@ def test_a_worker_warms_up_while_it_has_nothing_else_to_do():
         order.append("second")
 
     told = queue.Queue()
-    worker = Worker(Idle, ByteTokenizer(), lambda engine: [first, second])
+    worker = EngineWorker(Idle, ByteTokenizer(), lambda engine: [first, second])
     worker.start()
     assert begun.wait(60) and worker.num_warm_ups == 1
     # A job that the engine does not take fails at once, but comes before the next warm-up.
-    job = Job([1], 1, Sampling(), 0, 0, (), (), lambda part: (order.append("job"), told.put(part)))
+    job = TextJob(
+        [1], 1, Sampling(), 0, 0, (), (), lambda part: (order.append("job"), told.put(part))
+    )
     worker.submit([job])
     go_on.set()
     assert told.get(timeout=60).reason == "failed"
@@ -127,7 +129,9 @@ def test_a_worker_warms_up_while_it_has_nothing_else_to_do():
 
 def test_a_warm_up_that_fails_ends_all_of_them(capsys):
     done = []
-    worker = Worker(Idle, ByteTokenizer(), lambda engine: [lambda: 1 / 0, lambda: done.append(1)])
+    worker = EngineWorker(
+        Idle, ByteTokenizer(), lambda engine: [lambda: 1 / 0, lambda: done.append(1)]
+    )
     worker.start()
     worker.end()
     assert not done and worker.num_warm_ups == 0

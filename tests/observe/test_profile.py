@@ -10,7 +10,7 @@ import pytest
 from data_pipeline.base.errors import ConfigError
 from maxtrain.config.load import load_config
 from maxtrain.observe.metrics import Stopwatch, read_metrics
-from maxtrain.observe.profile import Steps, StepTrace, traced_steps
+from maxtrain.observe.profile import StepTrace, TraceRange, traced_steps
 from maxtrain.trainer.loop import main
 
 
@@ -34,7 +34,7 @@ def test_it_is_due_before_the_first_step_and_after_the_last_one(tmp_path):
 def test_a_trace_has_events_and_is_taken_once(tmp_path):
     said = []
     clock = Stopwatch()
-    trace = StepTrace(tmp_path, Steps(1, 2), clock, said.append)
+    trace = StepTrace(tmp_path, TraceRange(1, 2), clock, said.append)
     state = jnp.ones(8)
     trace.turn(0, state)
     assert trace.is_open

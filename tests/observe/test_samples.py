@@ -8,8 +8,8 @@ from maxtrain.observe.metrics import MetricsLog
 from maxtrain.observe.samples import (
     FILE_NAME,
     KIND,
-    Sample,
-    Taken,
+    CompletionSample,
+    SampleRecord,
     as_markdown,
     as_text,
     first_and_last,
@@ -19,7 +19,7 @@ from maxtrain.observe.samples import (
 
 
 def sample(number=0, completion="<4>", reward=0.5, **values):
-    return Sample(
+    return CompletionSample(
         **{
             "set": "held",
             "number": number,
@@ -37,9 +37,9 @@ def sample(number=0, completion="<4>", reward=0.5, **values):
 def test_they_are_read_as_they_were_and_those_of_later_steps_are_dropped(tmp_path):
     """Also a text that says what JSON lacks."""
     taken = [
-        Taken(0, sample(completion="nan")),
-        Taken(2, sample(1, "inf", None)),
-        Taken(4, sample()),
+        SampleRecord(0, sample(completion="nan")),
+        SampleRecord(2, sample(1, "inf", None)),
+        SampleRecord(4, sample()),
     ]
     log = MetricsLog(tmp_path, run="0123", file_name=FILE_NAME)
     for step, each in taken:
@@ -56,7 +56,7 @@ def test_they_are_read_as_they_were_and_those_of_later_steps_are_dropped(tmp_pat
 
 def test_each_prompt_has_its_first_and_its_last_completion():
     taken = [
-        Taken(step, sample(number, f"[{step}]" + "x" * 300 * (step == 5), reward))
+        SampleRecord(step, sample(number, f"[{step}]" + "x" * 300 * (step == 5), reward))
         for step, reward in ((0, None), (5, 0.25), (10, 1.5))
         for number in (0, 1)
     ]

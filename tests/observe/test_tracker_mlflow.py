@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig, TrackingConfig
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import RunInfo
 from maxtrain.observe.trackers.mlflow import Mlflow
 
@@ -78,7 +78,7 @@ def test_two_launches_are_one_run(tmp_path, monkeypatch):
     wait_for_system_metrics(client, known_as)
     second.log(2, {"set": "val", "nll": 1.25}, "eval")
     second.log(2, {"ending": "no better", "planned_steps": 9}, "end")
-    second.show_samples(2, [Sample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)])
+    second.show_samples(2, [CompletionSample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)])
     second.finish("finished")
 
     run = client.get_run(known_as)

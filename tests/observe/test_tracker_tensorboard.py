@@ -9,7 +9,7 @@ from tensorboardX.proto import event_pb2
 
 from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import RunInfo
 from maxtrain.observe.trackers.tensorboard import TensorBoard
 
@@ -47,7 +47,7 @@ def test_scalars_by_kind_and_set(tmp_path):
 
 def test_samples_are_text(tmp_path):
     board = begun(tmp_path)
-    board.show_samples(3, [Sample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)])
+    board.show_samples(3, [CompletionSample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)])
     board.finish("finished")
     (value,) = [v for e in events(tmp_path) if e.step == 3 for v in e.summary.value]
     assert value.tag.startswith("samples/held")

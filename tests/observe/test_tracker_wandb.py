@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig, TrackingConfig
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import RunInfo
 from maxtrain.observe.trackers.wandb import Wandb
 
@@ -80,7 +80,7 @@ def test_two_launches_are_one_run(tmp_path):
     second = launch(tmp_path, 2, config, known_as="0123456789abcdef")
     second.log(2, {"set": "val", "nll": 1.25}, "eval")
     samples = [
-        Sample("held", number, "1+3=", "<4>", reward, {}, 4, False)
+        CompletionSample("held", number, "1+3=", "<4>", reward, {}, 4, False)
         for number, reward in enumerate((1.5, None))
     ]
     second.show_samples(2, samples)

@@ -12,7 +12,7 @@ from data_pipeline.base.errors import DivergedError, TryAgainError, UsageError
 from maxtrain.config.schema import ObserveConfig
 from maxtrain.config.sections.observe import chosen_trackers, tracker_problems
 from maxtrain.observe import tracking
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import RunInfo, Tracker, by_name, numbers
 from maxtrain.observe.tracking import FILE_NAME, Trackers, TrackerThread
 
@@ -245,7 +245,7 @@ def test_going_back_comes_between_the_records(tmp_path):
 
 def test_samples_come_between_the_records(tmp_path):
     notes = Notes()
-    sample = Sample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)
+    sample = CompletionSample("held", 0, "1+3=", "<4>", 1.5, {}, 4, False)
     with Trackers() as trackers:
         config = ObserveConfig(trackers=("tensorboard",))
         trackers.begin(config, info(tmp_path), print, {"tensorboard": lambda config: notes})

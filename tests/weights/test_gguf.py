@@ -350,7 +350,7 @@ def test_a_file_with_a_flipped_bit_is_no_export(quant, place, tmp_path, monkeypa
 
 
 def test_numbers_that_rounding_destroys_are_no_export(tmp_path):
-    compared = job._Compared([], True, {"a": 0.5}, 1.0, 2.0)
+    compared = job._GgufRoundTrip([], True, {"a": 0.5}, 1.0, 2.0)
     with pytest.raises(StorageError):
         job._require_same(tmp_path / "a.gguf", compared, "q8_0")
     job._require_same(tmp_path / "a.gguf", compared._replace(errors={"a": 0.01}), "q8_0")
@@ -407,7 +407,7 @@ def test_llama_cpp_reads_numbers_of_gemma_3_as_we_do(place, tmp_path, monkeypatc
 
     def keep(model, table, plans, tensors):
         stored.update(tensors)
-        return job._Compared([], True, {}, 0.0, 1.0)
+        return job._GgufRoundTrip([], True, {}, 0.0, 1.0)
 
     # In the place of the comparison, which takes the arrays of the model away.
     monkeypatch.setattr(job, "_compare", keep)

@@ -34,7 +34,7 @@ _LOOKS = 5
 DTYPES = ("bfloat16", "float32")
 
 
-class Sums(NamedTuple):
+class AllReduceCheck(NamedTuple):
     """Sums over an axis of the mesh."""
 
     axis: str
@@ -153,7 +153,7 @@ def _digest(product: jax.Array) -> jax.Array:
     return jnp.sum(bits * weights, dtype=jnp.uint32)
 
 
-def measure_sums(mesh: Mesh, seconds: float, summed: int | None = None) -> list[Sums]:
+def measure_sums(mesh: Mesh, seconds: float, summed: int | None = None) -> list[AllReduceCheck]:
     """How fast devices sum over each axis of the mesh.
 
     All processes call it together. LostProcessError: one does not come.
@@ -172,7 +172,7 @@ def measure_sums(mesh: Mesh, seconds: float, summed: int | None = None) -> list[
     ]
 
 
-def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) -> Sums:
+def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) -> AllReduceCheck:
     everywhere = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, everywhere)
     elements = summed // 4
@@ -204,7 +204,7 @@ def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) ->
             wrong.append(shard.device.id)
     place = mesh.axis_names.index(axis)
     moved = 2 * (size - 1) / size * summed
-    return Sums(axis, size, moved / taken, *_near_and_group(mesh.devices, place), wrong)
+    return AllReduceCheck(axis, size, moved / taken, *_near_and_group(mesh.devices, place), wrong)
 
 
 def _median_of_all(call: Callable[[], Any], seconds: float) -> float:

@@ -49,8 +49,8 @@ def problems(reports: Sequence[_Report]) -> list[str]:
     Args:
         reports: of each process, in their order: `host`, `versions`, `clock` (seconds ahead of
             process 0), `disk` and `data` as `host.py` says, `bucket` as `bucket.py` says (None:
-            runs are on a disk), `devices` as `devices.measure` says, and `sums`, `Sums` as
-            mappings.
+            runs are on a disk), `devices` as `devices.measure` says, and `sums`, `AllReduceCheck`
+            as mappings.
     """
     return [
         *_unlike_versions(reports),

@@ -37,7 +37,12 @@ from data_pipeline.config import DataConfig, EvalSetConfig
 from data_pipeline.loader.loader import EvaluationData, open_evaluation
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.commands.evaluate import lm_eval
-from maxtrain.commands.evaluate.prompts import Answered, evaluate_prompts, settings, show_samples
+from maxtrain.commands.evaluate.prompts import (
+    PromptSetResult,
+    evaluate_prompts,
+    settings,
+    show_samples,
+)
 from maxtrain.commands.evaluate.prompts import add_arguments as add_prompt_arguments
 from maxtrain.commands.evaluate.prompts import table_of as table_of_prompts
 from maxtrain.commands.evaluate.teacher import Comparison, compare_with, evaluate_completions
@@ -76,7 +81,7 @@ from maxtrain.trainer.saved_run import (
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
 
-class Reading(NamedTuple):
+class EvaluationPlan(NamedTuple):
     """How sets are read: which ones, with which settings of data, in batches of how many rows, and
     how many of these."""
 
@@ -97,7 +102,7 @@ def evaluate_sets(
     model: Decoder,
     mesh: Mesh,
     opened: Mapping[str, EvaluationData],
-    reading: Reading,
+    reading: EvaluationPlan,
     comparison: Comparison | None = None,
 ) -> dict[str, dict[str, Any]]:
     """For each set what `training.evaluate.evaluate` gives, and the seconds it took; with the
@@ -131,7 +136,9 @@ def evaluate_sets(
     return results
 
 
-def _open_all(reading: Reading, tokenizer: Tokenizer, model: Decoder) -> dict[str, EvaluationData]:
+def _open_all(
+    reading: EvaluationPlan, tokenizer: Tokenizer, model: Decoder
+) -> dict[str, EvaluationData]:
     """The sets by name. ConfigError: one of another tokenizer, or more entries than the model
     has."""
     return {
@@ -141,7 +148,7 @@ def _open_all(reading: Reading, tokenizer: Tokenizer, model: Decoder) -> dict[st
 
 
 def _open(
-    name: str, config: EvalSetConfig, reading: Reading, tokenizer: Tokenizer, model: Decoder
+    name: str, config: EvalSetConfig, reading: EvaluationPlan, tokenizer: Tokenizer, model: Decoder
 ) -> EvaluationData:
     data = open_evaluation(config.path, reading.data, config.batch_size or reading.rows, name)
     made_with, vocab = data.manifest.tokenizer, model.config.vocab_size or 0
@@ -169,7 +176,7 @@ def _mesh(rows: Sequence[int]) -> Mesh:
     return make_mesh(MeshConfig(fsdp=count), devices[:count])
 
 
-def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> Reading:
+def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> EvaluationPlan:
     data = dataclasses.replace(
         config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length
     )
@@ -184,7 +191,7 @@ def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> 
     batches = config.eval_steps if asked.batches is None else asked.batches
     if asked.batches is not None or not batches:  # a run may have turned its evaluations off
         sets = {name: dataclasses.replace(s, steps=None) for name, s in sets.items()}
-    return Reading(
+    return EvaluationPlan(
         sets,
         data,
         asked.batch_size or config.eval.batch_size or config.data.batch_size,
@@ -206,14 +213,14 @@ def _require_sets(run: Path, sets: Mapping[str, EvalSetConfig]) -> None:
         )
 
 
-def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:
+def _reading_of_weights(directory: str, asked: argparse.Namespace) -> EvaluationPlan:
     if not asked.set:
         raise UsageError(
             f"{asked.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
             "made by `prepare`."
         )
     length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
-    return Reading(
+    return EvaluationPlan(
         _named(asked.set),
         DataConfig(seq_length=length),
         asked.batch_size or _ROWS,
@@ -427,7 +434,7 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
 
 
 def _as_json(
-    results: Mapping[str, Mapping[str, Any]], answered: Mapping[str, Answered]
+    results: Mapping[str, Mapping[str, Any]], answered: Mapping[str, PromptSetResult]
 ) -> dict[str, dict[str, Any]]:
     """The numbers of all sets, with the completions that are wanted."""
     sets = {name: as_json(result) for name, result in results.items()}
@@ -441,8 +448,8 @@ def _as_json(
 def _print(
     what: str,
     results: dict[str, dict[str, Any]],
-    answered: Mapping[str, Answered],
-    table: Callable[[Mapping[str, Answered]], RenderableType],
+    answered: Mapping[str, PromptSetResult],
+    table: Callable[[Mapping[str, PromptSetResult]], RenderableType],
 ) -> None:
     """The same for people; `table` is that of completions."""
     console = SafeConsole()
@@ -506,7 +513,7 @@ def _evaluate_tasks(asked: argparse.Namespace) -> None:
     begin = prefix
     if comes_from_elsewhere(asked):
         begin = special_beginning(tokenizer)
-    answers = lm_eval.Answers(model, tokenizer, begin, prefix, asked.batch_size or _ROWS)
+    answers = lm_eval.HarnessAnswers(model, tokenizer, begin, prefix, asked.batch_size or _ROWS)
     names = [name for name in asked.tasks.split(",") if name]
     found = lm_eval.run_tasks(answers, names, asked.tasks_dir, asked.num_fewshot, asked.limit)
     what = _name_of_model(asked)

@@ -1,8 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness: `maxtrain evaluate RUN --tasks NAME`.
 
-The harness asks; `Answers` answers with our scores and our generation. Its package is imported when
-it is asked for, and needs no torch. What it asks of the log-probability of a text is what its own
-model of
+The harness asks; `HarnessAnswers` answers with our scores and our generation. Its package is
+imported when it is asked for, and needs no torch. What it asks of the log-probability of a text is
+what its own model of
 transformers answers: an empty context is the token that texts begin with, a text that is too long
 loses its beginning, and long documents are read in windows that do not overlap.
 """
@@ -18,7 +18,7 @@ from rich.table import Table
 from data_pipeline.base.errors import UsageError
 from data_pipeline.base.extras import load_package
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.commands.score import ROWS, Row, encode_pair, encode_text, score_long
+from maxtrain.commands.score import ROWS, ScoreRow, encode_pair, encode_text, score_long
 from maxtrain.inference.complete import complete_ids
 from maxtrain.models.decoder import Decoder
 
@@ -29,7 +29,7 @@ _MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
 
 
-class Generation(NamedTuple):
+class GenerationSettings(NamedTuple):
     """How a task wants text to be written."""
 
     until: tuple[str, ...]
@@ -39,7 +39,7 @@ class Generation(NamedTuple):
     top_p: float | None
 
 
-class Answers:
+class HarnessAnswers:
     """What a model answers to the harness.
 
     Args:
@@ -89,7 +89,7 @@ class Answers:
 
         UsageError: a setting that is not known here.
         """
-        alike: dict[Generation, list[int]] = defaultdict(list)
+        alike: dict[GenerationSettings, list[int]] = defaultdict(list)
         for number, (_, settings) in enumerate(requests):
             alike[read_generation(settings)].append(number)
         texts: dict[int, str] = {}
@@ -100,7 +100,7 @@ class Answers:
                 texts |= dict(zip(some, made, strict=True))
         return [texts[number] for number in range(len(requests))]
 
-    def _write(self, contexts: Sequence[str], how: Generation) -> list[str]:
+    def _write(self, contexts: Sequence[str], how: GenerationSettings) -> list[str]:
         longest = self._model.config.max_length
         # What is written must fit behind it.
         room = max(1, longest - how.max_tokens)
@@ -127,14 +127,14 @@ class Answers:
         )
 
 
-def _without_beginning(row: Row, longest: int) -> Row:
+def _without_beginning(row: ScoreRow, longest: int) -> ScoreRow:
     """A row that the model can read at once, if all that is scored fits into it."""
     too_many = len(row.ids) - longest - 1
     cut = max(0, min(too_many, row.first - 1))
-    return Row(row.ids[cut:], row.first - cut)
+    return ScoreRow(row.ids[cut:], row.first - cut)
 
 
-def read_generation(settings: Mapping[str, Any]) -> Generation:
+def read_generation(settings: Mapping[str, Any]) -> GenerationSettings:
     """Settings of a task, as the harness writes them; UsageError: one is not known here."""
     left = dict(settings)
     until = left.pop("until", None) or ()
@@ -156,11 +156,13 @@ def read_generation(settings: Mapping[str, Any]) -> Generation:
             raise UsageError(
                 f"generation_kwargs: {key}={value} is not known here. Choose a task without it."
             )
-    return Generation(tuple(end for end in until if end), max_tokens, temperature, top_k, top_p)
+    return GenerationSettings(
+        tuple(end for end in until if end), max_tokens, temperature, top_k, top_p
+    )
 
 
 def run_tasks(
-    answers: Answers,
+    answers: HarnessAnswers,
     tasks: Sequence[str],
     folder: str | None,
     num_fewshot: int | None,
@@ -199,7 +201,7 @@ def run_tasks(
             "of its YAML file with --tasks-dir, or look at `lm-eval ls tasks`."
         )
 
-    class Adapter(base):  # pyright: ignore[reportGeneralTypeIssues]
+    class HarnessModel(base):  # pyright: ignore[reportGeneralTypeIssues]
         """The model as the harness asks it."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -212,7 +214,7 @@ def run_tasks(
             return answers.generate([request.args for request in requests])
 
     found = lm_eval.simple_evaluate(
-        model=Adapter(),
+        model=HarnessModel(),
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,

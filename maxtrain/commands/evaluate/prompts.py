@@ -20,7 +20,7 @@ from maxtrain.config.schema import GrpoConfig, RunConfig
 from maxtrain.config.sections.grpo import FROM_REWARDS
 from maxtrain.inference.complete import show
 from maxtrain.models.decoder import Decoder
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.rl.evaluation import RewardedPromptEvaluator, ScoredCompletions
 from maxtrain.rl.prompts import require_room
 from maxtrain.rl.reward_calls import Rewards
@@ -28,11 +28,11 @@ from maxtrain.rl.reward_calls import Rewards
 _PARTS = ("reward/", "reward_outcomes/")
 
 
-class Answered(NamedTuple):
+class PromptSetResult(NamedTuple):
     """The numbers of a set of prompts, and its first completions."""
 
     record: dict[str, Any]
-    samples: list[Sample]
+    samples: list[CompletionSample]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +126,7 @@ def evaluate_prompts(
     counts: Mapping[str, int],
     config: GrpoConfig,
     num_shown: int,
-) -> dict[str, Answered]:
+) -> dict[str, PromptSetResult]:
     """What a model makes of sets of prompts.
 
     Args:
@@ -148,11 +148,11 @@ def evaluate_prompts(
         for name, data in sets.items():
             answers: ScoredCompletions = evaluator(model, data.shards, counts[name])
             record = answers.record() | {"seconds": answers.seconds}
-            found[name] = Answered(record, answers.samples(name, num_shown))
+            found[name] = PromptSetResult(record, answers.samples(name, num_shown))
     return found
 
 
-def table_of(answered: Mapping[str, Answered]) -> RenderableType:
+def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
     """What a person sees: a line for each set, and one for each reward and outcome of it."""
     heads = ("set", "accuracy", "reward", "tokens", "truncated", "prompts", "seconds")
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -181,7 +181,7 @@ def table_of(answered: Mapping[str, Answered]) -> RenderableType:
     return Group(table, "", parts)
 
 
-def show_samples(console: SafeConsole, answered: Mapping[str, Answered]) -> None:
+def show_samples(console: SafeConsole, answered: Mapping[str, PromptSetResult]) -> None:
     """Prints completions with their prompts and rewards."""
     samples = [sample for each in answered.values() for sample in each.samples]
     show(console, [sample.prompt for sample in samples], [sample.words() for sample in samples])

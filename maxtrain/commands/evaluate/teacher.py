@@ -15,7 +15,7 @@ from rich.text import Text
 
 from data_pipeline.loader.loader import EvaluationData
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.commands.evaluate.prompts import Answered, require_room_in
+from maxtrain.commands.evaluate.prompts import PromptSetResult, require_room_in
 from maxtrain.config.rollouts import RolloutSettings, rollout_settings
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.grpo import FROM_REWARDS
@@ -98,7 +98,7 @@ def evaluate_completions(
     config: RunConfig,
     settings: RolloutSettings,
     num_shown: int,
-) -> dict[str, Answered]:
+) -> dict[str, PromptSetResult]:
     """What a model makes of sets of prompts, and how far it is from its teacher there.
 
     Args:
@@ -131,11 +131,11 @@ def evaluate_completions(
         batches = completions.batches(BatchLayout(mesh, data.batch_size, data.config.seq_length))
         numbers = evaluate(step, params, batches, None, 0, counted=objective.counted)
         record = completions.record() | numbers | {"seconds": time.perf_counter() - began}
-        found[name] = Answered(record, completions.samples(name, num_shown))
+        found[name] = PromptSetResult(record, completions.samples(name, num_shown))
     return found
 
 
-def table_of(answered: Mapping[str, Answered]) -> RenderableType:
+def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
     """What a person sees: a line for each set."""
     forms = {
         "distill": "{:.4f}",

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.commands.score import ROWS, Row, encode_text, read_text, score_long
+from maxtrain.commands.score import ROWS, ScoreRow, encode_text, read_text, score_long
 from maxtrain.models.decoder import Decoder
 
 
@@ -24,11 +24,11 @@ class TextFile(NamedTuple):
     these."""
 
     name: str
-    row: Row
+    row: ScoreRow
     num_bytes: int
 
 
-class Measured(NamedTuple):
+class LikelihoodSums(NamedTuple):
     """Sums over the tokens that count: how many, their bytes, and their negative log-likelihood in
     nats."""
 
@@ -87,7 +87,7 @@ def evaluate_files(
     longest: int | None = None,
     stride: int | None = None,
     batch_size: int = ROWS,
-) -> dict[str, Measured]:
+) -> dict[str, LikelihoodSums]:
     """What a model makes of each file, by its name; arguments as of `score_long`."""
     found = {}
     for file in files:
@@ -96,14 +96,16 @@ def evaluate_files(
             model, [file.row], longest=longest, stride=stride, batch_size=batch_size
         )
         seconds = time.perf_counter() - begin
-        found[file.name] = Measured(len(scored.logprobs), file.num_bytes, -scored.total(), seconds)
+        found[file.name] = LikelihoodSums(
+            len(scored.logprobs), file.num_bytes, -scored.total(), seconds
+        )
     return found
 
 
-def together(measured: Iterable[Measured]) -> Measured:
+def together(measured: Iterable[LikelihoodSums]) -> LikelihoodSums:
     """The sums of several files."""
     parts = list(measured)
-    return Measured(
+    return LikelihoodSums(
         sum(part.tokens for part in parts),
         sum(part.num_bytes for part in parts),
         math.fsum(part.nats for part in parts),
@@ -111,7 +113,7 @@ def together(measured: Iterable[Measured]) -> Measured:
     )
 
 
-def table_of(measured: dict[str, Measured]) -> Table:
+def table_of(measured: dict[str, LikelihoodSums]) -> Table:
     """What a person sees; with a line for all, if there are several."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("text", overflow="fold")

@@ -74,7 +74,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-class Verified(NamedTuple):
+class RoundTripCheck(NamedTuple):
     """What reading the files again has shown."""
 
     # Largest difference of the logits from those of the run; 0 unless numbers were rounded.
@@ -83,12 +83,12 @@ class Verified(NamedTuple):
     largest: float
 
 
-class Exported(NamedTuple):
+class ExportResult(NamedTuple):
     """What was written."""
 
     files: dict[str, int]  # bytes by name
     notes: list[str]  # what a user must know of the tokenizer
-    verified: Verified
+    verified: RoundTripCheck
 
 
 def export(
@@ -101,7 +101,7 @@ def export(
     template: bytes | None = None,
     card: str | None = None,
     tell: Callable[[str], object] = print,
-) -> Exported:
+) -> ExportResult:
     """Write a model as a Hugging Face directory, and see that it reads back as what it is.
 
     The model's arrays are given up: while the files are read again, they are not in memory.
@@ -133,10 +133,10 @@ def export(
         write_weights(directory, params, model.config, dtype, max_shard_bytes, tell)
         verified = _verify(directory, out, model, dtype)
         files = file_sizes(directory)
-    return Exported(files, notes, verified)
+    return ExportResult(files, notes, verified)
 
 
-def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
+def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> RoundTripCheck:
     """Read the files for `out` again, and hold them against the model, whose arrays are given up.
 
     Raises:
@@ -166,7 +166,7 @@ def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
             f"OUT={out}: what is read back is not what was written: {what}. Nothing was "
             "exported. Look at the disk that it is on, then run the same command again."
         )
-    return Verified(float(np.abs(found - exact).max()), float(np.abs(exact).max()))
+    return RoundTripCheck(float(np.abs(found - exact).max()), float(np.abs(exact).max()))
 
 
 def _shard_bytes(text: str) -> int:
@@ -271,7 +271,7 @@ def _read_template(path: Path | None) -> bytes | None:
     return content
 
 
-def _describe(out: Path, exported: Exported, dtype: str, config: RunConfig) -> list[str]:
+def _describe(out: Path, exported: ExportResult, dtype: str, config: RunConfig) -> list[str]:
     """What a person sees of an export."""
     params = config.precision.params
     loader = "AutoModelForCausalLM"
@@ -342,7 +342,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain export") -> int:
         # With the vocabulary of the data, which the config may leave open.
         with_vocabulary = dataclasses.replace(model.config, lora=config.model.lora)
         config = dataclasses.replace(config, model=with_vocabulary)
-        facts = model_card.Model(config, step, count, dtype)
+        facts = model_card.ExportedModel(config, step, count, dtype)
         card = model_card.model_card(asked.run, facts)
         exported = export(
             model,

@@ -74,7 +74,7 @@ _MOST_OFFSET_ERROR = 1e-6
 _SMALLEST = 1e-4
 
 
-class Written(NamedTuple):
+class GgufExportResult(NamedTuple):
     """What was written.
 
     Attributes:
@@ -110,7 +110,7 @@ def export_gguf(
     name: str = "",
     template: str = "",
     rule: str | None = None,
-) -> Written:
+) -> GgufExportResult:
     """Write a model as a GGUF file, and see that it reads back as what it is.
 
     The model's arrays are given up: while the file is read again, they are not in memory.
@@ -158,7 +158,7 @@ def export_gguf(
             "Logits of a model with experts change much wherever rounding sends a token to "
             "another expert."
         )
-    return Written(
+    return GgufExportResult(
         size,
         [*description.notes, *notes],
         compared.difference,
@@ -167,7 +167,7 @@ def export_gguf(
     )
 
 
-def _require_same(out: Path, compared: "_Compared", quant: str) -> None:
+def _require_same(out: Path, compared: "_GgufRoundTrip", quant: str) -> None:
     """StorageError: the file does not hold the run's parameters in its type."""
     problem = ""
     if compared.different:
@@ -241,7 +241,7 @@ def _tokenizer_fields(
     return fields, [*notes, *more]
 
 
-class _Compared(NamedTuple):
+class _GgufRoundTrip(NamedTuple):
     """What reading a file again has shown.
 
     Attributes:
@@ -264,7 +264,7 @@ def _compare(
     table: Sequence[ParamMapping],
     plans: Mapping[str, GgufTensor],
     stored: Mapping[str, LazyArray],
-) -> _Compared:
+) -> _GgufRoundTrip:
     """Hold the tensors of a file against a model, whose arrays are given up."""
     _, params = nnx.split(model)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
@@ -291,7 +291,7 @@ def _compare(
     loaded = _parameters(table, abstract, stored.__getitem__)
     different = [name for name, digest in tree_digests(loaded).items() if digest != digests[name]]
     found = np.asarray(logits(graphdef, loaded, tokens))
-    return _Compared(
+    return _GgufRoundTrip(
         different,
         found.tobytes() == of_rounded.tobytes(),
         errors,

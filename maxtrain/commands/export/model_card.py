@@ -30,7 +30,7 @@ tags:
 """
 
 
-class Model(NamedTuple):
+class ExportedModel(NamedTuple):
     """What is exported."""
 
     config: RunConfig
@@ -41,7 +41,7 @@ class Model(NamedTuple):
     dtype: str
 
 
-def model_card(run: str | Path, model: Model) -> str:
+def model_card(run: str | Path, model: ExportedModel) -> str:
     """The text of the card.
 
     Args:
@@ -92,7 +92,7 @@ def _section(title: str, rows: _Rows, head: str = "") -> str:
     return f"## {title}\n\n" + "\n".join(lines) + "\n"
 
 
-def _model_rows(model: Model) -> _Rows:
+def _model_rows(model: ExportedModel) -> _Rows:
     shape = model.config.model
     return [
         ("layers", f"{shape.num_layers:,}"),
@@ -121,7 +121,7 @@ def _data_rows(config: RunConfig) -> _Rows:
     return rows
 
 
-def _training_rows(model: Model, records: Iterable[Mapping[str, Any]]) -> _Rows:
+def _training_rows(model: ExportedModel, records: Iterable[Mapping[str, Any]]) -> _Rows:
     config = model.config
     rows: _Rows = []
     if model.step is not None:

@@ -21,7 +21,7 @@ from data_pipeline.base.console import SafeConsole
 from data_pipeline.base.errors import ConfigError, DataError, StorageError, UsageError, run_command
 from data_pipeline.loader.loader import TrainingData
 from data_pipeline.shards import write_atomic
-from maxtrain.commands.fit.estimate import Fit, Shape, batch_shape, fit_step, require_fit
+from maxtrain.commands.fit.estimate import Fit, RowBatchShape, batch_shape, fit_step, require_fit
 from maxtrain.commands.fit.report import duration, mesh_words, report, search_table
 from maxtrain.commands.fit.search import search
 from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
@@ -75,7 +75,7 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
 
 def _largest_balanced(
     config: RunConfig, data: TrainingData | None, searches: bool, console: Console
-) -> Shape | None:
+) -> RowBatchShape | None:
     """The shape of the largest batch that is made of documents, and a line that says where it is
     from. None: a row for each document has to do, since the data is not here, or several sizes may
     be tried.
@@ -91,7 +91,7 @@ def _largest_balanced(
         except (DataError, StorageError) as error:
             why = f"since their data can't be read here ({str(error).splitlines()[0]})"
         else:
-            shapes = [Shape(*shape) for shape in data.largest_shapes(0)]
+            shapes = [RowBatchShape(*shape) for shape in data.largest_shapes(0)]
             largest = max(shapes, key=lambda shape: shape.rows * shape.length, default=bound)
             words = (
                 f"data.packing=balanced: {largest.rows:,} rows, the most of all that are counted"
@@ -109,7 +109,7 @@ def _fit(
     config: RunConfig,
     devices: Sequence[Any],
     limit: int,
-    largest: Shape | None,
+    largest: RowBatchShape | None,
     console: Console,
 ) -> Fit:
     """How the step fits; with optimizer.accumulation=auto that of the fewest micro-batches that do,

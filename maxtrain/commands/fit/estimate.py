@@ -41,14 +41,14 @@ from maxtrain.parallel.sharding import named_sharding
 from maxtrain.rl.rows import count_rows
 from maxtrain.train_step.state import TrainState, policy_variables
 from maxtrain.trainer.abstract_step import StepPrograms
-from maxtrain.trainer.job import Parts
+from maxtrain.trainer.job import TrainingParts
 
 _USED = re.compile(r"Used ([\d.]+)([KMG]) of")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB}
 _TEMPORARIES = "gradients, activations and other temporaries"
 
 
-class Shape(NamedTuple):
+class RowBatchShape(NamedTuple):
     """Of a batch."""
 
     rows: int
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
     attention: KernelChoice
     device: str
     num_devices: int
-    batch: Shape
+    batch: RowBatchShape
     limit: int
     memory: dict[str, int]
     on_host: dict[str, int]
@@ -177,7 +177,7 @@ class Fit(NamedTuple):
         return found
 
 
-def batch_shape(config: RunConfig) -> Shape:
+def batch_shape(config: RunConfig) -> RowBatchShape:
     """Of the largest batch of a run. Rollouts are counted with a row for each completion, and
     balanced batches with a row for each document, which is more than there are where several lie in
     one row."""
@@ -187,7 +187,7 @@ def batch_shape(config: RunConfig) -> Shape:
         rows = stage.batch_size or data.batch_size
         if data.packing == "balanced":
             rows = row_counts(rows, data.balance_rows)[-1]
-        shapes.append(Shape(rows, stage.seq_length or data.seq_length))
+        shapes.append(RowBatchShape(rows, stage.seq_length or data.seq_length))
     largest = max(shapes, key=lambda shape: shape.rows * shape.length)
     settings = rollout_settings(config)
     if settings is not None:
@@ -196,7 +196,7 @@ def batch_shape(config: RunConfig) -> Shape:
 
 
 def fit_step(
-    config: RunConfig, devices: Sequence[Any], limit: int, largest: Shape | None = None
+    config: RunConfig, devices: Sequence[Any], limit: int, largest: RowBatchShape | None = None
 ) -> Fit:
     """Compiles the step of a config, and measures what it needs.
 
@@ -219,7 +219,7 @@ def fit_step(
     return fit_program(programs, counted_shape(programs, shape), limit)
 
 
-def counted_shape(programs: StepPrograms, largest: Shape) -> Shape:
+def counted_shape(programs: StepPrograms, largest: RowBatchShape) -> RowBatchShape:
     """That of the rows which are computed of the largest batch of a run: texts that are sampled are
     filled up."""
     if rollout_settings(programs.parts.config) is None:
@@ -227,7 +227,7 @@ def counted_shape(programs: StepPrograms, largest: Shape) -> Shape:
     return largest._replace(rows=count_rows(largest.rows, programs.unit))
 
 
-def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
+def fit_program(programs: StepPrograms, shape: RowBatchShape, limit: int) -> Fit:
     """As `fit_step`, with the step made."""
     parts = programs.parts
     device = programs.devices[0]
@@ -285,7 +285,7 @@ def fit_program(programs: StepPrograms, shape: Shape, limit: int) -> Fit:
     )
 
 
-def kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
+def kernel_flops(config: RunConfig, shape: RowBatchShape, frozen: int) -> float:
     """Of attention in a step, where kernels hide it from the program: what the model needs."""
     if ATTENTION[config.model.attention].platform is None:
         return 0.0
@@ -295,7 +295,7 @@ def kernel_flops(config: RunConfig, shape: Shape, frozen: int) -> float:
 
 
 def memory_by_kind(
-    programs: StepPrograms, compiled: jax.stages.Compiled, shape: Shape
+    programs: StepPrograms, compiled: jax.stages.Compiled, shape: RowBatchShape
 ) -> dict[str, int]:
     """Bytes on each device."""
     found = _state_by_kind(programs.parts.abstract, bytes_on_device)
@@ -312,7 +312,7 @@ def memory_by_kind(
     return {kind: count for kind, count in found.items() if count}
 
 
-def host_memory_by_kind(parts: Parts, compiled: jax.stages.Compiled) -> dict[str, int]:
+def host_memory_by_kind(parts: TrainingParts, compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes in the memory of hosts, for each device."""
     found = _state_by_kind(parts.abstract, bytes_on_host)
     analysis = compiled.memory_analysis()
@@ -342,7 +342,7 @@ def _refused_bytes(message: str) -> int | None:
     return int(float(used[1]) * _UNITS[used[2]])
 
 
-def sampling_bytes(parts: Parts, length: int) -> int | None:
+def sampling_bytes(parts: TrainingParts, length: int) -> int | None:
     """Bytes on each device of the training state and of the engine's caches, by their shapes, while
     completions are sampled; what its programs need beside is not counted. None: nothing is sampled.
 

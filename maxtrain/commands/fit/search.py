@@ -108,7 +108,7 @@ def with_choice(
     )
 
 
-class Promise(NamedTuple):
+class MeshCandidate(NamedTuple):
     """A mesh and a batch.
 
     Attributes:
@@ -120,7 +120,7 @@ class Promise(NamedTuple):
     seconds: tuple[float, float]
 
 
-class Searched(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search found.
 
     Attributes:
@@ -144,7 +144,7 @@ def search(
     most: int,
     begin: Callable[[int], None] = lambda num_choices: None,
     show: Callable[[Fit], None] = lambda found: None,
-) -> Searched:
+) -> SearchResult:
     """Compiles choices of mesh, batch, remat and accumulation.
 
     Args:
@@ -159,7 +159,7 @@ def search(
     """
     choices = promising(config, devices, batches)
     begin(len(choices))
-    trying = _Trying(config, devices, limit, most, show)
+    trying = _MeshSearch(config, devices, limit, most, show)
     num_slower = 0
     problem = None
     num_possible = 0
@@ -179,10 +179,12 @@ def search(
     if num_possible == 0 and problem is not None:
         raise problem
     fits = sorted(trying.fits, key=_slowness)
-    return Searched(fits, trying.num_tried, num_slower, trying.is_whole)
+    return SearchResult(fits, trying.num_tried, num_slower, trying.is_whole)
 
 
-def promising(config: RunConfig, devices: Sequence[Any], batches: Iterable[int]) -> list[Promise]:
+def promising(
+    config: RunConfig, devices: Sequence[Any], batches: Iterable[int]
+) -> list[MeshCandidate]:
     """Meshes and batches that divide each other and the model, those first that take least by what
     they send at least.
 
@@ -208,14 +210,14 @@ def promising(config: RunConfig, devices: Sequence[Any], batches: Iterable[int])
                 continue
             tokens = shape.rows * shape.length
             seconds = (times.seconds / tokens, times.without_overlap / tokens)
-            found.append(Promise(mesh, rows, seconds))
+            found.append(MeshCandidate(mesh, rows, seconds))
     if not found:
         assert problem is not None
         raise problem
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-class _Trying:
+class _MeshSearch:
     """Compiles, and keeps what fits."""
 
     def __init__(
@@ -239,7 +241,7 @@ class _Trying:
         """Whether what takes at least so long for a token is slower than what fits already."""
         return any(_slowness(found)[:2] < seconds for found in self.fits)
 
-    def with_mesh(self, choice: Promise, state: int) -> bool:
+    def with_mesh(self, choice: MeshCandidate, state: int) -> bool:
         """Tries accumulation and remat. One that recomputes more, or accumulates more, than
         another that fits is left out.
 

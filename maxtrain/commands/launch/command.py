@@ -15,7 +15,7 @@ from maxtrain.commands.launch.local import run_local, submit
 from maxtrain.commands.launch.options import parse
 from maxtrain.commands.launch.plan import (
     Devices,
-    Plan,
+    LaunchPlan,
     enough_nodes,
     make_plan,
     nodes_of_slices_are_known,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain launch") -> int:
     return failed or code
 
 
-def _plan(options: argparse.Namespace, given: Devices, program: Sequence[str]) -> Plan:
+def _plan(options: argparse.Namespace, given: Devices, program: Sequence[str]) -> LaunchPlan:
     return make_plan(options.job, options.settings, options.job_options, given, MODELS, program)
 
 
@@ -124,7 +124,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
 
 
 def _tell_if_all_are_needed(
-    plan: Plan, given: Devices, per_node: int, fewer: Sequence[int]
+    plan: LaunchPlan, given: Devices, per_node: int, fewer: Sequence[int]
 ) -> None:
     """Prints that mesh.min_processes changes nothing, if no number of nodes is `fewer`."""
     least = plan.config.mesh.min_processes

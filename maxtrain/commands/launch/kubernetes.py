@@ -18,7 +18,7 @@ import yaml
 
 from data_pipeline.base.errors import FINAL, UsageError
 from maxtrain.commands.launch.names import plain
-from maxtrain.commands.launch.plan import Plan
+from maxtrain.commands.launch.plan import LaunchPlan
 from maxtrain.commands.launch.pod import (
     fill_resources,
     merge,
@@ -79,7 +79,7 @@ class KubernetesJob(NamedTuple):
     pod: Mapping[str, Any]
 
 
-class _Block(str):
+class _LiteralText(str):
     """Text that is written line by line."""
 
 
@@ -90,14 +90,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_block(dumper: yaml.SafeDumper, text: _Block) -> yaml.ScalarNode:
+def _represent_block(dumper: yaml.SafeDumper, text: _LiteralText) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
 
 
-_Dumper.add_representer(_Block, _represent_block)
+_Dumper.add_representer(_LiteralText, _represent_block)
 
 
-def render(plan: Plan, job: KubernetesJob) -> str:
+def render(plan: LaunchPlan, job: KubernetesJob) -> str:
     """The manifest of a JobSet.
 
     Raises:
@@ -139,7 +139,7 @@ def _metadata(job: KubernetesJob) -> dict[str, Any]:
     return metadata
 
 
-def _config_text(file: Path) -> _Block:
+def _config_text(file: Path) -> _LiteralText:
     """The text of a config file. UsageError: a pod cannot have it."""
     plain("config", file.name)
     text = file.read_text()
@@ -149,7 +149,7 @@ def _config_text(file: Path) -> _Block:
         fix = "Put it into the image below configs/, and name it by config=NAME"
         raise UsageError(f"config={file} has {size:,} bytes, and {rule}. {fix}.")
     # A character that YAML can't show in a block is written in quotes.
-    return _Block(text)
+    return _LiteralText(text)
 
 
 def _job_set(job: KubernetesJob, template: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _job_set(job: KubernetesJob, template: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pod(plan: Plan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
+def _pod(plan: LaunchPlan, job: KubernetesJob, file: Path | None) -> dict[str, Any]:
     """The spec of each pod."""
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     # What workers and devices hand each other needs more than the 64 MiB that a container has.

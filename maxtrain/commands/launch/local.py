@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from data_pipeline.base.errors import ConfigError, StorageError, UsageError
-from maxtrain.commands.launch.plan import Plan
+from maxtrain.commands.launch.plan import LaunchPlan
 from maxtrain.commands.launch.processes import (
     SETTLE,
     Processes,
@@ -25,7 +25,9 @@ from maxtrain.commands.launch.processes import (
 from maxtrain.parallel.cluster import ProcessInfo, local_gpus
 
 
-def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace: float) -> int:
+def run_local(
+    plan: LaunchPlan, processes: int, environment: Mapping[str, str], grace: float
+) -> int:
     """Runs the processes of a job until all have ended; the exit code of the first that failed.
 
     Each line that they print begins with the number of its process. One that fails ends the others.
@@ -42,7 +44,7 @@ def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace:
     """
     extra = dict(environment)
     shares = device_shares(processes, os.environ | extra, plan.config.mesh.platform)
-    job = _Job(grace)
+    job = _LocalJob(grace)
     with passing_on_signals(job.hand_on):
         try:
             for index, address in enumerate(addresses(processes)):
@@ -55,7 +57,7 @@ def run_local(plan: Plan, processes: int, environment: Mapping[str, str], grace:
     return code
 
 
-class _Job:
+class _LocalJob:
     """The processes, and those who pass on what they print."""
 
     def __init__(self, grace: float):

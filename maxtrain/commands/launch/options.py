@@ -16,7 +16,7 @@ _HERE = """Nothing is started again; `maxtrain supervise --processes N` does tha
 that of the first process that failed, which ends the others."""
 
 
-class _Option(NamedTuple):
+class _LaunchOption(NamedTuple):
     """An option: its type, default, least value if it is a number, and what --help says of it."""
 
     name: str
@@ -29,16 +29,16 @@ class _Option(NamedTuple):
     required: bool = False
 
 
-def _number(name: str, default: int | None, low: int, help: str) -> _Option:
-    return _Option(name, int, default, low, "N", help)
+def _number(name: str, default: int | None, low: int, help: str) -> _LaunchOption:
+    return _LaunchOption(name, int, default, low, "N", help)
 
 
-def _text(name: str, metavar: str, help: str, required: bool = False) -> _Option:
-    return _Option(name, str, None, None, metavar, help, required=required)
+def _text(name: str, metavar: str, help: str, required: bool = False) -> _LaunchOption:
+    return _LaunchOption(name, str, None, None, metavar, help, required=required)
 
 
-def _texts(name: str, metavar: str, help: str) -> _Option:
-    return _Option(name, str, [], None, metavar, f"{help}; may be repeated", repeated=True)
+def _texts(name: str, metavar: str, help: str) -> _LaunchOption:
+    return _LaunchOption(name, str, [], None, metavar, f"{help}; may be repeated", repeated=True)
 
 
 _ENV = _texts("--env", "NAME=VALUE", "set this in the environment of each process")
@@ -64,7 +64,7 @@ TARGETS = {
         "run processes on this machine",
         (
             _number("--processes", 1, 1, "how many; default: 1"),
-            _Option(
+            _LaunchOption(
                 "--grace",
                 float,
                 None,
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     return options
 
 
-def _options_of(target: str) -> tuple[_Option, ...]:
+def _options_of(target: str) -> tuple[_LaunchOption, ...]:
     _, own = TARGETS[target]
     return (*own, *_COMMON)
 

@@ -56,7 +56,7 @@ class Devices(NamedTuple):
         return None
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """What each process of a job runs."""
 
     config: RunConfig
@@ -80,12 +80,12 @@ class Plan(NamedTuple):
                 return find_file(reference)
         return None
 
-    def with_setting(self, key: str, value: int) -> "Plan":
+    def with_setting(self, key: str, value: int) -> "LaunchPlan":
         """The same with a setting, in place of one of this key."""
         kept = [word for word in self.arguments if not word.startswith(f"{key}=")]
         return self._replace(arguments=[*kept, f"{key}={value}"])
 
-    def with_config_at(self, place: str) -> "Plan":
+    def with_config_at(self, place: str) -> "LaunchPlan":
         """The same with the config file at another place."""
         arguments = []
         for word in self.arguments:
@@ -95,13 +95,13 @@ class Plan(NamedTuple):
         return self._replace(arguments=arguments)
 
 
-def nodes_of_slices_are_known(plan: Plan, given: Devices, per_node: int) -> bool:
+def nodes_of_slices_are_known(plan: LaunchPlan, given: Devices, per_node: int) -> bool:
     """Whether each slice of the mesh is a node, or a process: which nodes make a larger one is not
     known before its devices are."""
     return num_slices(plan.config.mesh) in (1, given.processes // per_node, given.processes)
 
 
-def enough_nodes(plan: Plan, given: Devices, per_node: int) -> list[int]:
+def enough_nodes(plan: LaunchPlan, given: Devices, per_node: int) -> list[int]:
     """Numbers of nodes, fewer than those of a job, that its run can do with; the most first.
 
     Args:
@@ -141,7 +141,7 @@ def make_plan(
     given: Devices,
     models: ModelLookup,
     program: Sequence[str],
-) -> Plan:
+) -> LaunchPlan:
     """A checked plan; what the config has to say is printed to stderr.
 
     Args:
@@ -177,7 +177,7 @@ def make_plan(
         _tell_attention(fitted, given)
     # A config may be named without `config=`; nothing else is without a key here.
     named = [word if "=" in word else f"config={word}" for word in settings]
-    return Plan(config, verb, [*named, *options], tuple(program))
+    return LaunchPlan(config, verb, [*named, *options], tuple(program))
 
 
 def _require_fit(config: RunConfig, given: Devices) -> None:

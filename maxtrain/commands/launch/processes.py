@@ -39,7 +39,7 @@ def for_child(number: int) -> int:
     return number
 
 
-class Ended(NamedTuple):
+class JobExit(NamedTuple):
     """How the processes of a job ended, by their numbers."""
 
     # Exit codes of those that failed, in the order in which they did; negative: a signal.
@@ -110,7 +110,7 @@ class Processes:
         """One more process, which runs already."""
         self._children[number] = child
 
-    def wait(self, settle: float, deadline: Callable[[], float]) -> Ended:
+    def wait(self, settle: float, deadline: Callable[[], float]) -> JobExit:
         """Until all processes have ended; once one has failed, the others have little time left.
 
         None of them, nor of what they started, lives on.
@@ -134,7 +134,7 @@ class Processes:
                         failed[number] = code
                 if failed:
                     last = min(last, time.monotonic() + settle)
-            return Ended(failed, running)
+            return JobExit(failed, running)
         finally:
             self.end_all()
 

@@ -19,7 +19,7 @@ from data_pipeline.base.errors import FINAL, WORTH_RESTARTING, UsageError
 from data_pipeline.base.remote import is_url
 from maxtrain import ENDS
 from maxtrain.commands.launch.names import job_name, one_line, plain, seconds
-from maxtrain.commands.launch.plan import Plan
+from maxtrain.commands.launch.plan import LaunchPlan
 
 # Seconds that other processes have after the first one has ended. It may have lost one of them,
 # which they notice by themselves (mesh.heartbeat_seconds), or they may still be saving.
@@ -65,7 +65,7 @@ class SlurmJob(NamedTuple):
     environment: Mapping[str, str]
 
 
-def _shared_folder(plan: Plan, job: SlurmJob) -> str:
+def _shared_folder(plan: LaunchPlan, job: SlurmJob) -> str:
     """A folder that all nodes have: that of the runs, or if these are behind a URL, that in which
     the script begins."""
     if is_url(plan.config.output_dir):
@@ -73,7 +73,7 @@ def _shared_folder(plan: Plan, job: SlurmJob) -> str:
     return os.path.join(job.folder, plan.config.output_dir)
 
 
-def render(plan: Plan, job: SlurmJob) -> str:
+def render(plan: LaunchPlan, job: SlurmJob) -> str:
     """The script.
 
     Raises:
@@ -105,12 +105,12 @@ def render(plan: Plan, job: SlurmJob) -> str:
     return re.sub(r"@([a-z_]+)@", lambda found: str(values[found[1]]), _SCRIPT)
 
 
-def _grace(plan: Plan) -> float:
+def _grace(plan: LaunchPlan) -> float:
     """Seconds that the processes may take to save."""
     return plan.config.checkpoint.grace_seconds or _LONG_GRACE
 
 
-def _notice(plan: Plan, job: SlurmJob) -> int:
+def _notice(plan: LaunchPlan, job: SlurmJob) -> int:
     """Seconds before the time limit at which the processes are told to save."""
     grace = _grace(plan)
     notice = int(grace) + _MARGIN

@@ -26,8 +26,8 @@ from data_pipeline.base.terminal import unescaped
 from data_pipeline.shards import write_atomic
 from maxtrain import __version__
 from maxtrain.commands.export.command import MAX_SHARD_BYTES, add_shard_size
-from maxtrain.commands.merge.recipe import Recipe, num_layers, read_recipe
-from maxtrain.commands.merge.sources import Tensors, open_model
+from maxtrain.commands.merge.recipe import MergeRecipe, num_layers, read_recipe
+from maxtrain.commands.merge.sources import SourceModel, open_model
 from maxtrain.commands.merge.tensors import merged
 from maxtrain.models.hf_mapping import LazyArray, Part
 from maxtrain.storage.publish import publishing, require_free
@@ -53,7 +53,7 @@ _FREE = {
 }
 
 
-class Made(NamedTuple):
+class MergeResult(NamedTuple):
     """What was written."""
 
     num_tensors: int
@@ -64,8 +64,8 @@ class Made(NamedTuple):
 
 
 def merge(
-    recipe: Recipe, out: Path, max_shard_bytes: int = 5 * 10**9, progress: bool = False
-) -> Made:
+    recipe: MergeRecipe, out: Path, max_shard_bytes: int = 5 * 10**9, progress: bool = False
+) -> MergeResult:
     """Merge models as a recipe says, into a new directory.
 
     Args:
@@ -106,10 +106,10 @@ def merge(
             }
             write_atomic(directory / PROVENANCE, _provenance(recipe, hashes, stored_as))
     count = sum(int(np.prod(array.shape)) for array in lazy.values())
-    return Made(len(lazy), count, _usual(dtypes), notes)
+    return MergeResult(len(lazy), count, _usual(dtypes), notes)
 
 
-def require_alike(recipe: Recipe, models: Mapping[str, Tensors]) -> list[str]:
+def require_alike(recipe: MergeRecipe, models: Mapping[str, SourceModel]) -> list[str]:
     """What differs in the configs of models, in lines.
 
     Raises:
@@ -160,7 +160,7 @@ def require_alike(recipe: Recipe, models: Mapping[str, Tensors]) -> list[str]:
 
 
 def _lazily(
-    recipe: Recipe, models: Mapping[str, Tensors], read: Mapping[str, Any], progress: bool
+    recipe: MergeRecipe, models: Mapping[str, SourceModel], read: Mapping[str, Any], progress: bool
 ) -> Iterator[tuple[str, LazyArray]]:
     """Each tensor's name, and the tensor, which is merged when it is read."""
     first = models[recipe.places()[0]]
@@ -175,8 +175,8 @@ def _lazily(
 
 
 def _merge_one(
-    recipe: Recipe,
-    models: Mapping[str, Tensors],
+    recipe: MergeRecipe,
+    models: Mapping[str, SourceModel],
     read: Mapping[str, Any],
     name: str,
     layers: int,
@@ -224,7 +224,9 @@ def _verify(directory: Path, digests: Mapping[str, str]) -> None:
         )
 
 
-def _provenance(recipe: Recipe, hashes: Mapping[str, str], stored_as: Mapping[str, str]) -> bytes:
+def _provenance(
+    recipe: MergeRecipe, hashes: Mapping[str, str], stored_as: Mapping[str, str]
+) -> bytes:
     """What the model was made of; hashes are of plain tensors."""
     values = {
         "maxtrain": __version__,

@@ -20,7 +20,7 @@ Setting = Any  # a number, a list of them, or a list of conditions
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
-class Parameter(NamedTuple):
+class MethodParameter(NamedTuple):
     """A parameter of a method."""
 
     default: Any
@@ -29,42 +29,42 @@ class Parameter(NamedTuple):
     of_models: bool = False
 
 
-_WEIGHT = Parameter(None, of_models=True)
-_NORMALIZED = {"weight": _WEIGHT, "normalize": Parameter(True, bool)}
-_TASK: dict[str, Parameter] = {
+_WEIGHT = MethodParameter(None, of_models=True)
+_NORMALIZED = {"weight": _WEIGHT, "normalize": MethodParameter(True, bool)}
+_TASK: dict[str, MethodParameter] = {
     "weight": _WEIGHT,
-    "density": Parameter(1.0, of_models=True),
-    "lambda": Parameter(1.0),
+    "density": MethodParameter(1.0, of_models=True),
+    "lambda": MethodParameter(1.0),
 }
 
 
-def _task(normalize: bool, rescale: str, **more: Parameter) -> dict[str, Parameter]:
+def _task(normalize: bool, rescale: str, **more: MethodParameter) -> dict[str, MethodParameter]:
     return {
         **_TASK,
-        "normalize": Parameter(normalize, bool),
-        "rescale": Parameter(rescale, str),
+        "normalize": MethodParameter(normalize, bool),
+        "rescale": MethodParameter(rescale, str),
         **more,
     }
 
 
-_GAMMA = Parameter(0.01, of_models=True)
-_EPSILON = Parameter(0.15, of_models=True)
+_GAMMA = MethodParameter(0.01, of_models=True)
+_EPSILON = MethodParameter(0.15, of_models=True)
 # By the names of methods.
-METHODS: dict[str, dict[str, Parameter]] = {
+METHODS: dict[str, dict[str, MethodParameter]] = {
     "linear": _NORMALIZED,
     "soup": {},
-    "ema": {"decay": Parameter(None)},
-    "slerp": {"t": Parameter(None)},
+    "ema": {"decay": MethodParameter(None)},
+    "slerp": {"t": MethodParameter(None)},
     "nuslerp": {
         "weight": _WEIGHT,
-        "nuslerp_flatten": Parameter(True, bool),
-        "nuslerp_row_wise": Parameter(False, bool),
+        "nuslerp_flatten": MethodParameter(True, bool),
+        "nuslerp_row_wise": MethodParameter(False, bool),
     },
-    "model_stock": {"filter_wise": Parameter(False, bool)},
+    "model_stock": {"filter_wise": MethodParameter(False, bool)},
     "task_arithmetic": {
         "weight": _WEIGHT,
-        "lambda": Parameter(1.0),
-        "normalize": Parameter(False, bool),
+        "lambda": MethodParameter(1.0),
+        "normalize": MethodParameter(False, bool),
     },
     "ties": _task(True, "none"),
     "dare_linear": _task(False, "l1"),
@@ -88,7 +88,7 @@ _RESCALES: dict[Any, Rescale] = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Source(NamedTuple):
+class MergeSource(NamedTuple):
     """A model of the recipe."""
 
     place: str
@@ -96,7 +96,7 @@ class Source(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class MergeRecipe:
     """What is to be merged.
 
     Attributes:
@@ -113,7 +113,7 @@ class Recipe:
     """
 
     method: str
-    models: tuple[Source, ...]
+    models: tuple[MergeSource, ...]
     base: str | None
     parameters: Mapping[str, Setting]
     dtype: str | None
@@ -140,7 +140,9 @@ class Recipe:
             named = [self.base, *named]
         return tuple(dict.fromkeys(named))
 
-    def value(self, name: str, tensor: str, num_layers: int, source: Source | None = None) -> Any:
+    def value(
+        self, name: str, tensor: str, num_layers: int, source: MergeSource | None = None
+    ) -> Any:
         """A parameter for a tensor, of a model or of the whole merge.
 
         Raises:
@@ -202,7 +204,7 @@ def _evaluated(setting: Setting, tensor: str, depth: float) -> Any:
     return None
 
 
-def read_recipe(path: str | Path) -> Recipe:
+def read_recipe(path: str | Path) -> MergeRecipe:
     """The recipe in a file.
 
     Raises:
@@ -225,7 +227,7 @@ def read_recipe(path: str | Path) -> Recipe:
     return recipe_of(values, text)
 
 
-def recipe_of(values: Mapping[str, Any], text: str = "") -> Recipe:
+def recipe_of(values: Mapping[str, Any], text: str = "") -> MergeRecipe:
     """The recipe that values of YAML describe; ConfigError: with every problem of it."""
     problems = list(_problems(values))
     if problems:
@@ -236,7 +238,7 @@ def recipe_of(values: Mapping[str, Any], text: str = "") -> Recipe:
         (one,) = values["slices"]
         sources = one["sources"]
         parameters = {**parameters, **(one.get("parameters") or {})}
-    models = tuple(Source(str(s["model"]), s.get("parameters") or {}) for s in sources)
+    models = tuple(MergeSource(str(s["model"]), s.get("parameters") or {}) for s in sources)
     layers = None
     if sources[0].get("layer_range") is not None:
         first, end = sources[0]["layer_range"]
@@ -245,7 +247,7 @@ def recipe_of(values: Mapping[str, Any], text: str = "") -> Recipe:
     tokenizer = values.get("tokenizer_source")
     if tokenizer == "base":
         tokenizer = base
-    return Recipe(
+    return MergeRecipe(
         method=values["merge_method"],
         models=models,
         base=base,
@@ -367,7 +369,7 @@ def _model_problems(
 
 
 def _setting_problems(
-    where: str, settings: Any, method: str, known: Mapping[str, Parameter]
+    where: str, settings: Any, method: str, known: Mapping[str, MethodParameter]
 ) -> Iterator[str]:
     if settings is None:
         return
@@ -436,7 +438,7 @@ def _values_of(setting: Setting) -> Iterator[Any]:
             yield value
 
 
-def _value_problem(name: str, value: Any, parameter: Parameter) -> str:
+def _value_problem(name: str, value: Any, parameter: MethodParameter) -> str:
     """What is wrong with a value, or nothing."""
     if name == "rescale":
         if not isinstance(value, bool | str) or value not in _RESCALES:

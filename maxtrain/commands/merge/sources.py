@@ -45,7 +45,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class Tensors(NamedTuple):
+class SourceModel(NamedTuple):
     """A model that is merged."""
 
     place: str
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
     write_tokenizer: Callable[[Path], object]
 
 
-def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
+def open_model(place: str, held: contextlib.ExitStack) -> SourceModel:
     """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`; `held` closes its
     files.
 
@@ -90,7 +90,7 @@ def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
     )
 
 
-def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> Tensors:
+def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> SourceModel:
     config = read_json(directory / "config.json")
     # What is written is plain.
     config.pop("quantization_config", None)
@@ -113,7 +113,7 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
     if any((directory / name).exists() for name in _TOKENIZER_FILES[:3]):
         tokenizer = load_tokenizer(directory).sha256
     ordered = {name: found[name] for name in sorted(found)}
-    return Tensors(
+    return SourceModel(
         place,
         ordered,
         dtypes,
@@ -170,7 +170,7 @@ def _copy_tokenizer(directory: Path, out: Path) -> None:
             (out / name).write_bytes(content)
 
 
-def _open_run(place: str, run: Path, step: str) -> Tensors:
+def _open_run(place: str, run: Path, step: str) -> SourceModel:
     wanted = None
     if step:
         if not step.isdecimal():
@@ -194,7 +194,7 @@ def _open_run(place: str, run: Path, step: str) -> Tensors:
     def write_own_tokenizer(out: Path) -> None:
         write_tokenizer(out, tokenizer_place(run), tokenizer, model.config)
 
-    return Tensors(
+    return SourceModel(
         place,
         ordered,
         dtypes,

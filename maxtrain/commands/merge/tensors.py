@@ -8,7 +8,7 @@ import numpy as np
 
 from data_pipeline.base.errors import DataError, UserError
 from maxtrain.commands.merge import methods
-from maxtrain.commands.merge.recipe import OF_DIFFERENCES, Recipe, Source, rescale_of
+from maxtrain.commands.merge.recipe import OF_DIFFERENCES, MergeRecipe, MergeSource, rescale_of
 
 _SPARSIFY: dict[str, methods.Sparsify] = {
     "ties": "magnitude",
@@ -23,7 +23,7 @@ _BY_CONSENSUS = ("ties", "dare_ties", "breadcrumbs_ties", "della")
 
 
 def merged(
-    recipe: Recipe, tensor: str, arrays: Mapping[str, np.ndarray], num_layers: int
+    recipe: MergeRecipe, tensor: str, arrays: Mapping[str, np.ndarray], num_layers: int
 ) -> np.ndarray:
     """The tensor of the merged model, float32.
 
@@ -52,9 +52,9 @@ def merged(
 
 
 def _merged(
-    recipe: Recipe, tensor: str, arrays: Mapping[str, np.ndarray], num_layers: int
+    recipe: MergeRecipe, tensor: str, arrays: Mapping[str, np.ndarray], num_layers: int
 ) -> np.ndarray:
-    def value(name: str, source: Source | None = None) -> Any:
+    def value(name: str, source: MergeSource | None = None) -> Any:
         return recipe.value(name, tensor, num_layers, source)
 
     base = None
@@ -87,14 +87,14 @@ def _merged(
 
 
 def _with_differences(
-    recipe: Recipe,
+    recipe: MergeRecipe,
     tensor: str,
     base: np.ndarray,
-    others: list[Source],
+    others: list[MergeSource],
     arrays: Mapping[str, np.ndarray],
     num_layers: int,
 ) -> np.ndarray:
-    def value(name: str, source: Source | None = None) -> Any:
+    def value(name: str, source: MergeSource | None = None) -> Any:
         return recipe.value(name, tensor, num_layers, source)
 
     how = _SPARSIFY.get(recipe.method, "none")

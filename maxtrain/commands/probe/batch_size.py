@@ -13,7 +13,7 @@ LEAST_UPDATES = 200
 NEARLY = 0.95
 
 
-class Data(NamedTuple):
+class DataSize(NamedTuple):
     """How much data there is, in tokens."""
 
     # The most that the run may read; None: it may repeat the data without end.
@@ -22,7 +22,7 @@ class Data(NamedTuple):
     one_pass: float
 
 
-class Advice(NamedTuple):
+class BatchSizeAdvice(NamedTuple):
     """The rows of a batch that are advised."""
 
     rows: int
@@ -43,8 +43,8 @@ def round_rows(most: int, unit: int) -> int:
 
 
 def fitting_data(
-    most: int, unit: int, length: int, data: Data | None, steps: int | None, usual: int = 0
-) -> Advice:
+    most: int, unit: int, length: int, data: DataSize | None, steps: int | None, usual: int = 0
+) -> BatchSizeAdvice:
     """The largest round batch that there is enough data for.
 
     Args:
@@ -76,10 +76,12 @@ def fitting_data(
                     f"with more, steps={steps:,} would read more than the {tokens} tokens "
                     "that there are"
                 )
-    return Advice(round_rows(rows, unit), why)
+    return BatchSizeAdvice(round_rows(rows, unit), why)
 
 
-def fast_enough(allowed: Advice, usual: int, speeds: Mapping[int, float]) -> Advice:
+def fast_enough(
+    allowed: BatchSizeAdvice, usual: int, speeds: Mapping[int, float]
+) -> BatchSizeAdvice:
     """The smallest measured batch that is nearly as fast as the fastest, or the config's own if
     that is larger.
 
@@ -97,7 +99,7 @@ def fast_enough(allowed: Advice, usual: int, speeds: Mapping[int, float]) -> Adv
     if enough >= allowed.rows:
         return allowed
     speed = human.count(_speed_near(speeds, enough))
-    return Advice(enough, f"more is hardly faster than its {speed} tokens/s")
+    return BatchSizeAdvice(enough, f"more is hardly faster than its {speed} tokens/s")
 
 
 def _speed_near(speeds: Mapping[int, float], rows: int) -> float:

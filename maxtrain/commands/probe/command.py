@@ -39,13 +39,19 @@ from data_pipeline.base.errors import (
 from data_pipeline.base.masking import masked
 from data_pipeline.loader.loader import TrainingData, open_training
 from data_pipeline.shards import write_atomic
-from maxtrain.commands.probe.batch_size import NEARLY, Advice, Data, fast_enough, fitting_data
-from maxtrain.commands.probe.rate_search import Divergence, choose, next_rate
+from maxtrain.commands.probe.batch_size import (
+    NEARLY,
+    BatchSizeAdvice,
+    DataSize,
+    fast_enough,
+    fitting_data,
+)
+from maxtrain.commands.probe.rate_search import DivergenceDetector, choose, next_rate
 from maxtrain.commands.probe.report import (
     LEAST_STEPS,
+    BatchSizeTrial,
     RateTrial,
     RateTrials,
-    Try,
     draw,
     rate_table,
     table,
@@ -143,7 +149,7 @@ def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.
     return batch
 
 
-def data_of(config: RunConfig) -> Data:
+def data_of(config: RunConfig) -> DataSize:
     """What the sources of a config hold. UserError: they are not here, or can't be planned."""
     without_sets = dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={}))
     data, _ = open_data(without_sets, None)
@@ -155,13 +161,13 @@ def data_of(config: RunConfig) -> Data:
         plan = open_training(data_section(config), data_seed(config), "auto").plan
     # No source ends.
     except ConfigError:
-        return Data(None, one_pass)
-    return Data(float(plan.tokens_at(plan.num_steps)), one_pass)
+        return DataSize(None, one_pass)
+    return DataSize(float(plan.tokens_at(plan.num_steps)), one_pass)
 
 
 def probe_batch(
-    memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]
-) -> list[Try]:
+    memory: StepMemory, limit: int, length: int, show: Callable[[list[BatchSizeTrial], int], None]
+) -> list[BatchSizeTrial]:
     """Tries batch sizes; the largest that fits is the one to use.
 
     It is found to the row below 100 times `unit`, and to 1 % above. `show` gets the tries so far,
@@ -170,14 +176,14 @@ def probe_batch(
     Raises:
         ConfigError: the smallest batch does not fit.
     """
-    tries: list[Try] = []
+    tries: list[BatchSizeTrial] = []
 
     def measure(n: int) -> int | None:
         show(tries, n * memory.unit)
         start = time.perf_counter()
         needed = memory.bytes(n * memory.unit, length)
         fits = needed is not None and needed <= limit
-        tries.append(Try(n * memory.unit, needed, time.perf_counter() - start, fits))
+        tries.append(BatchSizeTrial(n * memory.unit, needed, time.perf_counter() - start, fits))
         return needed
 
     if not largest(measure, limit, max(1, _MOST_TOKENS // (memory.unit * length)), within=0.01):
@@ -301,7 +307,7 @@ def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) ->
     step = job.make_step()
     losses: list[float] = []
     weights: list[float] = []
-    divergence = Divergence()
+    divergence = DivergenceDetector()
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
         progress.phase(f"compiling the step for learning rate {rate:.3g}")
         folder = Path(config.output_dir, config.run_name)
@@ -378,7 +384,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
         )
     found: dict[str, Any] = {}
     record: dict[str, Any] = {}
-    tries: list[Try] = []
+    tries: list[BatchSizeTrial] = []
     rates = None
     limit = 0
     length = 0
@@ -478,7 +484,7 @@ def _look_for_batch(
     *,
     measure: bool,
     console: Console,
-) -> tuple[list[Try], dict[str, Any]]:
+) -> tuple[list[BatchSizeTrial], dict[str, Any]]:
     """Finds the batch to use, and prints how; the batches tried, and the record of it."""
     rows = f"rows of {length:,} tokens, multiples of {memory.unit:,}"
     console.print(Text(f"batch: {_name(memory)}, {size(limit)} each; {rows}"))
@@ -487,7 +493,7 @@ def _look_for_batch(
         if console.is_terminal:
             live = shown.enter_context(Live(console=console, transient=True))
 
-        def show(tries: list[Try], pending: int) -> None:
+        def show(tries: list[BatchSizeTrial], pending: int) -> None:
             if live:
                 live.update(table(tries, limit, length, pending))
                 return
@@ -523,7 +529,7 @@ def _advise(
     *,
     measure: bool,
     console: Console,
-) -> tuple[Advice, dict[int, float]]:
+) -> tuple[BatchSizeAdvice, dict[int, float]]:
     """The batch to use of those that fit, told with the reason; and the speeds, if measured."""
     data = None
     try:

@@ -17,7 +17,7 @@ FINE = 10**0.25
 _PAST = 0.9
 
 
-class Choice(NamedTuple):
+class RateChoice(NamedTuple):
     """The recommended rate, and the tried rates next to it.
 
     Attributes:
@@ -35,7 +35,7 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.2g}")
 
 
-def choose(losses: Mapping[float, float]) -> Choice | None:
+def choose(losses: Mapping[float, float]) -> RateChoice | None:
     """Return the rate with the lowest loss.
 
     Of equal losses, the lower rate is taken, which is the safer one for a longer run. If all
@@ -58,7 +58,7 @@ def choose(losses: Mapping[float, float]) -> Choice | None:
         rate = max(equal)
     below = [other for other in losses if other < rate]
     above = [other for other in losses if other > rate]
-    return Choice(rate, max(below, default=None), min(above, default=None))
+    return RateChoice(rate, max(below, default=None), min(above, default=None))
 
 
 def next_rate(losses: Mapping[float, float], low: float, high: float) -> float | None:
@@ -108,7 +108,7 @@ def _within(rate: float, tried: Mapping[float, float], low: float, high: float) 
     return None if found in tried else found
 
 
-class Divergence:
+class DivergenceDetector:
     """Whether a trial may stop early, from the loss of each step.
 
     It may if a loss is not finite, or if the running mean of the loss has lost half of what it had

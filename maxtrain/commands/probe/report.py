@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.shards import write_atomic
-from maxtrain.commands.probe.rate_search import Choice
+from maxtrain.commands.probe.rate_search import RateChoice
 from maxtrain.observe import human
 from maxtrain.parallel.memory import GIB, size
 
@@ -26,7 +26,7 @@ _END = 0.2
 _FLAT = 1e-3
 
 
-class Try(NamedTuple):
+class BatchSizeTrial(NamedTuple):
     """One compiled batch size."""
 
     rows: int
@@ -105,7 +105,7 @@ class RateTrials(NamedTuple):
     """
 
     trials: list[RateTrial]
-    choice: Choice
+    choice: RateChoice
     batch_size: int
     steps: int
     num_steps: int
@@ -194,7 +194,7 @@ class _Point(NamedTuple):
     fits: bool
 
 
-def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Table:
+def table(tries: Sequence[BatchSizeTrial], limit: int, length: int, pending: int = 0) -> Table:
     """A table of tries, one a line.
 
     Args:
@@ -240,7 +240,12 @@ def rate_table(rates: RateTrials) -> Table:
 
 
 def draw(
-    path: Path, title: str, tries: Sequence[Try], limit: int, length: int, rates: RateTrials | None
+    path: Path,
+    title: str,
+    tries: Sequence[BatchSizeTrial],
+    limit: int,
+    length: int,
+    rates: RateTrials | None,
 ) -> None:
     """Draw what was probed as a PNG: a panel of memory, one of learning rates, or both.
 
@@ -270,7 +275,7 @@ def draw(
     write_atomic(path, picture.getvalue())
 
 
-def _memory(axes: Any, tries: Sequence[Try], limit: int, length: int) -> None:
+def _memory(axes: Any, tries: Sequence[BatchSizeTrial], limit: int, length: int) -> None:
     """Draws memory by rows, and the limit."""
     unit = 1 << 20
     name = "MiB"

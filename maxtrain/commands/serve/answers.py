@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from maxtrain.commands.serve.protocol import EncodedRequest, Served
+from maxtrain.commands.serve.protocol import EncodedRequest, ServedModel
 from maxtrain.commands.serve.tool_formats import CompletionReader, TextPart, ToolCall
-from maxtrain.commands.serve.worker import Part
+from maxtrain.commands.serve.worker import TextChunk
 from maxtrain.inference.generation import Reason
 from maxtrain.inference.text import OutputToken, TextStream
 
@@ -27,7 +27,7 @@ class _PromptToken(NamedTuple):
     top: Sequence[tuple[int, float]]
 
 
-class Answers:
+class ResponseBuilder:
     """How the texts of one request are told. Parts of each text are given in their order.
 
     Args:
@@ -36,7 +36,7 @@ class Answers:
         is_chat: of /v1/chat/completions.
     """
 
-    def __init__(self, request: EncodedRequest, served: Served, is_chat: bool):
+    def __init__(self, request: EncodedRequest, served: ServedModel, is_chat: bool):
         self._request = request
         self._served = served
         self._is_chat = is_chat
@@ -53,12 +53,12 @@ class Answers:
         # Characters of the echo of each prompt.
         self._echoed = [0] * len(request.prompts)
 
-    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[Sequence[TextChunk]]) -> dict[str, Any]:
         """All texts at once, each of its parts."""
         listed = []
         counted = 0
         for index, of_text in enumerate(parts):
-            joined = Part(
+            joined = TextChunk(
                 "".join(part.text for part in of_text),
                 [token for part in of_text for token in part.tokens],
                 of_text[-1].reason if of_text else None,
@@ -71,7 +71,7 @@ class Answers:
             listed.append(choice)
         return self._frame("", listed) | {"usage": self.usage(counted)}
 
-    def part(self, index: int, part: Part) -> dict[str, Any] | None:
+    def part(self, index: int, part: TextChunk) -> dict[str, Any] | None:
         """A part of a text in a stream; None: there is nothing to be told yet."""
         is_first = not self._has_begun[index]
         choice = self._choice(index, part)
@@ -88,7 +88,7 @@ class Answers:
         """The end of a stream that tells the number of tokens."""
         return self._frame(".chunk", []) | {"usage": self.usage(num_tokens)}
 
-    def num_tokens(self, part: Part) -> int:
+    def num_tokens(self, part: TextChunk) -> int:
         """New tokens of a part, as they are counted."""
         return 0 if self._request.ignores_new else len(part.tokens)
 
@@ -113,7 +113,7 @@ class Answers:
             "choices": listed,
         }
 
-    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+    def _choice(self, index: int, part: TextChunk) -> dict[str, Any]:
         """Return a choice with the text, the tokens and the end of a part."""
         is_first = not self._has_begun[index]
         self._has_begun[index] = True
@@ -151,7 +151,7 @@ class Answers:
 
     # Chats.
 
-    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+    def _delta(self, index: int, part: TextChunk) -> dict[str, Any]:
         """Return what is new of a message."""
         delta: dict[str, Any] = {}
         reader = self._readers[index]
@@ -224,7 +224,7 @@ class Answers:
             named[text] = logprob
         return named
 
-    def _echo(self, index: int, part: Part) -> tuple[str, list[OutputToken | _PromptToken]]:
+    def _echo(self, index: int, part: TextChunk) -> tuple[str, list[OutputToken | _PromptToken]]:
         """Return the text of a prompt, and its tokens if they are scored."""
         ids = self._request.prompts[index]
         hidden = self._request.num_hidden[index]

@@ -25,12 +25,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maxtrain.commands.serve.answers import Answers, event
+from maxtrain.commands.serve.answers import ResponseBuilder, event
 from maxtrain.commands.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     EncodedRequest,
-    Served,
+    ServedModel,
     detokenize,
     encode,
     read_body,
@@ -39,10 +39,10 @@ from maxtrain.commands.serve.protocol import (
     tokenize,
 )
 from maxtrain.commands.serve.request_error import RequestError, escape_controls, log_exception
-from maxtrain.commands.serve.worker import Job, Part, Worker
+from maxtrain.commands.serve.worker import EngineWorker, TextChunk, TextJob
 
 # Checks the values of a request.
-_Reader = Callable[[Mapping[str, Any], Served], CompletionRequest | ChatRequest]
+_Reader = Callable[[Mapping[str, Any], ServedModel], CompletionRequest | ChatRequest]
 _PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -81,7 +81,7 @@ class Limits(NamedTuple):
 class _Metrics:
     """Numbers of one server, in Prometheus' form."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: EngineWorker):
         self.registry = CollectorRegistry()
         common = {"registry": self.registry, "namespace": "maxtrain"}
         self.requests = Counter("requests", "answered requests", ["path", "status"], **common)
@@ -106,21 +106,21 @@ class _Metrics:
         failures.set_function(lambda: worker.num_failures)
 
 
-class _Texts:
+class _RequestTexts:
     """The texts of one request on their way, seen from the server's thread."""
 
-    def __init__(self, server: "_Server", request: EncodedRequest):
+    def __init__(self, server: "_ServerState", request: EncodedRequest):
         self._server = server
         self.request = request
         options = request.options
-        self.parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue()
+        self.parts: asyncio.Queue[tuple[int, TextChunk]] = asyncio.Queue()
         self._begin = time.monotonic()
         self._begun = set[int]()
         self._open = set(range(len(request.prompts)))
         loop = asyncio.get_running_loop()
 
-        def teller(index: int) -> Callable[[Part], object]:
-            def tell(part: Part) -> None:
+        def teller(index: int) -> Callable[[TextChunk], object]:
+            def tell(part: TextChunk) -> None:
                 # The loop is gone when the server has ended.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self.parts.put_nowait, (index, part))
@@ -129,7 +129,7 @@ class _Texts:
 
         self.jobs = []
         for index, prompt in enumerate(request.prompts):
-            job = Job(
+            job = TextJob(
                 prompt,
                 request.max_tokens,
                 options.sampling,
@@ -146,7 +146,7 @@ class _Texts:
             )
             self.jobs.append(job)
 
-    def note(self, index: int, part: Part) -> None:
+    def note(self, index: int, part: TextChunk) -> None:
         """Counts a part; RequestError: the text failed."""
         metrics = self._server.metrics
         seconds = time.monotonic() - self._begin
@@ -195,10 +195,10 @@ class _Stream(StreamingResponse):
             self._end()
 
 
-class _Server:
+class _ServerState:
     """What all requests share."""
 
-    def __init__(self, served: Served, worker: Worker, limits: Limits):
+    def __init__(self, served: ServedModel, worker: EngineWorker, limits: Limits):
         self.served = served
         self.worker = worker
         self.limits = limits
@@ -370,7 +370,7 @@ class _Server:
         checked = await asyncio.to_thread(lambda: read(read_body(content), self.served))
         count = checked.num_texts
         self._reserve(count)
-        texts: _Texts | None = None
+        texts: _RequestTexts | None = None
 
         def end() -> None:
             if texts is not None:
@@ -381,8 +381,8 @@ class _Server:
         try:
             encoded = await asyncio.to_thread(lambda: encode(checked, self.served))
             self.metrics.prompt_tokens.inc(encoded.prompt_tokens)
-            texts = _Texts(self, encoded)
-            answers = Answers(encoded, self.served, is_chat)
+            texts = _RequestTexts(self, encoded)
+            answers = ResponseBuilder(encoded, self.served, is_chat)
             self.worker.submit(texts.jobs)
             if encoded.options.stream:
                 is_streaming = True
@@ -392,16 +392,16 @@ class _Server:
             if not is_streaming:
                 end()
 
-    async def _whole(self, texts: _Texts, answers: Answers) -> Response:
+    async def _whole(self, texts: _RequestTexts, answers: ResponseBuilder) -> Response:
         """All texts at once."""
-        parts: list[list[Part]] = [[] for _ in texts.jobs]
+        parts: list[list[TextChunk]] = [[] for _ in texts.jobs]
         while texts.is_open:
             index, part = await texts.parts.get()
             texts.note(index, part)
             parts[index].append(part)
         return JSONResponse(answers.whole(parts))
 
-    async def _parts(self, texts: _Texts, answers: Answers) -> AsyncIterator[str]:
+    async def _parts(self, texts: _RequestTexts, answers: ResponseBuilder) -> AsyncIterator[str]:
         """Server-sent events."""
         counted = 0
         try:
@@ -441,7 +441,7 @@ async def _leaves(request: Request) -> None:
             return
 
 
-def make_app(served: Served, worker: Worker, limits: Limits) -> Starlette:
+def make_app(served: ServedModel, worker: EngineWorker, limits: Limits) -> Starlette:
     """The application.
 
     Args:
@@ -449,7 +449,7 @@ def make_app(served: Served, worker: Worker, limits: Limits) -> Starlette:
         worker: that has begun.
         limits: what is taken on.
     """
-    server = _Server(served, worker, limits)
+    server = _ServerState(served, worker, limits)
 
     def route(
         path: str, answer: Callable[[Request], Awaitable[Response]], method: str, is_open: bool

@@ -24,8 +24,8 @@ from data_pipeline.base.extras import load_package
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.commands.load_chat import add_chat_arguments, find_chat
 from maxtrain.commands.serve.constraints import Grammars
-from maxtrain.commands.serve.protocol import Served
-from maxtrain.commands.serve.worker import Worker
+from maxtrain.commands.serve.protocol import ServedModel
+from maxtrain.commands.serve.worker import EngineWorker
 from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.warm_up import first_warm_ups, more_warm_ups
@@ -180,7 +180,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain serve") -> int:
             make_engine = functools.partial(
                 _warm_engine, model, asked.slots, asked.cache_tokens, stop_ids
             )
-            worker = Worker(
+            worker = EngineWorker(
                 make_engine, tokenizer, functools.partial(more_warm_ups, stop_ids=stop_ids)
             )
             texts = asked.slots + asked.waiting
@@ -268,7 +268,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
     )
 
 
-def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Served:
+def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> ServedModel:
     """What is served."""
     chat = None
     try:
@@ -287,7 +287,7 @@ def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> 
     if asked.cache_tokens is not None:
         # A text that no page is left for could never be made.
         max_length = min(max_length, asked.cache_tokens - asked.cache_tokens % PAGE)
-    served = Served(
+    served = ServedModel(
         name=name,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -350,7 +350,9 @@ def _warm_engine(
     return engine
 
 
-def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served: Served) -> None:
+def _serve(
+    app: Any, listening: socket.socket, asked: argparse.Namespace, served: ServedModel
+) -> None:
     """Answers until a signal comes; KeyboardInterrupt: it was Ctrl-C."""
     uvicorn = load_package("uvicorn", "serve", "maxtrain serve")
 

@@ -165,7 +165,7 @@ class Grammars:
         tokens.append(b"<|end of grammar|>")
         unusable = {*special, *self._end_ids, *hidden, end}
 
-        class Wrapped:
+        class CheckedGrammar:
             eos_token_id = end
             bos_token_id = None
             special_token_ids = sorted(unusable)
@@ -178,5 +178,5 @@ class Grammars:
                     text = text.decode(errors="replace")
                 return tokenizer.encode(text).tolist()
 
-        wrapper = library.TokenizerWrapper(Wrapped())
+        wrapper = library.TokenizerWrapper(CheckedGrammar())
         return library.LLTokenizer(wrapper, eos_token=[*self._end_ids, end])

@@ -128,11 +128,11 @@ _IN_SCHEMA_FORM = frozenset({"name", "description", "schema", "strict"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RequestOptions:
     """What a request asks for beside its prompts.
 
     Args:
-        model: one of `Served.names`.
+        model: one of `ServedModel.names`.
         count: texts after each prompt.
         max_tokens: new tokens of each text; None: the API's default.
         length_key: the request's name for `max_tokens`.
@@ -170,7 +170,7 @@ class CompletionRequest:
         prompts: texts, or ids.
     """
 
-    options: Options
+    options: RequestOptions
     prompts: Sequence[Any]
 
     @property
@@ -194,7 +194,7 @@ class ChatRequest:
         variables: more variables of the chat template.
     """
 
-    options: Options
+    options: RequestOptions
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any]
     functions: Mapping[str, Any]
@@ -226,7 +226,7 @@ class EncodedRequest:
         ignores_new: only the prompt is wanted, not the one token after it.
     """
 
-    options: Options
+    options: RequestOptions
     prompts: list[list[int]]
     max_tokens: int
     prompt_tokens: int
@@ -244,7 +244,7 @@ class EncodedRequest:
         return FirstCallEnd(self.reader())
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """What is served.
 
     Args:
@@ -308,7 +308,7 @@ def read_body(content: bytes) -> dict[str, Any]:
     return values
 
 
-def tokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
+def tokenize(values: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
     """Answer /tokenize, as vLLM's server has it, which lm-evaluation-harness uses.
 
     Raises:
@@ -328,7 +328,7 @@ def tokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
     return {"tokens": ids, "count": len(ids), "max_model_len": served.max_length}
 
 
-def detokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
+def detokenize(values: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
     """Answer /detokenize.
 
     Raises:
@@ -345,7 +345,7 @@ def detokenize(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
     return {"prompt": served.tokenizer.decode(ids)}
 
 
-def read_completion(values: Mapping[str, Any], served: Served) -> CompletionRequest:
+def read_completion(values: Mapping[str, Any], served: ServedModel) -> CompletionRequest:
     """Check a request of /v1/completions, without work that grows faster than its size.
 
     Raises:
@@ -371,7 +371,7 @@ def read_completion(values: Mapping[str, Any], served: Served) -> CompletionRequ
     return CompletionRequest(options, prompts)
 
 
-def read_chat(values: Mapping[str, Any], served: Served) -> ChatRequest:
+def read_chat(values: Mapping[str, Any], served: ServedModel) -> ChatRequest:
     """Check a request of /v1/chat/completions, without work that grows faster than its size.
 
     Raises:
@@ -442,7 +442,9 @@ def _number_of_logprobs(key: str, value: Any) -> int | None:
     return value
 
 
-def _tools(values: Mapping[str, Any], served: Served) -> tuple[list[Any], dict[str, Any], bool]:
+def _tools(
+    values: Mapping[str, Any], served: ServedModel
+) -> tuple[list[Any], dict[str, Any], bool]:
     """Return the tools that the model is told of, the functions that it may call by name, and
     whether it must call one.
 
@@ -566,7 +568,7 @@ def _schema(form: Any) -> Mapping[str, Any] | None:
     return named["schema"]
 
 
-def encode(request: CompletionRequest | ChatRequest, served: Served) -> EncodedRequest:
+def encode(request: CompletionRequest | ChatRequest, served: ServedModel) -> EncodedRequest:
     """Encode the prompts of a request, which takes time that grows with their length.
 
     Raises:
@@ -595,7 +597,7 @@ def encode(request: CompletionRequest | ChatRequest, served: Served) -> EncodedR
     )
 
 
-def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
+def _encode_chat(request: ChatRequest, served: ServedModel) -> EncodedRequest:
     options = request.options
     chat = served.chat
     assert chat is not None
@@ -636,7 +638,7 @@ def _encode_chat(request: ChatRequest, served: Served) -> EncodedRequest:
 
 
 def _constraints(
-    request: ChatRequest, served: Served, tool_format: ToolFormat | None, is_in_reasoning: bool
+    request: ChatRequest, served: ServedModel, tool_format: ToolFormat | None, is_in_reasoning: bool
 ) -> list[Constraint]:
     """Return the constraints of all texts of a request; empty: there are none.
 
@@ -670,7 +672,7 @@ def _constraints(
 
 
 def _max_tokens(
-    options: Options, prompts: list[list[int]], default: int | None, served: Served
+    options: RequestOptions, prompts: list[list[int]], default: int | None, served: ServedModel
 ) -> int:
     """Return how many new tokens each text may have; `default`: None for as many as there is room
     for.
@@ -700,7 +702,7 @@ def _max_tokens(
     return max_tokens
 
 
-def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served) -> None:
+def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: ServedModel) -> None:
     """RequestError: a key that is not known, or another model."""
     for key, value in values.items():
         if key in known or key in _WITHOUT_EFFECT:
@@ -753,7 +755,7 @@ def _count(values: Mapping[str, Any], num_prompts: int) -> int:
     return count
 
 
-def _prompts(prompt: Any, served: Served) -> list[Any]:
+def _prompts(prompt: Any, served: ServedModel) -> list[Any]:
     """Return each prompt of a request: one text, several, ids of one, or ids of several.
 
     Raises:
@@ -785,7 +787,7 @@ def _prompts(prompt: Any, served: Served) -> list[Any]:
     return prompts
 
 
-def _check_size(characters: int, param: str, served: Served) -> None:
+def _check_size(characters: int, param: str, served: ServedModel) -> None:
     """Refuse a text that is too long for the context, whatever its tokens are.
 
     Raises:
@@ -801,7 +803,7 @@ def _check_size(characters: int, param: str, served: Served) -> None:
         )
 
 
-def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
+def _messages(messages: Any, served: ServedModel) -> list[dict[str, Any]]:
     """Return the messages of a request, each with one text as its content.
 
     Raises:
@@ -835,7 +837,7 @@ def num_characters(value: Any) -> int:
     return count
 
 
-def _prompt_ids(prompt: Any, served: Served) -> list[int]:
+def _prompt_ids(prompt: Any, served: ServedModel) -> list[int]:
     """The ids of a prompt; those that are given stay as they are."""
     if isinstance(prompt, str):
         ids = [*served.beginning, *_encoded(prompt, served.tokenizer)]
@@ -847,7 +849,7 @@ def _prompt_ids(prompt: Any, served: Served) -> list[int]:
     return _known_ids(prompt, "prompt", served)
 
 
-def _known_ids(ids: list[int], param: str, served: Served) -> list[int]:
+def _known_ids(ids: list[int], param: str, served: ServedModel) -> list[int]:
     """Return ids that the model has. RequestError: it lacks one of them.
 
     Special tokens of a tokenizer, which chat templates write, may be beyond the model's embedding.
@@ -897,13 +899,13 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(
     values: Mapping[str, Any],
-    served: Served,
+    served: ServedModel,
     *,
     num_prompts: int,
     logprobs: int | None,
     length_key: str,
     echo: bool = False,
-) -> Options:
+) -> RequestOptions:
     """Return what both kinds of requests ask for.
 
     Raises:
@@ -919,7 +921,7 @@ def _options(
     # Any integer is a seed; the engine has 32 bits.
     seed = _integer("seed", seed, None) % (1 << 32)
     stream, counts = _stream(values)
-    return Options(
+    return RequestOptions(
         model=values.get("model", served.name),
         count=_count(values, num_prompts),
         max_tokens=max_tokens,
@@ -944,7 +946,7 @@ def _integer(key: str, value: Any, least: int | None) -> int:
     return value
 
 
-def _stop_ids(value: Any, served: Served) -> tuple[int, ...]:
+def _stop_ids(value: Any, served: ServedModel) -> tuple[int, ...]:
     """Return the tokens of stop_token_ids.
 
     Raises:
@@ -964,7 +966,7 @@ def _stop_ids(value: Any, served: Served) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _logit_bias(value: Any, served: Served) -> tuple[tuple[int, float], ...]:
+def _logit_bias(value: Any, served: ServedModel) -> tuple[tuple[int, float], ...]:
     """Return the pairs of logit_bias, whose keys are ids as texts.
 
     Raises:
@@ -990,7 +992,7 @@ def _logit_bias(value: Any, served: Served) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs.items()))
 
 
-def _sampling(values: Mapping[str, Any], served: Served, top_logprobs: int) -> Sampling:
+def _sampling(values: Mapping[str, Any], served: ServedModel, top_logprobs: int) -> Sampling:
     """How tokens are chosen: by default with the model's own probabilities, as OpenAI does."""
     given: dict[str, Any] = {
         "temperature": 1.0,

@@ -21,7 +21,7 @@ from maxtrain.inference.text import OutputToken, TextStream
 _END_SECONDS = 60
 
 
-class Part(NamedTuple):
+class TextChunk(NamedTuple):
     """What is new of a text.
 
     Args:
@@ -38,10 +38,10 @@ class Part(NamedTuple):
     prompt: Sequence[tuple[float, Alternatives]] = ()
 
 
-_FAILED = Part("", [], "failed")
+_FAILED = TextChunk("", [], "failed")
 
 
-class _Wish(NamedTuple):
+class _JobRequest(NamedTuple):
     """What a client wants of some texts.
 
     Args:
@@ -49,11 +49,11 @@ class _Wish(NamedTuple):
         is_wanted: they are to be made; False: they are not wanted any more.
     """
 
-    jobs: Sequence["Job"]
+    jobs: Sequence["TextJob"]
     is_wanted: bool
 
 
-class Job:
+class TextJob:
     """One text that a client wants.
 
     Args:
@@ -74,7 +74,7 @@ class Job:
         row: int,
         stop_ids: Sequence[int],
         stop: Sequence[str],
-        tell: Callable[[Part], object],
+        tell: Callable[[TextChunk], object],
         adapter: int = 0,
         constraint: Constraint | None = None,
         scores_prompt: bool = False,
@@ -96,10 +96,10 @@ class Job:
         self.adapter = adapter
 
 
-class _Running:
+class _RunningJob:
     """A job that the engine has."""
 
-    def __init__(self, job: Job, engine: Engine, tokenizer: Tokenizer):
+    def __init__(self, job: TextJob, engine: Engine, tokenizer: Tokenizer):
         self.job = job
         self._stream = TextStream(job.tokenizer or tokenizer, job.prompt, job.stop, job.find_end)
         self._has_told = False
@@ -164,10 +164,10 @@ class _Running:
             prompt = list(zip(generation.prompt_logprobs, generation.prompt_top, strict=True))
         if text or tokens or prompt or generation.reason is not None:
             self._has_told = True
-            self.job.tell(Part(text, tokens, generation.reason, prompt))
+            self.job.tell(TextChunk(text, tokens, generation.reason, prompt))
 
 
-class Worker:
+class EngineWorker:
     """Runs the engine for as long as there is something to do.
 
     Args:
@@ -192,12 +192,12 @@ class Worker:
         self._list_warm_ups = warm_ups
         self._warm_ups: deque[Callable[[], None]] = deque()
         self._tokenizer = tokenizer
-        self._wishes: queue.SimpleQueue[_Wish | None] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[_JobRequest | None] = queue.SimpleQueue()
         # Nothing may be wished once the thread has looked at its last wish.
         self._lock = threading.Lock()
         self._has_ended = False
-        self._running: dict[Generation, _Running] = {}
-        self._of_job: dict[Job, _Running] = {}
+        self._running: dict[Generation, _RunningJob] = {}
+        self._of_job: dict[TextJob, _RunningJob] = {}
         self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_ready = threading.Event()
@@ -217,18 +217,18 @@ class Worker:
         if self._no_engine is not None:
             raise self._no_engine
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[TextJob]) -> None:
         """Texts that are wanted; from any thread. They fail at once if the thread has ended."""
         with self._lock:
             if not self._has_ended:
-                self._wishes.put(_Wish(jobs, is_wanted=True))
+                self._wishes.put(_JobRequest(jobs, is_wanted=True))
                 return
         for job in jobs:
             _tell_failed(job)
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[TextJob]) -> None:
         """Texts that nobody wants any more: no part of them is told; from any thread."""
-        self._wishes.put(_Wish(jobs, is_wanted=False))
+        self._wishes.put(_JobRequest(jobs, is_wanted=False))
 
     def end(self) -> None:
         """Gives up what is not done, and ends the thread."""
@@ -312,10 +312,10 @@ class Worker:
         for job in left:
             _tell_failed(job)
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: TextJob) -> None:
         assert self._engine is not None
         try:
-            running = _Running(job, self._engine, self._tokenizer)
+            running = _RunningJob(job, self._engine, self._tokenizer)
         except Exception:
             # What was asked for had been checked before.
             log_exception()
@@ -324,18 +324,18 @@ class Worker:
         self._running[running.generation] = running
         self._of_job[job] = running
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: TextJob) -> None:
         assert self._engine is not None
         running = self._of_job.get(job)
         if running is not None:
             self._forget(running)
             self._engine.cancel(running.generation)
 
-    def _forget(self, running: _Running) -> None:
+    def _forget(self, running: _RunningJob) -> None:
         del self._running[running.generation]
         del self._of_job[running.job]
 
-    def _fail(self, running: _Running) -> None:
+    def _fail(self, running: _RunningJob) -> None:
         """Ends one text, and no other."""
         self._drop(running.job)
         _tell_failed(running.job)
@@ -377,7 +377,7 @@ class Worker:
         return ended
 
 
-def _tell_failed(job: Job) -> None:
+def _tell_failed(job: TextJob) -> None:
     try:
         job.tell(_FAILED)
     except Exception:

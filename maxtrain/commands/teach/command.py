@@ -23,7 +23,7 @@ from data_pipeline.base.errors import ConfigError, StorageError, UsageError, run
 from data_pipeline.plan.document_packing import document_targets
 from data_pipeline.shards import TokenShards
 from data_pipeline.shards.teacher_logits import RECORD, TeacherRecord, folder_of
-from maxtrain.commands.teach.compute import Teacher, load_teacher, teach
+from maxtrain.commands.teach.compute import LoadedTeacher, load_teacher, teach
 from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.parallel.distributed import start
 
@@ -31,7 +31,7 @@ _DEFAULT_TOP = 64
 
 
 def make_record(
-    teacher: Teacher, shards: TokenShards, top: int, temperature: float, length: int | None
+    teacher: LoadedTeacher, shards: TokenShards, top: int, temperature: float, length: int | None
 ) -> TeacherRecord:
     """What is to be made of shards.
 

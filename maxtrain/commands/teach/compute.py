@@ -47,7 +47,7 @@ _PIECE_BYTES = 1 << 25
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Teacher(NamedTuple):
+class LoadedTeacher(NamedTuple):
     """A teacher in memory."""
 
     frozen: FrozenModel
@@ -57,7 +57,7 @@ class Teacher(NamedTuple):
     digest: str
 
 
-def load_teacher(place: str) -> Teacher:
+def load_teacher(place: str) -> LoadedTeacher:
     """The teacher that a run or a directory of Hugging Face holds, on all devices of this process.
 
     UserError: there is none, or it is damaged, or what it says of a token depends on how long a
@@ -77,11 +77,11 @@ def load_teacher(place: str) -> Teacher:
     with jax.set_mesh(mesh):
         graphdef, shapes = frozen.abstract(mesh)
         params = frozen.load(shapes)
-        return Teacher(frozen, mesh, graphdef, params, digest_of(params, frozen.function()))
+        return LoadedTeacher(frozen, mesh, graphdef, params, digest_of(params, frozen.function()))
 
 
 def teach(
-    teacher: Teacher,
+    teacher: LoadedTeacher,
     shards: TokenShards,
     record: TeacherRecord,
     folder: Path,
@@ -160,7 +160,7 @@ def _done(folder: Path, record: TeacherRecord) -> dict[str, int]:
     return found
 
 
-class _Piece(NamedTuple):
+class _DocumentBatch(NamedTuple):
     """Documents of a shard that are computed and written together.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Piece(NamedTuple):
 
 def _pieces(
     shards: TokenShards, number: int, record: TeacherRecord, finished: int
-) -> Iterator[_Piece]:
+) -> Iterator[_DocumentBatch]:
     """The documents of a shard behind those that are finished, in pieces that are the same wherever
     one begins."""
     before = sum(entry.documents for entry in shards.manifest.shards[:number])
@@ -196,7 +196,7 @@ def _pieces(
             end += 1
         if begin >= finished:
             first_token = int(first[begin])
-            yield _Piece(
+            yield _DocumentBatch(
                 numbers=before + np.arange(begin, end),
                 end=end,
                 first_token=first_token,
@@ -207,7 +207,7 @@ def _pieces(
 
 
 def _content(
-    teacher: Teacher, shards: TokenShards, record: TeacherRecord, piece: _Piece
+    teacher: LoadedTeacher, shards: TokenShards, record: TeacherRecord, piece: _DocumentBatch
 ) -> np.ndarray:
     """The entries of the tokens of a piece."""
     content = np.zeros(piece.num_tokens, record.entry())
@@ -257,7 +257,7 @@ def _ids(shards: TokenShards, first: int, size: int) -> np.ndarray:
 
 
 def _said(
-    teacher: Teacher, tokens: np.ndarray, lengths: np.ndarray, record: TeacherRecord
+    teacher: LoadedTeacher, tokens: np.ndarray, lengths: np.ndarray, record: TeacherRecord
 ) -> TopLogProbs:
     """What the teacher says of the tokens behind the first of each row, as numpy arrays."""
     with jax.set_mesh(teacher.mesh):

@@ -21,7 +21,7 @@ from data_pipeline.base.errors import UsageError
 from data_pipeline.base.extras import load_package, require_package
 from data_pipeline.base.masking import is_masked, masked
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.observe.samples import Sample, as_markdown
+from maxtrain.observe.samples import CompletionSample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers
 
 _WANTED_BY = "observe.trackers=[mlflow]"
@@ -77,7 +77,7 @@ class Mlflow(Tracker):
         tags = [self._tag(name, text) for name, text in texts.items() if kind == "end"]
         self._client.log_batch(self._id, metrics=metrics, tags=tags)
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         place = f"samples/{samples[0].set}/{step:08d}.md"
         self._client.log_text(self._id, as_markdown(samples), place)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.base.errors import UsageError
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.observe.samples import Sample, as_markdown
+from maxtrain.observe.samples import CompletionSample, as_markdown
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name, numbers
 
 _FLUSH_SECONDS = 10
@@ -47,7 +47,7 @@ class TensorBoard(Tracker):
         for name, number in numbers(by_name(values, kind)).items():
             self._writer.add_scalar(name, number, step)
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         self._writer.add_text(f"samples/{samples[0].set}", as_markdown(samples), step)
 
     def rewind(self, step: int) -> None:

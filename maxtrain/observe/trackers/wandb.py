@@ -20,7 +20,7 @@ from typing import Any
 from data_pipeline.base.errors import UsageError
 from data_pipeline.base.extras import load_package, require_package
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.observe.samples import Sample
+from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value, by_name
 
 STEP = "trainer/step"
@@ -86,7 +86,7 @@ class Wandb(Tracker):
     def log(self, step: int, values: Mapping[str, Value], kind: Kind) -> None:
         self._run.log({**by_name(values, kind), STEP: step})
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         wandb = load_package("wandb", "wandb", "observe.trackers=[wandb]")
         columns = ["step", "number", "prompt", "completion", "reward", "tokens", "truncated"]
         rows = []

@@ -1,4 +1,5 @@
-"""Tasks of the lm-evaluation-harness: local ones, with numbers that are known from our own scores."""
+"""Tasks of the lm-evaluation-harness: local ones, with numbers that are known from our own
+scores."""
 
 import json
 import math
@@ -12,8 +13,8 @@ import pytest
 from data_pipeline.base.errors import UsageError
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain import cli
-from maxtrain.commands.evaluate.lm_eval import Answers, read_generation
-from maxtrain.commands.score import Row, score
+from maxtrain.commands.evaluate.lm_eval import HarnessAnswers, read_generation
+from maxtrain.commands.score import ScoreRow, score
 from maxtrain.inference.complete import complete
 from maxtrain.weights.hf import load_pretrained
 
@@ -61,13 +62,13 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def answers(model, tokenizer):
     end = [tokenizer.eod_id]
-    return Answers(model, tokenizer, [], end)
+    return HarnessAnswers(model, tokenizer, [], end)
 
 
 def expected(model, tokenizer, context, continuation):
     before = tokenizer.encode(context).tolist() or [tokenizer.eod_id]
     after = tokenizer.encode(continuation).tolist()
-    (scored,) = score(model, [Row([*before, *after], len(before))])
+    (scored,) = score(model, [ScoreRow([*before, *after], len(before))])
     return scored
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain import cli
-from maxtrain.commands.evaluate.text import Measured, evaluate_files, read_files, together
+from maxtrain.commands.evaluate.text import LikelihoodSums, evaluate_files, read_files, together
 from maxtrain.commands.score import windows
 from maxtrain.weights.hf import load_pretrained
 
@@ -95,7 +95,7 @@ def test_every_token_counts_once(eod, stride, tmp_path):
 
 
 def test_files_are_summed_and_not_averaged():
-    parts = [Measured(10, 20, 5.0, 1.0), Measured(1000, 900, 7.0, 1.0)]
+    parts = [LikelihoodSums(10, 20, 5.0, 1.0), LikelihoodSums(1000, 900, 7.0, 1.0)]
     found = together(parts).record()
     assert found["nll"] == 12 / 1010 and found["bits_per_byte"] == 12 / math.log(2) / 920
 

@@ -7,7 +7,7 @@ import yaml
 
 from data_pipeline.base.errors import DataError
 from data_pipeline.prepare import command as prepare
-from maxtrain.commands.export.model_card import Model, model_card
+from maxtrain.commands.export.model_card import ExportedModel, model_card
 from maxtrain.config import load_config
 
 
@@ -56,7 +56,7 @@ def rows_of(card, title):
 
 def test_a_card_says_what_is_known_at_its_step(run, tmp_path):
     config = config_of(tmp_path, "checkpoint.init_from=elsewhere/base")
-    card = model_card(run, Model(config, 5, 12_345, "float16"))
+    card = model_card(run, ExportedModel(config, 5, 12_345, "float16"))
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n# mine\n" in card
     assert "family llama with 12,345 parameters" in card
     assert rows_of(card, "Model")["type of the tensors"] == ["float16"]
@@ -70,18 +70,18 @@ def test_a_card_says_what_is_known_at_its_step(run, tmp_path):
     assert evaluated["a\\|b"] == ["5", "25.0000", "more than 1e9", "8.3333"]
     assert rows_of(card, "Training data")["web"] == ["1", "unknown", "unknown"]
     assert str(tmp_path) not in card
-    newest = model_card(run, Model(config, None, 12_345, "float32"))
+    newest = model_card(run, ExportedModel(config, None, 12_345, "float32"))
     assert rows_of(newest, "Evaluation")["held"][0] == "10"
 
 
 def test_a_card_says_what_the_adapters_were(run, tmp_path):
     config = config_of(tmp_path)
-    plain = rows_of(model_card(run, Model(config, 5, 1, "float32")), "Training")
+    plain = rows_of(model_card(run, ExportedModel(config, 5, 1, "float32")), "Training")
     assert not any("adapters" in name for name in plain)
     lora = ["model.lora.rank=4", "model.lora.alpha=8", "model.lora.scaling=root"]
     quantised = ["model.lora.base=nf4", "model.lora.base_block=32", "model.lora.targets=[(q|up)]"]
     config = config_of(tmp_path, *lora, *quantised)
-    training = rows_of(model_card(run, Model(config, 5, 1, "float32")), "Training")
+    training = rows_of(model_card(run, ExportedModel(config, 5, 1, "float32")), "Training")
     assert training["adapters"] == ["low-rank (LoRA), rank 4, alpha 8, scale alpha / sqrt(rank)"]
     assert training["products with adapters"] == ["`(q\\|up)`"]
     (told,) = training["weights below adapters"]
@@ -92,14 +92,14 @@ def test_a_card_counts_the_data_that_is_there(run, tmp_path):
     (tmp_path / "text.txt").write_text("some words")
     argv = [str(tmp_path / "data"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]
     assert prepare.main(argv) == 0
-    card = model_card(run, Model(config_of(tmp_path), 5, 1, "float32"))
+    card = model_card(run, ExportedModel(config_of(tmp_path), 5, 1, "float32"))
     assert rows_of(card, "Training data")["web"][1:] == ["1", "11"], "with the document's end"
 
 
 def test_a_run_without_records_has_a_card_and_a_damaged_one_an_error(tmp_path):
     config = config_of(tmp_path)
-    card = model_card(tmp_path, Model(config, 3, 1, "float32"))
+    card = model_card(tmp_path, ExportedModel(config, 3, 1, "float32"))
     assert "## Evaluation" not in card and rows_of(card, "Training")["steps"] == ["3"]
     (tmp_path / "metrics.jsonl").write_text("nonsense\n" + json.dumps(RECORDS[0]) + "\n")
     with pytest.raises(DataError):
-        model_card(tmp_path, Model(config, 3, 1, "float32"))
+        model_card(tmp_path, ExportedModel(config, 3, 1, "float32"))

@@ -16,9 +16,9 @@ from data_pipeline.prepare import command as prepare
 from maxtrain.cli import main
 from maxtrain.commands.fit import command as fit
 from maxtrain.commands.fit import search as fit_search
-from maxtrain.commands.fit.estimate import Fit, Shape, batch_shape, require_fit
+from maxtrain.commands.fit.estimate import Fit, RowBatchShape, batch_shape, require_fit
 from maxtrain.commands.fit.report import advice, mesh_words
-from maxtrain.commands.fit.search import Mesh, Promise, meshes, promising, search, with_choice
+from maxtrain.commands.fit.search import Mesh, MeshCandidate, meshes, promising, search, with_choice
 from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.schema import PipelineConfig
@@ -373,7 +373,7 @@ def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **o
         attention=KernelChoice("xla", "as model.attention says"),
         device="TPU v5",
         num_devices=4,
-        batch=Shape(config.data.batch_size, 256),
+        batch=RowBatchShape(config.data.batch_size, 256),
         limit=2000,
         memory={"parameters": total},
         on_host={},
@@ -541,7 +541,7 @@ def a_search(monkeypatch, choices, seconds_of):
     return tried, lambda limit, most: search(CONFIG, [None], limit, [8], most)
 
 
-ONE = Promise(Mesh(1, 1, 1, 1, 1, 1), 8, (0.0, 0.0))
+ONE = MeshCandidate(Mesh(1, 1, 1, 1, 1, 1), 8, (0.0, 0.0))
 
 
 def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
@@ -573,8 +573,8 @@ def test_a_search_leaves_out_meshes_that_send_too_much(monkeypatch):
     split = Mesh(1, 1, 1, 1, 1, 2)
     choices = [
         ONE,
-        Promise(split, 8, (2.9 / tokens, 3.0 / tokens)),
-        Promise(split._replace(tensor=4), 8, (3.1 / tokens, 3.2 / tokens)),
+        MeshCandidate(split, 8, (2.9 / tokens, 3.0 / tokens)),
+        MeshCandidate(split._replace(tensor=4), 8, (3.1 / tokens, 3.2 / tokens)),
     ]
     tried, searched = a_search(monkeypatch, choices, lambda config: 3.0)
     found = searched(5000, 99)
@@ -583,13 +583,13 @@ def test_a_search_leaves_out_meshes_that_send_too_much(monkeypatch):
 
 
 def test_the_largest_batch_of_a_run_counts():
-    assert batch_shape(load_config(["config=llama3_8b"])) == Shape(128, 8192)
-    assert batch_shape(load_config(["config=grpo_qwen2_5_1_5b"])) == Shape(32 * 8, 1024)
+    assert batch_shape(load_config(["config=llama3_8b"])) == RowBatchShape(128, 8192)
+    assert batch_shape(load_config(["config=grpo_qwen2_5_1_5b"])) == RowBatchShape(32 * 8, 1024)
     words = ["data.stages=[{until: 5, seq_length: 128, batch_size: 64}, {seq_length: 32}]"]
-    assert batch_shape(load_config([*SMALL, *words])) == Shape(64, 128)
+    assert batch_shape(load_config([*SMALL, *words])) == RowBatchShape(64, 128)
     balanced = ["data.packing=balanced", "data.batch_size=500", "data.balance_rows=8"]
     # The multiples of 8 that are tried grow by an eighth, up to a row for each document.
-    assert batch_shape(load_config([*SMALL[:-1], *balanced])) == Shape(512, 256)
+    assert batch_shape(load_config([*SMALL[:-1], *balanced])) == RowBatchShape(512, 256)
 
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["here", "elsewhere"])
@@ -615,7 +615,7 @@ def test_balanced_batches_are_as_large_as_their_data_says(is_here, tmp_path, mon
     (shape,) = shapes
     if not is_here:
         # The least number of rows from 64 on that a batch may have.
-        assert shape == Shape(66, 128)
+        assert shape == RowBatchShape(66, 128)
         assert "counted with 66 rows, a row for each document, since their data can't be" in shown
         return
     # 64 documents of 7 to 35 bytes.

@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.base.errors import ConfigError
 from maxtrain.commands.launch import local
-from maxtrain.commands.launch.plan import Plan
+from maxtrain.commands.launch.plan import LaunchPlan
 from maxtrain.config.schema import RunConfig
 
 # Each process does what its word says.
@@ -44,7 +44,7 @@ sys.exit(int(word))
 def run(does: str, folder: Path, grace: float = 60.0) -> int:
     """The exit code of processes that do this; each leaves a file in the folder when it is up."""
     program = (sys.executable, "-c", PRETEND)
-    plan = Plan(RunConfig(), "train", [does], program)
+    plan = LaunchPlan(RunConfig(), "train", [does], program)
     return local.run_local(plan, len(does.split(",")), {"A": "b", "READY": str(folder)}, grace)
 
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtrain.commands.probe.rate_search import COARSE, FINE, Choice, Divergence, choose, next_rate
+from maxtrain.commands.probe.rate_search import (
+    COARSE,
+    FINE,
+    DivergenceDetector,
+    RateChoice,
+    choose,
+    next_rate,
+)
 
 LOW, HIGH = 1e-6, 10.0
 NAN, INF = math.nan, math.inf
@@ -28,16 +35,16 @@ def search(loss, start, low=LOW, high=HIGH, most=100):
     [
         ({}, None),
         ({1e-3: NAN, 1e-2: INF}, None),
-        ({1e-3: 2.0}, Choice(1e-3, None, None)),
-        ({1e-3: 2.0, 1e-2: 1.0, 1e-1: 1.5}, Choice(1e-2, 1e-3, 1e-1)),
-        ({1e-1: NAN, 1e-3: 2.0, 1e-2: 1.0}, Choice(1e-2, 1e-3, 1e-1)),
+        ({1e-3: 2.0}, RateChoice(1e-3, None, None)),
+        ({1e-3: 2.0, 1e-2: 1.0, 1e-1: 1.5}, RateChoice(1e-2, 1e-3, 1e-1)),
+        ({1e-1: NAN, 1e-3: 2.0, 1e-2: 1.0}, RateChoice(1e-2, 1e-3, 1e-1)),
         # Of equal losses the lower rate, unless all are equal.
-        ({1e-4: 2.0, 1e-3: 1.0, 1e-2: 1.0}, Choice(1e-3, 1e-4, 1e-2)),
-        ({1e-4: 2.0, 1e-3: 2.0}, Choice(1e-3, 1e-4, None)),
-        ({1e-4: 2.0, 1e-3: 2.0, 1e-2: NAN}, Choice(1e-3, 1e-4, 1e-2)),
+        ({1e-4: 2.0, 1e-3: 1.0, 1e-2: 1.0}, RateChoice(1e-3, 1e-4, 1e-2)),
+        ({1e-4: 2.0, 1e-3: 2.0}, RateChoice(1e-3, 1e-4, None)),
+        ({1e-4: 2.0, 1e-3: 2.0, 1e-2: NAN}, RateChoice(1e-3, 1e-4, 1e-2)),
         # At the border there is no neighbour on one side.
-        ({1e-3: 3.0, 1e-2: 2.0}, Choice(1e-2, 1e-3, None)),
-        ({1e-3: 1.0, 1e-2: 2.0}, Choice(1e-3, None, 1e-2)),
+        ({1e-3: 3.0, 1e-2: 2.0}, RateChoice(1e-2, 1e-3, None)),
+        ({1e-3: 1.0, 1e-2: 2.0}, RateChoice(1e-3, None, 1e-2)),
     ],
 )
 def test_the_rate_with_the_lowest_loss_is_chosen(losses, choice):
@@ -91,7 +98,7 @@ def test_rates_without_effect_and_rates_that_all_diverge_go_to_the_other_end():
 
 
 def diverged_at(losses):
-    divergence = Divergence()
+    divergence = DivergenceDetector()
     return next((n for n, loss in enumerate(losses) if divergence.has_diverged(loss)), None)
 
 

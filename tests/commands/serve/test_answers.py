@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.tokenizer import ByteTokenizer, train_bpe
-from maxtrain.commands.serve.answers import Answers
-from maxtrain.commands.serve.protocol import Served, encode, read_completion
-from maxtrain.commands.serve.worker import Job, Worker
+from maxtrain.commands.serve.answers import ResponseBuilder
+from maxtrain.commands.serve.protocol import ServedModel, encode, read_completion
+from maxtrain.commands.serve.worker import EngineWorker, TextJob
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.generation import Generation
 
@@ -55,14 +55,14 @@ class WritingEngine(Engine):
 
 def answer(tokenizer, written, step_tokens, beginning=(), **values):
     """The choice of an answer that came at once, and the same from the parts of a stream."""
-    served = Served("small", (), tokenizer, beginning, None, 4096, tokenizer.vocab_size, 0)
+    served = ServedModel("small", (), tokenizer, beginning, None, 4096, tokenizer.vocab_size, 0)
     ids = tokenizer.encode(written).tolist()
     request = encode(
         read_completion({"logprobs": 0, "max_tokens": len(ids), **values}, served), served
     )
     parts = queue.Queue()
     options = request.options
-    job = Job(
+    job = TextJob(
         request.prompts[0],
         request.max_tokens,
         options.sampling,
@@ -73,15 +73,15 @@ def answer(tokenizer, written, step_tokens, beginning=(), **values):
         parts.put,
         scores_prompt=options.echo,
     )
-    worker = Worker(lambda: WritingEngine(ids, step_tokens), tokenizer)
+    worker = EngineWorker(lambda: WritingEngine(ids, step_tokens), tokenizer)
     worker.start()
     worker.submit([job])
     found = []
     while not found or found[-1].reason is None:
         found.append(parts.get(timeout=60))
     worker.end()
-    whole = Answers(request, served, is_chat=False).whole([found])["choices"][0]
-    answers = Answers(request, served, is_chat=False)
+    whole = ResponseBuilder(request, served, is_chat=False).whole([found])["choices"][0]
+    answers = ResponseBuilder(request, served, is_chat=False)
     streamed = [answers.part(0, part)["choices"][0] for part in found]
     return whole, {
         "text": "".join(choice["text"] for choice in streamed),

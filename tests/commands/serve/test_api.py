@@ -14,8 +14,8 @@ from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.commands.serve import constraints
 from maxtrain.commands.serve.app import Limits, make_app
 from maxtrain.commands.serve.constraints import Grammars
-from maxtrain.commands.serve.protocol import Served
-from maxtrain.commands.serve.worker import Part, Worker
+from maxtrain.commands.serve.protocol import ServedModel
+from maxtrain.commands.serve.worker import EngineWorker, TextChunk
 from maxtrain.inference.chat import Chat
 from maxtrain.inference.text import OutputToken
 
@@ -46,7 +46,7 @@ USER = {"role": "user", "content": "What?"}
 KEY = "key"
 
 
-class Writer(Worker):
+class Writer(EngineWorker):
     """Writes a text, some bytes at a time; the text follows the constraint of its job."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ class Writer(Worker):
         except Exception:
             traceback.print_exc()
             for job in jobs:
-                job.tell(Part("", [], "failed"))
+                job.tell(TextChunk("", [], "failed"))
 
     def _write(self, jobs):
         content = self.text.encode()
@@ -86,8 +86,8 @@ class Writer(Worker):
                     for n, i in enumerate(content[at : at + 3])
                 ]
                 text = content[at : at + 3].decode()
-                job.tell(Part(text, tokens, None, scores if at == 0 else ()))
-            job.tell(Part("", [], "stop"))
+                job.tell(TextChunk(text, tokens, None, scores if at == 0 else ()))
+            job.tell(TextChunk("", [], "stop"))
 
     def cancel(self, jobs):
         pass
@@ -101,7 +101,7 @@ class Api:
         file.write_text(template)
         tokenizer = ByteTokenizer()
         chat = Chat(tokenizer, "bytes", str(file))
-        served = Served("small", ("tuned",), tokenizer, (), chat, 4096, 257, 0, 4)
+        served = ServedModel("small", ("tuned",), tokenizer, (), chat, 4096, 257, 0, 4)
         served = served._replace(grammars=Grammars(tokenizer, served.stop_ids))
         self.worker = Writer()
         self.app = make_app(served, self.worker, Limits(9, 10**6, (KEY,), ()))

@@ -17,13 +17,13 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
-from maxtrain.commands.serve.answers import Answers
+from maxtrain.commands.serve.answers import ResponseBuilder
 from maxtrain.commands.serve.app import Limits, make_app
 from maxtrain.commands.serve.connections import ConnectionLimits, limited_protocol
-from maxtrain.commands.serve.protocol import Served, encode, read_chat, read_completion
+from maxtrain.commands.serve.protocol import ServedModel, encode, read_chat, read_completion
 from maxtrain.commands.serve.request_error import RequestError, log_exception
 from maxtrain.commands.serve.tool_formats import CompletionReader
-from maxtrain.commands.serve.worker import Part, Worker
+from maxtrain.commands.serve.worker import EngineWorker, TextChunk
 from maxtrain.inference.chat import Chat
 from maxtrain.inference.text import OutputToken
 
@@ -31,7 +31,7 @@ KEY = "Schlüssel"
 LIMITS = Limits(5, 10**7, (KEY, "another"), ())
 
 
-class ScriptedWorker(Worker):
+class ScriptedWorker(EngineWorker):
     """Answers with the letter a, `count` times, one every `seconds`."""
 
     def __init__(self):
@@ -53,9 +53,9 @@ class ScriptedWorker(Worker):
             if self.cancelled.wait(self.seconds):
                 return
             for job in jobs:
-                job.tell(Part("a", [OutputToken(97, -1.0, number)], None))
+                job.tell(TextChunk("a", [OutputToken(97, -1.0, number)], None))
         for job in jobs:
-            job.tell(Part("", [], "length"))
+            job.tell(TextChunk("", [], "length"))
 
     def cancel(self, jobs):
         self.cancelled.set()
@@ -85,7 +85,7 @@ class Site:
         self.worker = ScriptedWorker()
         self.tokenizer = SlowTokenizer()
         chat = Chat(load_tokenizer(folder), folder, "chatml")
-        served = Served("small", (), self.tokenizer, (), chat, 4096, 257, 0)
+        served = ServedModel("small", (), self.tokenizer, (), chat, 4096, 257, 0)
         app = make_app(served, self.worker, LIMITS)
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = listening.getsockname()
@@ -175,7 +175,7 @@ def test_too_many_texts_are_refused_before_they_are_encoded():
         def encode(self, text):
             raise AssertionError("this was not to be encoded")
 
-    served = Served("small", (), Broken(), (), None, 4096, 257, 0)
+    served = ServedModel("small", (), Broken(), (), None, 4096, 257, 0)
     with pytest.raises(RequestError, match="256 texts are asked for at once, at most 128 can be"):
         read_completion({"prompt": ["a", "b"], "n": 128}, served)
 
@@ -411,7 +411,7 @@ def test_what_can_not_be_honoured_is_refused(key, value):
 )
 def test_ids_that_the_model_lacks_are_refused_before_anything_is_computed(prompt, beginning, bad):
     """As a tokenizer has them whose special tokens are beyond the embedding."""
-    served = Served("small", (), ByteTokenizer(), beginning, None, 4096, 100, 0)
+    served = ServedModel("small", (), ByteTokenizer(), beginning, None, 4096, 100, 0)
     with pytest.raises(RequestError, match=bad) as raised:
         encode(read_completion({"prompt": prompt}, served), served)
     assert raised.value.status == 400 and raised.value.param == "prompt"
@@ -423,7 +423,7 @@ def test_a_template_that_writes_ids_that_the_model_lacks_is_refused(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     chat = Chat(ByteTokenizer(), "bytes", str(template))
-    served = Served("small", (), ByteTokenizer(), (), chat, 4096, 100, 0)
+    served = ServedModel("small", (), ByteTokenizer(), (), chat, 4096, 100, 0)
     encode(read_chat({"messages": MESSAGES}, served), served)
     with pytest.raises(RequestError, match="122 of token 1") as raised:
         encode(read_chat({"messages": [{"role": "user", "content": "az"}]}, served), served)
@@ -434,7 +434,7 @@ def test_strict_arguments_are_promised_where_they_can_be_kept():
     """A grammar holds them where a call must come, and nothing does with tool_choice=auto."""
     tokenizer = ByteTokenizer()
     chat = types.SimpleNamespace(source="{{ tools }}<tool_call>")
-    served = Served("small", (), tokenizer, (), chat, 4096, 257, 0)
+    served = ServedModel("small", (), tokenizer, (), chat, 4096, 257, 0)
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     named = {"type": "function", "function": {"name": "f"}}
     for choice in ("required", named, "none"):
@@ -452,7 +452,7 @@ def test_strict_arguments_are_promised_where_they_can_be_kept():
 def no_tokenizer_served():
     """A model with a chat template, for requests that are checked and not encoded."""
     chat = types.SimpleNamespace(source="")
-    return Served("small", (), ByteTokenizer(), (), chat, 4096, 257, 0)
+    return ServedModel("small", (), ByteTokenizer(), (), chat, 4096, 257, 0)
 
 
 def test_more_candidates_than_there_are_tokens_are_all(site):
@@ -541,7 +541,7 @@ def test_what_a_client_sent_is_logged_without_control_characters(capsys):
 
 def in_process(limits, headers, path="/v1/models"):
     """The status of a GET, without a socket."""
-    served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
+    served = ServedModel("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
     app = make_app(served, ScriptedWorker(), limits)
     sent = []
 
@@ -605,7 +605,7 @@ def test_texts_that_can_never_fit_are_refused_before_they_are_encoded(pretrained
             raise AssertionError("this was not to be encoded")
 
     chat = Chat(load_tokenizer(pretrained_directory), pretrained_directory, "chatml")
-    served = Served("small", (), Broken(), (), chat, 100, 257, 0, longest_token=2)
+    served = ServedModel("small", (), Broken(), (), chat, 100, 257, 0, longest_token=2)
     for prompt in ("a" * 201, ["a", "a" * 201], [1] * 101):
         with pytest.raises(RequestError) as raised:
             read_completion({"prompt": prompt}, served)
@@ -619,10 +619,12 @@ def test_texts_that_can_never_fit_are_refused_before_they_are_encoded(pretrained
 
 
 def test_log_probabilities_have_bytes_and_places():
-    served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
+    served = ServedModel("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
     request = encode(read_completion({"prompt": "a", "logprobs": 0}, served), served)
     tokens = [OutputToken(0xC3, -1.0, 0), OutputToken(0xA9, -2.0, 0), OutputToken(97, -3.0, 1)]
-    told = Answers(request, served, is_chat=False).whole([[Part("éa", tokens, "length")]])
+    told = ResponseBuilder(request, served, is_chat=False).whole(
+        [[TextChunk("éa", tokens, "length")]]
+    )
     assert told["choices"][0]["logprobs"] == {
         "tokens": ["\ufffd", "\ufffd", "a"],
         "token_logprobs": [-1.0, -2.0, -3.0],
@@ -630,7 +632,9 @@ def test_log_probabilities_have_bytes_and_places():
         "text_offset": [0, 0, 1],
     }
     request = dataclasses.replace(request, reader=lambda: CompletionReader(None, {}))
-    told = Answers(request, served, is_chat=True).whole([[Part("éa", tokens, "length")]])
+    told = ResponseBuilder(request, served, is_chat=True).whole(
+        [[TextChunk("éa", tokens, "length")]]
+    )
     content = told["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], [97]]
 

@@ -439,8 +439,8 @@ def test_what_is_on_its_way_is_done_before_the_end(folder):
 
 @pytest.mark.long
 def test_a_run_is_served(folder, adapters, expected, tmp_path):
-    """`serve runs/llama --port 8000 --adapter tuned=adapters/tuned --cache-tokens 65536`, at another
-    port, and with pages for one text of 64 tokens."""
+    """`serve runs/llama --port 8000 --adapter tuned=adapters/tuned --cache-tokens 65536`, at
+    another port, and with pages for one text of 64 tokens."""
     assert import_hf.main([str(folder), str(tmp_path / "runs/llama")]) == 0
     (tmp_path / "adapters").mkdir()
     shutil.copytree(adapters[0], tmp_path / "adapters/tuned")
@@ -474,7 +474,7 @@ def test_the_evaluation_harness_gets_over_the_api_what_it_gets_here(served, fold
     requests = [instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     over_api = model.loglikelihood(requests, disable_tqdm=True)
     inner, _ = load_pretrained(folder)
-    ours = lm_eval.Answers(inner, load_tokenizer(folder), (), ()).loglikelihood(pairs)
+    ours = lm_eval.HarnessAnswers(inner, load_tokenizer(folder), (), ()).loglikelihood(pairs)
     for (found, is_greedy), (expected, is_expected) in zip(over_api, ours, strict=True):
         assert found == pytest.approx(expected, abs=1e-3) and is_greedy == is_expected
 

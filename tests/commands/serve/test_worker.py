@@ -6,7 +6,7 @@ import time
 import pytest
 
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain.commands.serve.worker import Job, Worker
+from maxtrain.commands.serve.worker import EngineWorker, TextJob
 from maxtrain.inference.engine import Engine
 from maxtrain.inference.generation import Generation
 from maxtrain.inference.sampling import Sampling
@@ -54,7 +54,7 @@ class Told:
     def __init__(self, tell=None, **options):
         self.parts = queue.Queue()
         settings = {"prompt": [65], "max_tokens": 10, "stop": ()} | options
-        self.job = Job(
+        self.job = TextJob(
             settings["prompt"],
             settings["max_tokens"],
             Sampling(),
@@ -94,7 +94,7 @@ def begin():
     workers = []
 
     def make(engine, tokenizer=None):
-        worker = Worker(lambda: engine, tokenizer or ByteTokenizer())
+        worker = EngineWorker(lambda: engine, tokenizer or ByteTokenizer())
         worker.start()
         workers.append(worker)
         return worker
