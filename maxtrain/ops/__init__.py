@@ -1,2 +1,2 @@
-"""Pure functions on arrays. Every fast path has a slow oracle beside it and a test that they agree,
-forward and backward."""
+"""Pure functions on arrays. Every fast path has a slow oracle beside it, and a test that both
+agree, forward and backward."""

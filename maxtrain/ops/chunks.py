@@ -1,4 +1,4 @@
-"""Sequences cut in parts, so that the logits of only a few tokens exist at a time."""
+"""Chunks of sequences, so that the logits of only a few tokens exist at a time."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,8 +7,8 @@ from maxtrain.parallel.sharding import length_shards
 
 
 def num_chunks(length: int, rows: int, chunk: int) -> int:
-    """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no
-    bound), in a device's rows and columns."""
+    """Return the smallest number of equal parts of `length` columns with at most `chunk` tokens
+    each (0: no bound), for a device's rows and columns."""
     if chunk == 0:
         return 1
     for n in range(1, length):
@@ -18,8 +18,8 @@ def num_chunks(length: int, rows: int, chunk: int) -> int:
 
 
 def split_sequence(chunks: int, *arrays: Array) -> tuple[Array, ...]:
-    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows and columns stay on their devices:
-    each device's columns are cut, and a chunk has some of all of them."""
+    """Reshape each [B, T, ...] to [chunks, B, T / chunks, ...]. Rows and columns stay on their
+    devices: each device's columns are cut, and a chunk has some of each device."""
     shards = length_shards()
     parts = []
     for x in arrays:
@@ -31,7 +31,7 @@ def split_sequence(chunks: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def join_sequence(parts: Array) -> Array:
-    """[chunks, B, T / chunks, ...] as [B, T, ...]: what `split_sequence` has cut."""
+    """Undo `split_sequence`: reshape [chunks, B, T / chunks, ...] to [B, T, ...]."""
     chunks, B, length = parts.shape[:3]
     rest = parts.shape[3:]
     cut = parts.reshape(chunks, B, length_shards(), -1, *rest)

@@ -1,8 +1,9 @@
 """Next-token cross-entropy that never holds the logits of more than a few tokens.
 
-The head is the largest matrix of a small model and its logits the largest array of any. The
-sequence is cut in chunks; each chunk's logits give its loss and, at once, its gradients, and are
-gone. So there are three products with the head, not four, and no logits wait for the backward pass.
+The head is the largest matrix of a small model, and its logits are the largest array of any model.
+The sequence is cut in chunks. Each chunk's logits give its loss and, at once, its gradients, and
+are then freed. So there are three products with the head, not four, and no logits wait for the
+backward pass.
 """
 
 import functools
@@ -19,19 +20,19 @@ from maxtrain.ops.head import HeadGradient, gathered
 
 
 class TokenLoss(NamedTuple):
-    """`loss` is to be differentiated; the others are for the record, and no gradient flows through
-    them."""
+    """The cross-entropy of a batch. Only `loss` is differentiated; the other sums are metrics
+    without gradients."""
 
     # The sum of weight * smoothed nll, plus z_scale times the sum of mask * z.
     loss: Float[Array, ""]
-    # Of each row, the sum of mask * negative log-likelihood, nats.
+    # For each row, the sum of mask * negative log-likelihood, nats.
     nll: Float[Array, " B"]
-    # Of each row, the sum of mask * logsumexp(logits)^2.
+    # For each row, the sum of mask * logsumexp(logits)^2.
     z: Float[Array, " B"]
 
 
 class CrossEntropyStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `cross_entropy`."""
+    """Static parameters; see `cross_entropy`."""
 
     chunks: int
     dtype: str
@@ -54,24 +55,25 @@ def cross_entropy(
     logits: str = "float32",
     softcap: float | None = None,
 ) -> TokenLoss:
-    """Weighted sum over tokens of the cross-entropy, and of the z-loss if there is a `z_scale`.
+    """Return the weighted sum over tokens of the cross-entropy, and of the z-loss if there is a
+    `z_scale`.
 
     Args:
         hidden: last hidden states [B, T, D].
         head: output matrix [D, V].
         targets: token ids [B, T].
-        weights: [B, T]; 0 for what is no target. Divide them beforehand to get a mean. No gradient
-            flows to them.
-        chunks: parts that the sequence is cut in; divides T.
+        weights: [B, T]; 0 for tokens that are no targets. Divide them beforehand to get a mean. No
+            gradient flows to them.
+        chunks: number of chunks of the sequence; divides T.
         dtype: inputs of the matrix products; softmax and sums are float32.
-        mask: [B, T] weights of what is recorded, and of the z-loss; None: `weights`.
+        mask: [B, T] weights of the metrics and of the z-loss; None: `weights`.
         z_scale: factor of the z-loss, which keeps logsumexp near 0. Source: PaLM,
             https://arxiv.org/abs/2204.02311, section 5.
-        smoothing: label smoothing: the target's share of probability that all entries share.
-            `nll` is recorded without it. Source: Szegedy et al., https://arxiv.org/abs/1512.00567,
-            section 7.
-        logits: what logits are rounded to before the softmax.
-        softcap: of the logits, as of `soft_capped`; None: there is none.
+        smoothing: label smoothing: the share of the target's probability that is spread over all
+            entries. `nll` is recorded without it. Source: Szegedy et al.,
+            https://arxiv.org/abs/1512.00567, section 7.
+        logits: type that logits are rounded to before the softmax.
+        softcap: softcap of the logits, as for `soft_capped`; None: there is none.
     """
     if mask is None:
         mask = weights
@@ -88,8 +90,7 @@ def plain_cross_entropy(
     z_scale: Array | None,
     form: CrossEntropyStaticArgs,
 ) -> TokenLoss:
-    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
-    `cross_entropy`."""
+    """Compute the oracle of `cross_entropy`: all logits at once, differentiated by JAX."""
     logits = soft_capped(dot(hidden, head, MatmulPrecision.of(form.dtype)), form.softcap)
     logits = logits.astype(form.logits).astype(jnp.float32)
     nll = token_nll(logits, targets)
@@ -104,7 +105,8 @@ def plain_cross_entropy(
 
 
 def soft_capped(logits: Float[Array, "*b V"], softcap: float | None) -> Float[Array, "*b V"]:
-    """softcap * tanh(logits / softcap), which lies between -softcap and softcap; None: as they are.
+    """Return softcap * tanh(logits / softcap), which lies between -softcap and softcap; None: the
+    logits unchanged.
 
     Source: Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2.
     """
@@ -114,14 +116,14 @@ def soft_capped(logits: Float[Array, "*b V"], softcap: float | None) -> Float[Ar
 
 
 def soft_capped_slope(logits: Float[Array, "*b V"], softcap: float) -> Float[Array, "*b V"]:
-    """The derivative of `soft_capped`, from its result."""
+    """Return the derivative of `soft_capped`, from its result."""
     bounded = logits / softcap
     return 1.0 - bounded * bounded
 
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """-log softmax(logits)[target], nats, float32; a target outside [0, V) is never looked up (see
-    data_pipeline/loader/batch_checks.py)."""
+    """Return -log softmax(logits)[target], nats, float32. A target outside [0, V) is never looked
+    up (see data_pipeline/loader/batch_checks.py)."""
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = jnp.where(is_target, logits, 0).sum(-1)
     return jax.nn.logsumexp(logits, axis=-1) - picked
@@ -179,12 +181,12 @@ def _forward(
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         smoothed = nll
-        wanted = hit
+        target_probability = hit
         if smoothing:
             smoothed = (1 - smoothing) * nll + smoothing * (lse[..., 0] - logits.mean(-1))
-            wanted = (1 - smoothing) * hit + smoothing / logits.shape[-1]
+            target_probability = (1 - smoothing) * hit + smoothing / logits.shape[-1]
         probability = jnp.exp(logits - lse)
-        dlogits = (probability - wanted) * weight[..., None]
+        dlogits = (probability - target_probability) * weight[..., None]
         z = lse[..., 0] ** 2 * weight_of_z
         loss = (smoothed * weight).sum()
         if z_scale is not None:

@@ -1,11 +1,11 @@
-"""Digests of arrays, computed where they lie: the same number on any mesh, with any replication and
-order of summation.
+"""Digests of arrays, computed on their devices: independent of mesh, replication and order of
+summation.
 
-Every element's bits are mixed with its place in the global array, by functions that can be undone,
-and the results are added modulo 2^32, twice with different functions. Whole numbers add up to the
-same in any order. A change of one element, by one bit or many, always changes both sums; any other
-change goes unnoticed once in 2^64 times. Products of bits with odd constants would be cheaper, but
-would not see that the signs of two elements changed.
+Every element's bits are mixed with its index in the global array by invertible functions, and the
+results are summed modulo 2^32, twice with different functions. Integer sums do not depend on the
+order. A change of one element, by one bit or many, always changes both sums; any other change goes
+unnoticed with probability 2^-64. Products of bits with odd constants would be cheaper, but would
+not detect changed signs of two elements.
 """
 
 import functools
@@ -26,12 +26,12 @@ from maxtrain.parallel.sharding import constrain
 #     https://github.com/skeeto/hash-prospector, lowbias32.
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
 _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
-# So few bytes are digested together.
+# Arrays of fewer bytes in total are digested by one program.
 _FEW_BYTES = 16 << 20
 
 
 def _mix(x: Array, constants: tuple[int, int, int, int, int]) -> Array:
-    """A permutation of all uint32 in which every bit of the result depends on every bit of x."""
+    """Permute all uint32 numbers so that every bit of the result depends on every bit of x."""
     a, b, c, d, e = constants
     x = (x ^ (x >> a)) * jnp.uint32(b)
     x = (x ^ (x >> c)) * jnp.uint32(d)
@@ -39,10 +39,10 @@ def _mix(x: Array, constants: tuple[int, int, int, int, int]) -> Array:
 
 
 def digest(x: Array) -> UInt32[Array, " 2"]:
-    """64 bits that stand for shape, type and every bit of an array; to be called inside jit.
+    """Return 64 bits that identify shape, type and every bit of an array. Call it inside jit.
 
-    Numbers of 8 to 64 bits, bool and random keys; -0.0 and 0.0 differ, and so do NaNs with
-    different bits.
+    Supported types are numbers of 8 to 64 bits, bool and random keys. -0.0 and 0.0 differ, and so
+    do NaNs with different bits.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -50,8 +50,8 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
 
 
 def digest_of(x: Array, in_layers: bool) -> UInt32[Array, " 2"]:
-    """As `digest`, also of an array in the memory of hosts; one that `lies_in_layers` is fetched
-    layer by layer."""
+    """Return the `digest` of an array that may be in host memory; one that `lies_in_layers` is
+    fetched layer by layer."""
     if not in_layers:
         return digest(on_device(x))
 
@@ -63,18 +63,18 @@ def digest_of(x: Array, in_layers: bool) -> UInt32[Array, " 2"]:
 
 
 def _of_form(x: Array) -> UInt32[Array, " 2"]:
-    """What stands for shape and type."""
+    """Return the part of a digest for shape and type."""
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
     return jnp.array(np.frombuffer(header, "<u4"), jnp.uint32)
 
 
 def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Array, " 2"]:
-    """What stands for the bits of some rows of an array.
+    """Return the part of a digest for the bits of some rows of an array.
 
     Args:
         x: these rows.
-        rows: how many the array has; empty: it is a single number.
-        first: the number of the first one; None: 0.
+        rows: the number of rows of the array; empty: it is a scalar.
+        first: the index of the first row; None: 0.
     """
     if x.dtype == jnp.bool:
         bits = x.astype(jnp.uint8)
@@ -83,9 +83,9 @@ def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Arr
         width = min(32, 8 * x.dtype.itemsize)
         bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
     bits = bits.astype(jnp.uint32)
-    # The place of an element is counted without reshaping, so that arrays stay split as they are;
-    # modulo 2^32, and so that larger arrays do not repeat themselves, mixed with the outermost
-    # index.
+    # The index of an element is computed without reshaping, so that arrays keep their sharding. It
+    # is modulo 2^32, and mixed with the outermost index so that larger arrays do not repeat
+    # themselves.
     place = jnp.zeros(bits.shape, jnp.uint32)
     indices = [jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) for dim in range(bits.ndim)]
     if first is not None:
@@ -96,7 +96,7 @@ def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Arr
     if math.prod((*rows, *bits.shape[1:])) > 2**32:
         place ^= _mix(indices[0], _MURMUR)
     place = _mix(place, _LOWBIAS)
-    # All dims but the last one are added up first, as vectors.
+    # All dims but the last one are summed first, as vectors.
     outer = tuple(range(bits.ndim - 1))
     words = []
     for mixed in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS)):
@@ -105,7 +105,7 @@ def _of_rows(x: Array, rows: tuple[int, ...], first: Array | None) -> UInt32[Arr
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """Names such as `params.layers.0.mlp.up.kernel` of a tree's leaves, in their order."""
+    """Return names such as `params.layers.0.mlp.up.kernel` of a tree's leaves, in their order."""
     names = []
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -115,8 +115,8 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def compiler_options(platform: str) -> dict[str, str]:
-    """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them:
-    six times slower."""
+    """Return the XLA options of digest programs. On CPUs one compiler pass would write all mixed
+    numbers to memory before the sum, which is six times slower."""
     if platform == "cpu":
         return {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
     return {}
@@ -126,35 +126,36 @@ def compiler_options(platform: str) -> dict[str, str]:
 def _compiled(platform: str, in_layers: tuple[bool, ...]) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
         words = jnp.stack(list(map(digest_of, leaves, in_layers)))
-        # Whole on every device.
+        # The result is replicated on every device.
         return constrain(words, None, None)
 
     return jax.jit(of_all, compiler_options=compiler_options(platform))
 
 
 def digests(tree: PyTree[Array]) -> UInt32[Array, "leaves 2"]:
-    """The digest of every leaf, in the tree's order; on the device, without waiting for it."""
+    """Return the digest of every leaf, in the tree's order; on the device, without waiting for
+    it."""
     leaves = jax.tree.leaves(tree)
     in_layers = tuple(map(lies_in_layers, leaves))
     return _compiled(jax.default_backend(), in_layers)(leaves)
 
 
 def hash_text(words: ArrayLike) -> str:
-    """One digest, as 16 hex digits, of the digests [leaves, 2] of a tree; on the host."""
+    """Combine the digests [leaves, 2] of a tree into one digest, as 16 hex digits; on the host."""
     return hashlib.blake2b(np.asarray(words).astype("<u4").tobytes(), digest_size=8).hexdigest()
 
 
 def tree_digests(tree: PyTree[Array]) -> dict[str, str]:
-    """The digest of every leaf by its name, as 16 hex digits; waits for the device."""
+    """Return the digest of every leaf by its name, as 16 hex digits; waits for the device."""
     return by_name(leaf_names(tree), digests(tree))
 
 
 class Digester:
-    """Digests of named arrays that come one after another: the device works on some while others
-    are awaited.
+    """Digester of named arrays that arrive one after another, while the device works on earlier
+    ones.
 
-    There is a program for about every eighth of the bytes, so that few are compiled, and one for
-    all if they are few bytes.
+    There is one program for about every eighth of the bytes, so that few are compiled, and a single
+    one for few bytes.
     """
 
     def __init__(self, total_bytes: int):
@@ -164,14 +165,14 @@ class Digester:
         self._begun: list[tuple[list[str], UInt32[Array, "leaves 2"]]] = []
 
     def add(self, name: str, array: Array) -> None:
-        """Takes one array, and doesn't wait for the device."""
+        """Take one array, without waiting for the device."""
         self._waiting[name] = array
         self._bytes += array.nbytes
         if self._bytes >= self._at_once:
             self._begin()
 
     def finish(self, arrays: Mapping[str, Array]) -> dict[str, str]:
-        """The digest of every array, as 16 hex digits, of which any may have been added before;
+        """Return the digest of every array, as 16 hex digits, including those not added before;
         waits for the device."""
         begun: set[str] = set()
         for names, _ in self._begun:
@@ -194,7 +195,7 @@ class Digester:
 
 
 def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:
-    """Each leaf's digest, as 16 hex digits, by its name; waits for the device."""
+    """Return each leaf's digest, as 16 hex digits, by its name; waits for the device."""
     found = {}
     for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True):
         found[name] = f"{low:08x}{high:08x}"

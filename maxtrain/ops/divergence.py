@@ -1,7 +1,8 @@
-"""Divergence of a model's next-token distribution from a teacher's, a few tokens' logits at a time.
+"""Divergence of a model's next-token distribution from a teacher's, for a few tokens' logits at a
+time.
 
 As in cross_entropy.py, the sequence is cut in chunks: each chunk's logits, of both models, give the
-divergence and at once its gradients, and are gone. No gradient flows to the teacher.
+divergence and at once its gradients, and are then freed. No gradient flows to the teacher.
 """
 
 import functools
@@ -22,7 +23,7 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 class Predictor(NamedTuple):
-    """What a model's logits are made of."""
+    """The inputs of a model's logits."""
 
     # Last hidden states [B, T, D]; D is the model's own.
     hidden: Float[Array, "B T D"]
@@ -35,28 +36,28 @@ class LogitFormats(NamedTuple):
 
     # Inputs of the product with the head.
     compute: str
-    # What logits are rounded to; what follows is float32.
+    # Type that logits are rounded to; later computations are float32.
     logits: str = "float32"
-    # Of the logits, as of `soft_capped`; None: there is none.
+    # Softcap of the logits, as for `soft_capped`; None: there is none.
     softcap: float | None = None
 
 
 class TokenDivergence(NamedTuple):
-    """`loss` is to be differentiated; the others are for the record, and no gradient flows through
-    them."""
+    """The divergence of a batch. Only `loss` is differentiated; the other sums are metrics without
+    gradients."""
 
     # The sum of weight * temperature^2 * divergence.
     loss: Float[Array, ""]
-    # Of each row, the sum of mask * divergence, nats.
+    # For each row, the sum of mask * divergence, nats.
     divergence: Float[Array, " B"]
-    # Of each row, the sum of mask where both models have the same most likely token.
+    # For each row, the sum of mask where both models have the same likeliest token.
     agreement: Float[Array, " B"]
-    # Of each row, the sum of mask * entropy of the student at the temperature, nats.
+    # For each row, the sum of mask * entropy of the student at the temperature, nats.
     entropy: Float[Array, " B"]
 
 
 class DivergenceStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `divergence`."""
+    """Static parameters; see `divergence`."""
 
     chunks: int
     student: LogitFormats
@@ -79,23 +80,24 @@ def divergence(
     kind: str = "forward",
     beta: float = 0.5,
 ) -> TokenDivergence:
-    """Weighted sum over tokens of a divergence between two models: that of Kullback and Leibler, or
-    the generalised one of Jensen and Shannon.
+    """Return the weighted sum over tokens of a divergence between two models: Kullback-Leibler, or
+    the generalised Jensen-Shannon divergence.
 
     Args:
         student: the model that learns.
-        teacher: the model that it is compared with; of the same V.
-        weights: [B, T] of the loss; 0 for what is no target. No gradient flows to them.
-        mask: [B, T] weights of what is recorded.
-        chunks: parts that the sequence is cut in; divides T.
+        teacher: the model that it is compared with, with the same V.
+        weights: [B, T] weights of the loss; 0 for tokens that are no targets. No gradient flows to
+            them.
+        mask: [B, T] weights of the metrics.
+        chunks: number of chunks of the sequence; divides T.
         student_numbers, teacher_numbers: number formats of each model's logits.
-        temperature: divides the logits of both. The loss is multiplied with its square, so that
-            the gradient is of the same size at any temperature.
+        temperature: divisor of the logits of both models. The loss is multiplied by its square, so
+            that the size of the gradient does not depend on it.
         kind: `forward`: KL(teacher || student); `reverse`: KL(student || teacher); `jsd`:
             beta KL(teacher || m) + (1 - beta) KL(student || m), where the mixture m is
             beta teacher + (1 - beta) student.
-        beta: between 0 and 1, of `jsd`. Divided by beta (1 - beta), it goes to `forward` where beta
-            goes to 0, and to `reverse` where beta goes to 1.
+        beta: weight of the teacher in `jsd`, between 0 and 1. Divided by beta (1 - beta), `jsd`
+            tends to `forward` for beta to 0, and to `reverse` for beta to 1.
 
     Source: Hinton et al., https://arxiv.org/abs/1503.02531, section 2; for `reverse` Gu et al.,
         https://arxiv.org/abs/2306.08543; for `jsd` Agarwal et al.,
@@ -107,7 +109,7 @@ def divergence(
 
 
 def _require_mixture(kind: str) -> None:
-    """AssertionError: a divergence that is neither forward nor reverse is not that of a mixture."""
+    """Raise an AssertionError if the kind is not that of a mixture."""
     if kind != "jsd":
         raise AssertionError(f"kind={kind} is not known")
 
@@ -115,8 +117,7 @@ def _require_mixture(kind: str) -> None:
 def plain_divergence(
     student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: DivergenceStaticArgs
 ) -> TokenDivergence:
-    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
-    `divergence`."""
+    """Compute the oracle of `divergence`: all logits at once, differentiated by JAX."""
     teacher = jax.lax.stop_gradient(teacher)
     of_student = model_logits(student.hidden, student.head, form.student).rounded
     of_teacher = model_logits(teacher.hidden, teacher.head, form.teacher).rounded
@@ -146,14 +147,14 @@ def kl(log_p: Float[Array, "B T V"], log_q: Float[Array, "B T V"]) -> Float[Arra
 
 
 def entropies(log_p: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """The entropy of each token's distribution, nats."""
+    """Return the entropy of each token's distribution, nats."""
     return -(jnp.exp(log_p) * log_p).sum(-1)
 
 
 def mixture(
     log_s: Float[Array, "B T V"], log_t: Float[Array, "B T V"], beta: float
 ) -> Float[Array, "B T V"]:
-    """log(beta t + (1 - beta) s)."""
+    """Return log(beta t + (1 - beta) s)."""
     return jnp.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
 
 
@@ -177,20 +178,20 @@ def _chunked(
 
 
 def no_divergence(weights: Array) -> TokenDivergence:
-    """Of no token, in as many rows as there are weights for."""
+    """Return the sums of no tokens, for as many rows as the weights have."""
     rows = jnp.zeros(weights.shape[:1], jnp.float32)
     return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows, rows)
 
 
 class RoundedLogits(NamedTuple):
-    """A model's logits, as they are compared; and before they were rounded."""
+    """A model's logits, rounded for comparison, and exact."""
 
     rounded: Float[Array, "B T V"]
     exact: Float[Array, "B T V"]
 
 
 def model_logits(hidden: Array, head: Array, numbers: LogitFormats) -> RoundedLogits:
-    """The logits of a model, from its last hidden states and its output matrix."""
+    """Compute the logits of a model from its last hidden states and its output matrix."""
     exact = dot(hidden, head, MatmulPrecision.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
     return RoundedLogits(exact.astype(numbers.logits).astype(jnp.float32), exact)
@@ -203,14 +204,15 @@ def scaled_slopes(
     numbers: LogitFormats,
     temperature: float,
 ) -> Float[Array, "B T V"]:
-    """The gradient of the loss by a model's logits, in the type of products.
+    """Return the gradient of the loss with respect to a model's logits, in the type of products.
 
     Args:
-        slopes: of each token's divergence by its logits, as if they were not divided.
-        weights: of the loss.
-        logits: of the model.
-        numbers: their formats.
-        temperature: that divides them.
+        slopes: derivative of each token's divergence with respect to its logits, without the
+            temperature's division.
+        weights: weights of the loss.
+        logits: logits of the model.
+        numbers: number formats of the logits.
+        temperature: divisor of the logits.
     """
     # temperature^2, divided by the temperature that divides the logits.
     dlogits = temperature * weights[..., None] * slopes
@@ -227,15 +229,15 @@ def summed(
     mask: Float[Array, "B T"],
     temperature: float,
 ) -> TokenDivergence:
-    """What is known of some tokens, summed.
+    """Sum the divergence and the metrics of some tokens.
 
     Args:
-        each: divergence.
-        same: whether both models have the same most likely token.
+        each: divergence of each token.
+        same: whether both models have the same likeliest token.
         log_s: the student's distribution.
-        weights: of the loss.
-        mask: weights of what is recorded.
-        temperature: whose square the loss has.
+        weights: weights of the loss.
+        mask: weights of the metrics.
+        temperature: its square is a factor of the loss.
     """
     return TokenDivergence(
         temperature**2 * (each * weights).sum(),
@@ -274,7 +276,7 @@ def _forward(
             log_m = mixture(log_s, log_t, form.beta)
             from_mixture = kl(log_s, log_m)
             each = form.beta * kl(log_t, log_m) + (1 - form.beta) * from_mixture
-            # The student's share of the mixture gives nothing: its terms add up to 0.
+            # The student's share of the mixture contributes nothing: its terms sum to 0.
             dlogits = probability * (log_s - log_m - from_mixture[..., None])
             dlogits = (1 - form.beta) * dlogits
         dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)
@@ -294,7 +296,7 @@ def _forward(
 def times_loss(
     form: Any, saved: tuple[Array, Array], g: TokenDivergence
 ) -> tuple[Predictor, None, None, None]:
-    """The backward pass: gradients that the forward pass has computed, times that of the loss."""
+    """Return the gradients that the forward pass computed, times the gradient of the loss."""
     del form
     dx, dhead = saved
     dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)

@@ -43,12 +43,12 @@ from maxtrain.ops.names import PRODUCT, named
 
 @dataclasses.dataclass(frozen=True)
 class MatmulPrecision:
-    """The types of one product and of its backward pass.
+    """The types of one matrix product and of its backward pass.
 
     Args:
-        inputs: that activations and weights are rounded to before they are multiplied.
-        gradient: that the gradient of the result is rounded to before it is multiplied.
-        result: of the product, which accumulates in float32 whatever this says.
+        inputs: type that activations and weights are rounded to before the product.
+        gradient: type that the gradient of the result is rounded to before it is multiplied.
+        result: type of the result of the product, which always accumulates in float32.
     """
 
     inputs: str
@@ -57,7 +57,7 @@ class MatmulPrecision:
 
     @classmethod
     def of(cls, dtype: str, result: str = "float32") -> "MatmulPrecision":
-        """All that is multiplied is rounded to one type."""
+        """Return the precision in which all inputs are rounded to one type."""
         return cls(inputs=dtype, gradient=dtype, result=result)
 
 
@@ -65,12 +65,12 @@ class MatmulPrecision:
 def dot(
     x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: MatmulPrecision
 ) -> Float[Array, "*b o"]:
-    """x @ w.
+    """Return x @ w.
 
     Args:
         x: activations [..., I], any float type.
         w: weights [I, O], any float type.
-        recipe: what is rounded to which type.
+        recipe: types of the product.
 
     Returns:
         [..., O] of the recipe's type.

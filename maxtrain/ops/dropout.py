@@ -1,8 +1,8 @@
-"""What is random in training, drawn from a key of each row.
+"""Random operations of training, with a random key for each row.
 
-A row's draws depend on its key and its shape alone: they are the same on every mesh, in any company
-of rows and for every split into micro-batches, and come out again when a layer is recomputed. What
-is computed is float32, and rounded to the type that came in.
+A row's draws depend on its key and its shape only. They are the same on every mesh, in any batch of
+rows and for every split into micro-batches, and repeat when a layer is recomputed. Computation is
+in float32, and rounded to the type of the input.
 """
 
 import jax
@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Key
 
 
 def fold(keys: Key[Array, " B"], place: Array | np.uint32 | int) -> Key[Array, " B"]:
-    """A key of each row for one place, such as a layer's index."""
+    """Fold one place, such as a layer's index, into the key of each row."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, place)
 
 
 def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Float[Array, "B *s"]:
-    """Each number becomes 0 with this probability, else it is divided by 1 - rate, so that the mean
+    """Set each number to 0 with this probability, else divide it by 1 - rate, so that the mean
     stays.
 
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html.
@@ -36,7 +36,7 @@ def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Flo
 def drop_rows(
     x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: Float[Array, ""] | float
 ) -> Float[Array, "B *s"]:
-    """Each row becomes 0 with this probability, else it is divided by 1 - rate.
+    """Set each row to 0 with this probability, else divide it by 1 - rate.
 
     Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382. Differs: scaled in training, not in
         evaluation.
@@ -54,7 +54,7 @@ def drop_rows(
 def embedding_noise(
     x: Float[Array, "B T D"], keys: Key[Array, " B"], alpha: float
 ) -> Float[Array, "B T D"]:
-    """Adds uniform noise of at most alpha / sqrt(T * D).
+    """Add uniform noise of at most alpha / sqrt(T * D).
 
     Source: NEFTune, Jain et al. 2023, https://arxiv.org/abs/2310.05914. T is the row's length,
         padding and all.

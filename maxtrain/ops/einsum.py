@@ -1,5 +1,5 @@
 """Products of two arrays of one type, accumulated and returned in float32, in forms that every
-platform has kernels for. Those with weights are in ops/dot.py, on top of this."""
+platform has kernels for. ops/dot.py builds products with weights on top of this."""
 
 import functools
 import math
@@ -10,20 +10,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Of the sum of a product of one row; see `_row_times_matrix`.
+# Number of partial sums in a product of one row; see `_row_times_matrix`.
 _ROW_PARTS = 4
 
 
 def contract(spec: str, a: Array, b: Array, *, in_place: bool = False) -> Array:
-    """einsum of two arrays, accumulated and returned in float32.
+    """Return the einsum of two arrays, accumulated and returned in float32.
 
     Args:
         spec: as in `jnp.einsum`; "..." may stand in front of the letters of a and of the result.
-        a: any float type. Of float32, products are exact (no TF32 or bf16 passes).
-        b: of the same type as a.
-        in_place: the result goes straight into arithmetic, element by element, not into a
-            transpose. XLA may then do this arithmetic in the result's own memory on CPUs; see
-            below.
+        a: any float type. Products of float32 are exact (no TF32 or bf16 passes).
+        b: an array of the same type as a.
+        in_place: whether the result is only used in elementwise arithmetic, not in a transpose. XLA
+            may then do this arithmetic in the result's own memory on CPUs; see below.
 
     Returns:
         float32.
@@ -36,7 +35,7 @@ def contract(spec: str, a: Array, b: Array, *, in_place: bool = False) -> Array:
 
 
 def _contract_on_cpu(spec: str, in_place: bool, a: Array, b: Array) -> Array:
-    """`contract` of low-precision inputs, so that every CPU has a kernel for it.
+    """Compute `contract` of low-precision inputs, so that every CPU has a kernel for it.
 
     XLA's CPU compiler chooses the products that its library of fast kernels gets in bfloat16 while
     they still look as they were written. The inputs of all others are converted to float32, which
@@ -81,9 +80,8 @@ def _contract_on_cpu(spec: str, in_place: bool, a: Array, b: Array) -> Array:
 
 
 def _row_times_matrix(row: Float[Array, " I"], matrix: Float[Array, "I O"]) -> Float[Array, " O"]:
-    """A product of one row, as parts of its sum that are added: before it multiplies, the library
-    brings the matrix into an order of its own, which takes most of the time of a row, and two
-    thirds of that where the parts are a batch."""
+    """Multiply one row as several partial sums. Before it multiplies, the library repacks the
+    matrix, which takes most of the time of a row, and a third less if the parts form a batch."""
     parts = math.gcd(_ROW_PARTS, row.size)
     rows = row.reshape(parts, 1, -1)
     matrices = matrix.reshape(parts, -1, matrix.shape[1])
@@ -94,10 +92,10 @@ def _row_times_matrix(row: Float[Array, " I"], matrix: Float[Array, "I O"]) -> F
 def _by_library(
     a: Array, b: Array, numbers: jax.lax.DotDimensionNumbers, is_one_row: bool
 ) -> Array:
-    """The product in the library's order; `is_one_row`: the free dims of a are of size 1."""
+    """Compute the product in the library's order; `is_one_row`: the free dims of a have size 1."""
     if not is_one_row:
         return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
-    # The library takes no single row. Two of them cost a ninth of one without it.
+    # The library does not support a single row. Two rows cost a ninth of one row without it.
     _, (batch, _) = numbers
     axis = len(batch)
     twice = jnp.concatenate([a, a], axis)
@@ -106,7 +104,7 @@ def _by_library(
 
 
 class _Dims(NamedTuple):
-    """The letters of an einsum of two arrays, one a dim."""
+    """The letters of an einsum of two arrays, one per dim."""
 
     a: str
     b: str
@@ -132,8 +130,8 @@ class _Dims(NamedTuple):
         return cls(a, b, out, batch, contracted, a_free, b_free)
 
     def b_rest(self) -> str:
-        """What follows the batch dims of b: as it is if one dim is contracted, else those that are
-        come first."""
+        """Return the dims of b after the batch dims: unchanged if one dim is contracted, else the
+        contracted dims first."""
         if len(self.contracted) > 1:
             return self.contracted + self.b_free
         return "".join(letter for letter in self.b if letter not in self.batch)

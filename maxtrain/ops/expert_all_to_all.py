@@ -1,12 +1,13 @@
-"""Choices of tokens go to the devices that have their experts, and what comes of them goes back.
+"""All-to-all exchange for expert parallelism: tokens go to the devices of their experts, and
+results come back.
 
-Along a mesh axis each of P devices has E / P experts in a row. A device sends each of them at most
-`room` rows at a time. What is beyond goes in further turns, as many as the fullest device of the
+Along a mesh axis, each of P devices has E / P consecutive experts. A device sends each of them at
+most `room` rows at a time. Further rows go in further turns, as many as the fullest device of the
 whole mesh needs. So no choice is ever dropped, and buffers have P `room` rows however unevenly
-tokens choose; without turns they would need P times as many as a device has choices.
+tokens choose; without turns they would need P times as many rows as a device has choices.
 
-Turns after the first are a loop that is rarely entered. It keeps nothing for the backward pass,
-which sends their tokens, and computes what comes of them, once more.
+Turns after the first are a loop that is rarely entered. It stores nothing for the backward pass,
+which sends the tokens and computes the results once more.
 """
 
 import functools
@@ -20,24 +21,24 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.ops.experts import SortedChoices, combine, dispatch, order_by_expert
 
-# Rows are sent by eights.
+# The number of sent rows is a multiple of this.
 _UNIT = 8
-# Arrays of experts by name, as the device has them.
+# Arrays of a device's experts, by name.
 Weights = dict[str, Array]
 
 
 class Exchange(NamedTuple):
-    """Who sends what to whom.
+    """Settings of the all-to-all exchange.
 
     Attributes:
-        axis: of the mesh, that experts are split over.
-        num_devices: P, along it.
-        experts_each: of a device.
+        axis: mesh axis that experts are sharded over.
+        num_devices: P, the size of the axis.
+        experts_each: experts per device.
         room: rows that a device sends to another in a turn.
-        most: as many as it may have for another in all.
-        together: axes of the mesh whose devices make turns together: all of them.
-        work: what is made of the rows [M, D] that a device is sent, with the expert of each, from 0
-            for the first one here (`experts_each`: the row is empty), and its weights.
+        most: most rows that a device may have for another in total.
+        together: all axes of the mesh, whose devices take turns together.
+        work: function of the received rows [M, D], the expert of each row, from 0 for the first one
+            here (`experts_each`: the row is empty), and the device's weights.
     """
 
     axis: str
@@ -50,13 +51,13 @@ class Exchange(NamedTuple):
 
 
 class SendQueue(NamedTuple):
-    """The choices of a device's tokens, as they wait to be sent.
+    """The expert choices of a device's tokens, waiting to be sent.
 
     Attributes:
-        experts: of each choice; E where it goes to none.
-        devices: of each choice, who has its expert; P where it goes to none.
-        places: of each choice, among those for its device; from 0.
-        counts: of choices for each device.
+        experts: the expert of each choice; E for no expert.
+        devices: the device of each choice's expert; P for no expert.
+        places: the index of each choice among those for its device, from 0.
+        counts: number of choices for each device.
     """
 
     experts: Int[Array, "N C"]
@@ -66,12 +67,12 @@ class SendQueue(NamedTuple):
 
 
 def queue_of(experts: Int[Array, "N C"], num_devices: int, experts_each: int) -> SendQueue:
-    """How choices wait: for each device in the order of tokens.
+    """Queue choices for each device, in the order of tokens.
 
     Args:
-        experts: of each choice; E where it goes to none.
+        experts: the expert of each choice; E for no expert.
         num_devices: P.
-        experts_each: of a device.
+        experts_each: experts per device.
     """
     devices = experts // experts_each
     order = order_by_expert(devices, num_devices, 1)
@@ -81,13 +82,13 @@ def queue_of(experts: Int[Array, "N C"], num_devices: int, experts_each: int) ->
 
 
 def room_of(num_choices: int, num_devices: int, factor: float | None, most: int) -> int:
-    """Rows that a device sends to another in a turn.
+    """Return the number of rows that a device sends to another in a turn.
 
     Args:
-        num_choices: of all tokens of a device.
+        num_choices: number of choices of all tokens of a device.
         num_devices: P.
-        factor: how many equal shares these are; None: as many as there may be.
-        most: as many as there may be.
+        factor: the rows as a multiple of an equal share; None: `most`.
+        most: largest number of rows.
     """
     if factor is None:
         return most
@@ -96,8 +97,8 @@ def room_of(num_choices: int, num_devices: int, factor: float | None, most: int)
 
 
 def order_of_turn(queue: SendQueue, number: Int[Array, ""] | int, room: int) -> SortedChoices:
-    """Where the choices of one turn lie among the rows that are sent, [P, room]. Those of other
-    turns are nowhere."""
+    """Return the order of the choices of one turn among the sent rows, [P, room]. Choices of other
+    turns have no row."""
     num_devices = queue.counts.size
     num_rows = num_devices * room
     is_sent = (queue.devices < num_devices) & (queue.places // room == number)
@@ -105,7 +106,7 @@ def order_of_turn(queue: SendQueue, number: Int[Array, ""] | int, room: int) -> 
     choices = jnp.full(num_rows, rows.size)
     choices = choices.at[rows.reshape(-1)].set(jnp.arange(rows.size), mode="drop")
     starts = jnp.arange(num_devices) * room
-    # One block of all that a device is sent.
+    # The rows of each device form one block.
     return SortedChoices(rows, choices, starts, jnp.ones_like(starts))
 
 
@@ -116,21 +117,22 @@ def exchanged(
     weights: Float[Array, "N C"],
     of_experts: Weights,
 ) -> Float[Array, "N D"]:
-    """What tokens get from experts, wherever these are: sums of outputs times weights, float32.
+    """Return the results of experts on any device for the device's tokens: sums of outputs times
+    weights, float32.
 
     Args:
-        exchange: who sends what to whom.
+        exchange: settings of the exchange.
         x: the device's own tokens.
-        experts: of their choices; E where one goes to none.
-        weights: of their choices.
-        of_experts: what the device has of the experts.
+        experts: the expert of each choice; E for no expert.
+        weights: the weight of each choice.
+        of_experts: arrays of the device's experts.
     """
     queue = queue_of(experts, exchange.num_devices, exchange.experts_each)
     first = _turn(exchange, queue, 0, x, weights, of_experts)
     if exchange.room >= exchange.most:
         return first
     wanted = -(-queue.counts.max() // exchange.room)
-    # In a turn all devices meet, also those that have nothing left to send.
+    # All devices take part in every turn, also those with nothing left to send.
     turns = jax.lax.pmax(jax.lax.stop_gradient(wanted), exchange.together)
     trained = {}
     constant = {}
@@ -150,7 +152,7 @@ def _turn(
     weights: Float[Array, "N C"],
     of_experts: Weights,
 ) -> Float[Array, "N D"]:
-    """What tokens get from the choices of one turn."""
+    """Return the results of the choices of one turn."""
     order = order_of_turn(queue, number, exchange.room)
     each = exchange.experts_each
     first = jnp.arange(exchange.num_devices).repeat(exchange.room) * each
@@ -158,12 +160,12 @@ def _turn(
     numbers = jnp.where(order.choices < queue.experts.size, numbers, each)
     received = to_experts(dispatch(x, order), exchange.axis)
     made = exchange.work(received, to_experts(numbers, exchange.axis), of_experts)
-    # The way back is the way there: rows go to where they are from.
+    # The same exchange returns rows to where they came from.
     return combine(to_experts(made, exchange.axis), weights, order)
 
 
 def to_experts(rows: Array, axis: str) -> Array:
-    """[P room, ...] for each device of an axis, to what each device has for this one."""
+    """Exchange [P room, ...] over an axis: each device receives what all devices have for it."""
     return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -177,7 +179,7 @@ def _further(
     trained: Weights,
     constant: Weights,
 ) -> Float[Array, "N D"]:
-    """What tokens get in all turns but the first."""
+    """Return the results of all turns but the first."""
 
     def add_turn(number: Array, out: Array) -> Array:
         return out + _turn(exchange, queue, number, x, weights, trained | constant)

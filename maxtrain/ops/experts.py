@@ -1,11 +1,12 @@
-"""Products of tokens with the weights of their experts: tokens sorted by expert, in blocks.
+"""Products of tokens with the weights of their experts (grouped matrix products): tokens sorted by
+expert, in blocks.
 
-Choices of tokens are brought into the order of their experts, those of each expert beginning a new
-block, so that every block has one expert. What moves rows there and back is a gather in the
-backward pass, too: no sum is scattered, so nothing depends on the order in which threads add.
+Choices of tokens are sorted by expert. Those of each expert begin a new block, so that every block
+has one expert. Rows are moved there and back by gathers, in the backward pass as well. No sum is
+scattered, so results do not depend on the order of threads.
 
-Cost: N C rows of products for N tokens with C choices each, and at most one block more for each
-expert that gets any. Memory: [N C + E block, D] and as much of hidden units.
+Cost: N C rows of products for N tokens with C choices each, and at most one additional block for
+each expert that gets any. Memory: [N C + E block, D] and the same number of hidden units.
 """
 
 import functools
@@ -26,14 +27,13 @@ Kernel = Literal["blocks", "ragged", "tokamax"]
 
 
 class SortedChoices(NamedTuple):
-    """Where the choices of tokens lie when they are sorted by expert. Rows that are there to fill a
-    block have no choice.
+    """The order of the tokens' choices, sorted by expert. Rows that pad a block have no choice.
 
     Attributes:
-        rows: of each choice; M, the number of rows, where it goes to no expert.
-        choices: of each row, token * C + choice; N C where it has none.
+        rows: the row of each choice; M, the number of rows, for no expert.
+        choices: the choice of each row, token * C + choice; N C for padding.
         starts: the first row of each expert.
-        blocks: how many blocks each expert has.
+        blocks: the number of blocks of each expert.
     """
 
     rows: Int[Array, "N C"]
@@ -43,30 +43,30 @@ class SortedChoices(NamedTuple):
 
 
 def block_size(num_choices: int, num_experts: int) -> int:
-    """Rows of a block: an eighth of an equal share, as a power of 2 from 8 to 256, so that filling
-    blocks adds a sixteenth to the products."""
+    """Return the rows of a block: an eighth of an equal share, as a power of 2 from 8 to 256, so
+    that padding adds about a sixteenth to the products."""
     wanted = max(num_choices // (8 * num_experts), 1)
     return min(max(1 << (wanted.bit_length() - 1), 8), 256)
 
 
 def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) -> SortedChoices:
-    """The order of choices by expert, and for one expert as they come.
+    """Sort choices by expert; the choices of one expert keep their order.
 
     Args:
-        experts: of each choice; `num_experts` or more where it goes to none.
+        experts: the expert of each choice; `num_experts` or more for no expert.
         num_experts: E.
         block: rows of a block.
     """
     num_tokens, num_choices = experts.shape
     count = num_tokens * num_choices
-    # Of those that get a choice, each may leave the better part of a block empty.
+    # Each expert with a choice may leave most of one block empty.
     num_rows = -(-count // block) * block + min(num_experts, count) * block
     flat = experts.reshape(count)
     by_expert = jnp.argsort(flat, stable=True)
     bounds = jnp.searchsorted(flat[by_expert], jnp.arange(num_experts + 1))
     blocks = -(-(bounds[1:] - bounds[:-1]) // block)
     starts = (jnp.cumsum(blocks) - blocks) * block
-    # Of choice number i in the sorted order, where it lies once blocks are filled.
+    # The row of choice number i in the sorted order, with padding of blocks.
     expert = jnp.minimum(flat[by_expert], num_experts - 1)
     rows = starts[expert] + jnp.arange(count) - bounds[expert]
     rows = jnp.where(flat[by_expert] < num_experts, rows, num_rows)
@@ -82,14 +82,14 @@ def order_by_pair(
     num_sets: int,
     block: int,
 ) -> tuple[SortedChoices, SortedChoices]:
-    """The order of choices by expert, and for one expert by a number of their token.
+    """Sort choices by expert, and within an expert by the set of their token.
 
     Args:
-        experts, num_experts, block: as of `order_by_expert`.
-        sets: of each token, a number below `num_sets`.
+        experts, num_experts, block: as for `order_by_expert`.
+        sets: the set of each token, a number below `num_sets`.
 
     Returns:
-        The order of experts; and that of pairs, expert * num_sets + number, with the same rows.
+        the order of experts; and that of pairs, expert * num_sets + set, with the same rows.
     """
     pairs = experts * num_sets + sets[:, None]
     of_pairs = order_by_expert(pairs, num_experts * num_sets, block)
@@ -102,8 +102,8 @@ def order_by_pair(
 def order_by_place(
     experts: Int[Array, "B T C"], places: Int[Array, "B T C"], num_experts: int, capacity: int
 ) -> SortedChoices:
-    """The order of choices where each expert has a row for each place of each row of the batch:
-    [E, B, capacity]; arguments as of `routing.within_capacity`."""
+    """Return the order in which each expert has a row for each place of each row of the batch: [E,
+    B, capacity]; arguments as for `routing.within_capacity`."""
     num_rows = num_experts * experts.shape[0] * capacity
     row = jnp.arange(experts.shape[0])[:, None, None]
     rows = (experts * experts.shape[0] + row) * capacity + places
@@ -112,19 +112,19 @@ def order_by_place(
     choices = jnp.full(num_rows, rows.size)
     choices = choices.at[rows.reshape(-1)].set(jnp.arange(rows.size), mode="drop")
     starts = jnp.arange(num_experts) * experts.shape[0] * capacity
-    # One block for each row of the batch.
+    # There is one block for each row of the batch.
     blocks = jnp.full(num_experts, experts.shape[0])
     return SortedChoices(rows, choices, starts, blocks)
 
 
 def _rows_of(x: Float[Array, "N D"], index: Int[Array, "*s"]) -> Float[Array, "*s D"]:
-    """Rows by index; zeros where there is none."""
+    """Gather rows by index; zeros for indices out of range."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def dispatch(x: Float[Array, "N D"], order: SortedChoices) -> Float[Array, "M D"]:
-    """The inputs of all choices, sorted by expert; zeros in rows without a choice."""
+    """Return the inputs of all choices, sorted by expert; zeros in padding rows."""
     num_choices = order.rows.shape[1]
     return _rows_of(x, order.choices // num_choices)
 
@@ -146,7 +146,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def combine(
     y: Float[Array, "M D"], weights: Float[Array, "N C"], order: SortedChoices
 ) -> Float[Array, "N D"]:
-    """What each token gets: the outputs of its choices times their weights, summed in float32."""
+    """Return the sum of each token's expert outputs times their weights, in float32."""
     rows = _rows_of(y, order.rows).astype(jnp.float32)
     return (rows * weights[..., None]).sum(1)
 
@@ -168,7 +168,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def expert_of_rows(order: SortedChoices, block: int) -> Int[Array, " M"]:
-    """The expert of each row; E for rows behind those of the last one."""
+    """Return the expert of each row; E for rows after the last expert's."""
     ends = order.starts + order.blocks * block
     return jnp.searchsorted(ends, jnp.arange(order.choices.size), side="right")
 
@@ -176,8 +176,8 @@ def expert_of_rows(order: SortedChoices, block: int) -> Int[Array, " M"]:
 def add_bias(
     y: Float[Array, "M O"], bias: Float[Array, "E O"], experts: Int[Array, " M"]
 ) -> Float[Array, "M O"]:
-    """y and the bias of each row's expert, float32. The gradient of a bias is a product, so that
-    its sum has one order."""
+    """Add the bias of each row's expert to y, in float32. The gradient of a bias is a product, so
+    that the order of its sum is fixed."""
     is_expert = jax.nn.one_hot(experts, bias.shape[0], dtype=jnp.float32)
     return y.astype(jnp.float32) + contract("me,eo->mo", is_expert, bias.astype(jnp.float32))
 
@@ -191,20 +191,20 @@ def grouped_dot(
     kernel: Kernel,
     recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
-    """Each row times the matrix of its expert; rows behind those of the last expert are 0.
+    """Multiply each row with the matrix of its expert; rows after the last expert's are 0.
 
     Args:
-        x: as of `dispatch`.
-        w: of each expert.
-        order: of the rows.
+        x: rows from `dispatch`.
+        w: the matrix of each expert.
+        order: the order of the rows.
         block: rows of a block.
         kernel: "blocks": a loop over experts and their blocks; "ragged": `lax.ragged_dot`, which
             has kernels on TPUs, and elsewhere multiplies every row with every expert; "tokamax":
             that package's kernels for TPUs and Hopper GPUs, for I and O from 128 on.
-        recipe: what is rounded to which type, as in `ops.dot`.
+        recipe: types of the product, as in `ops.dot`.
 
     Returns:
-        Of the recipe's type.
+        the products, in the recipe's type.
     """
     out = _product(x.astype(recipe.inputs), w.astype(recipe.inputs), order, block, kernel)
     return out.astype(recipe.result)
@@ -234,7 +234,7 @@ grouped_dot.defvjp(_forward, _backward)
 
 
 def _product(x: Array, w: Array, order: SortedChoices, block: int, kernel: Kernel) -> Array:
-    """[M, I] and [E, I, O] to [M, O], float32."""
+    """Multiply [M, I] and [E, I, O] to [M, O], float32."""
     if kernel == "tokamax":
         return grouped_product(x, w, order.blocks * block, _precision(x))
     if kernel == "ragged":
@@ -261,7 +261,7 @@ def _by_blocks(
     order: SortedChoices,
     block: int,
 ) -> Array:
-    """[M, I] to [M, O], float32, with the matrix [I, O] of each expert when its turn comes."""
+    """Multiply [M, I] to [M, O], float32, with the matrix [I, O] of each expert in turn."""
     num_inputs = x.shape[1]
 
     def of_expert(expert: Array, out: Array) -> Array:
@@ -280,7 +280,7 @@ def _by_blocks(
 
 
 def _outer_product(x: Array, g: Array, order: SortedChoices, block: int, kernel: Kernel) -> Array:
-    """[M, I] and [M, O] to [E, I, O], float32: for each expert the sum over its rows."""
+    """Multiply [M, I] and [M, O] to [E, I, O], float32: for each expert the sum over its rows."""
     num_experts = order.starts.size
     if kernel == "tokamax":
         return grouped_outer_product(x, g, order.blocks * block, _precision(x))
@@ -317,7 +317,7 @@ def _outer_product(x: Array, g: Array, order: SortedChoices, block: int, kernel:
 
 
 def _precision(x: Array) -> str | None:
-    """As `contract`: exact products of float32."""
+    """Return the precision of `contract`: exact products of float32."""
     if x.dtype == jnp.float32:
         return "highest"
     return None
@@ -327,8 +327,8 @@ def _precision(x: Array) -> str | None:
 def expert_dot(
     x: Float[Array, "E R I"], w: Float[Array, "E I O"], recipe: MatmulPrecision
 ) -> Float[Array, "E R O"]:
-    """Each expert's rows times its matrix, where all experts have as many; types as in
-    `ops.dot`."""
+    """Multiply each expert's rows with its matrix, if all experts have the same number of rows;
+    types as in `ops.dot`."""
     out = contract("eri,eio->ero", x.astype(recipe.inputs), w.astype(recipe.inputs))
     return out.astype(recipe.result)
 
@@ -359,8 +359,8 @@ def quantized_grouped_dot(
     kernel: Kernel,
     recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
-    """`grouped_dot` with quantised weights [E, I, O], which have no gradient. With "blocks" those
-    of one expert at a time are there in full."""
+    """Compute `grouped_dot` with quantised weights [E, I, O], which have no gradient. With
+    "blocks", one expert's weights at a time are dequantised."""
     out = _quantized_product(x.astype(recipe.inputs), weights, order, block, kernel, False)
     return out.astype(recipe.result)
 
@@ -397,7 +397,7 @@ def _quantized_product(
     kernel: Kernel,
     is_turned: bool,
 ) -> Array:
-    """`_product` with quantised weights, or with each expert's matrix turned around."""
+    """Compute `_product` with quantised weights, or with each expert's matrix transposed."""
 
     def matrix_of(expert: Array) -> Array:
         one = QuantizedArray(weights.codes[expert], weights.scales[expert])
@@ -421,7 +421,7 @@ def _quantized_product(
 def quantized_expert_dot(
     x: Float[Array, "E R I"], weights: QuantizedArray, recipe: MatmulPrecision
 ) -> Float[Array, "E R O"]:
-    """`expert_dot` with quantised weights, which have no gradient."""
+    """Compute `expert_dot` with quantised weights, which have no gradient."""
     matrices = dequantize(weights, recipe.inputs)
     out = contract("eri,eio->ero", x.astype(recipe.inputs), matrices)
     return out.astype(recipe.result)

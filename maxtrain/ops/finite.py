@@ -1,4 +1,4 @@
-"""Whether arrays hold nothing but finite numbers, found out where they lie."""
+"""Checks that arrays are finite, on their devices."""
 
 import functools
 from collections.abc import Callable
@@ -14,13 +14,12 @@ from maxtrain.parallel.sharding import constrain
 
 
 def finite_leaves(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
-    """Of each leaf, whether all its numbers are finite; true of whole numbers. To be called inside
+    """Return for each leaf whether all its numbers are finite; integers always are. Call it inside
     jit.
 
-    Zero times a number is zero, and NaN for NaN and infinity: so the sum of these is finite or NaN.
-    A sum is one pass over memory that CPUs do with vectors, and keeps NaN when it is added up over
-    devices. The maximum between devices does not: it drops NaN, or not, depending on which device
-    comes first.
+    Zero times a finite number is zero, and NaN for NaN and infinity, so the sum of these is finite
+    or NaN. A sum is one vectorised pass over memory, and keeps NaN when it is reduced over devices.
+    A maximum over devices may drop NaN, depending on which device comes first.
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -35,27 +34,27 @@ def _is_finite(x: Array) -> Bool[Array, ""]:
 
 
 def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
-    """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every
-    device."""
+    """Start `finite_leaves` for arrays outside of jit: on the device, without waiting for it; the
+    result is replicated."""
     leaves = jax.tree.leaves(tree)
     return _program_for(leaves)(leaves)
 
 
 def compiler_of_finite(tree: PyTree[jax.ShapeDtypeStruct]) -> Callable[[], object]:
-    """What compiles the program of `begin_finite` for arrays of these shapes and shardings, in any
-    thread, so that a later call finds it there."""
+    """Return a function that compiles the program of `begin_finite` for arrays of these shapes and
+    shardings, in any thread, so that a later call finds it."""
     leaves = jax.tree.leaves(tree)
     return _program_for(leaves).lower(leaves).compile
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:
-    """Names of the leaves that hold NaN or infinity, such as `params.layers.0.mlp.up.kernel`; waits
-    for the device."""
+    """Return names of the leaves that hold NaN or infinity, such as
+    `params.layers.0.mlp.up.kernel`; waits for the device."""
     found = jax.device_get(begin_finite(tree)).tolist()
     return [name for name, finite in zip(leaf_names(tree), found, strict=True) if not finite]
 
 
-# Bits of these types by which infinity and NaN are known: all of the exponent's are set.
+# The exponent bits of these types, which are all set in infinity and NaN.
 _EXPONENTS = {
     "float64": 0x7FF0000000000000,
     "float32": 0x7F800000,
@@ -65,14 +64,14 @@ _EXPONENTS = {
 
 
 def _is_finite_at_rest(x: Array) -> Bool[Array, ""]:
-    """As `_is_finite`, without memory: of a sum over several arrays of one shape, XLA's CPU backend
-    writes products that long to memory. A maximum of whole numbers drops nothing."""
+    """Compute `_is_finite` without memory. For a sum over several arrays of one shape, XLA's CPU
+    backend would write the products to memory. A maximum of integers drops nothing."""
     mask = _EXPONENTS.get(str(x.dtype))
     if mask is None or x.size == 0:
         return _is_finite(x)
     words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     exponents = jax.lax.bitcast_convert_type(x, words) & jnp.asarray(mask, words)
-    # All dims but the last one come first, as vectors.
+    # All dims but the last one are reduced first, as vectors.
     rows = tuple(range(x.ndim - 1))
     return exponents.max(rows).max() != jnp.asarray(mask, words)
 

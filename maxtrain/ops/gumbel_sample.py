@@ -1,4 +1,4 @@
-"""Tokens drawn from distributions, each by a key of its own."""
+"""Sampling of tokens from distributions with the Gumbel-max trick, each with a key of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from maxtrain.ops.log_probs import LogProbsStaticArgs, tempered_logits
 
 
 def draw(logits: Float[Array, "*s V"], keys: Key[Array, "*s"]) -> Int[Array, "*s"]:
-    """One token of each distribution, which depends on nothing but its logits and its key.
+    """Draw one token from each distribution, which depends only on its logits and its key.
 
-    The largest of logit + noise, with Gumbel's noise, over the whole vocabulary in the order of
-    ids: so logits that are nearly the same give the same token but for ties.
+    The draw is the argmax of logit + Gumbel noise over the whole vocabulary in the order of ids. So
+    nearly equal logits give the same token, except near ties.
     """
     flat = keys.reshape(-1)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(flat)
@@ -26,14 +26,14 @@ def drawn_tokens(
     keys: Key[Array, "B T"],
     form: LogProbsStaticArgs,
 ) -> Int[Array, "B T"]:
-    """The token that each key draws from the distribution behind each token, without all logits at
-    once; of the same logits as `token_log_probs` with this form.
+    """Draw a token with each key at each position, without all logits at once; from the same logits
+    as `token_log_probs` with this form.
 
     Args:
         hidden: last hidden states.
         head: output matrix.
         keys: one for each token.
-        form: as of `token_log_probs`.
+        form: as for `token_log_probs`.
     """
     low = gathered(head, form.dtype)
 

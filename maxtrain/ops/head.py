@@ -1,8 +1,8 @@
-"""The output matrix in a loss over chunks of tokens, of which each device has some.
+"""The output matrix in a loss over chunks of tokens that are sharded over devices.
 
-A device gathers the matrix once, for all chunks, and adds up the gradient of its own tokens; what
-devices have is summed once, behind the last chunk. XLA, left alone, does both for each chunk.
-Memory: a device has the whole gradient, float32, of its part of the vocabulary.
+A device gathers the matrix once, for all chunks, and accumulates the gradient of its own tokens.
+The devices' gradients are summed once, after the last chunk. XLA alone would do both for each
+chunk. Memory: a device has the whole gradient, float32, of its part of the vocabulary.
 """
 
 from typing import NamedTuple
@@ -15,32 +15,33 @@ from maxtrain.parallel.sharding import LENGTH, batch_shards, constrain, length_s
 
 
 def gathered(head: Float[Array, "D V"], dtype: DTypeLike) -> Float[Array, "D V"]:
-    """The matrix as products take it: rounded to their type, and whole but for the vocabulary."""
+    """Return the matrix for products: rounded to their type, and sharded over the vocabulary
+    only."""
     return constrain(head.astype(dtype), None, "vocab")
 
 
 class HeadGradient(NamedTuple):
-    """The gradient of an output matrix while it is added up.
+    """The gradient of an output matrix while it is accumulated.
 
     Attributes:
-        parts: that of the tokens of each device, float32; R and C are the parts that rows and
-            their columns are split into.
+        parts: the gradient of the tokens of each device, float32; R and C are the numbers of shards
+            of rows and columns.
     """
 
     parts: Float[Array, "R C D V"]
 
     @classmethod
     def nothing(cls, head: Float[Array, "D V"]) -> "HeadGradient":
-        """Of no token."""
+        """Return the gradient of no tokens."""
         shape = (batch_shards(), length_shards(), *head.shape)
         return cls(_placed(jnp.zeros(shape, jnp.float32)))
 
     def add(self, x: Float[Array, "B T D"], dlogits: Float[Array, "B T V"]) -> "HeadGradient":
-        """With that of more tokens.
+        """Add the gradient of more tokens.
 
         Args:
-            x: hidden states, of the type of products.
-            dlogits: the gradient by their logits, of the same type.
+            x: hidden states, in the type of products.
+            dlogits: the gradient with respect to their logits, in the same type.
         """
         R, C, D, V = self.parts.shape
         if R == C == 1:
@@ -54,7 +55,7 @@ class HeadGradient(NamedTuple):
         return HeadGradient(_placed(self.parts + own))
 
     def total(self) -> Float[Array, "D V"]:
-        """Of all tokens, split over devices as the matrix is; float32."""
+        """Return the gradient of all tokens, sharded like the matrix; float32."""
         return constrain(self.parts.sum((0, 1)), "embed", "vocab")
 
 

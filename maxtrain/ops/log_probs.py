@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens, to be differentiated, without all logits at once.
+"""Differentiable log-probabilities of given tokens, without all logits at once.
 
-For losses that are functions of the log-probabilities of tokens, such as those of preferences and
-of policies. Where a loss is a weighted sum with weights that are known beforehand, cross_entropy.py
-is cheaper: it has three products with the head, and this has four, since the gradient of a token is
-known only when all tokens have been looked at.
+These are for losses that are functions of token log-probabilities, such as preference and policy
+losses. For a weighted sum with known weights, cross_entropy.py is cheaper: it has three products
+with the head, and this module has four, because the gradient of a token is known only after all
+tokens have been scored.
 """
 
 import functools
@@ -21,16 +21,16 @@ from maxtrain.ops.head import HeadGradient, gathered
 
 
 class TokenLogProbs(NamedTuple):
-    """Of each token, nats, float32; both may be differentiated."""
+    """Log-probability and entropy of each token, nats, float32; both are differentiable."""
 
     # log p(target).
     log_probs: Float[Array, "B T"]
-    # -sum p log p, of the whole distribution.
+    # -sum p log p over the whole distribution.
     entropy: Float[Array, "B T"]
 
 
 class LogProbsStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `token_log_probs`."""
+    """Static parameters; see `token_log_probs`."""
 
     chunks: int
     dtype: str
@@ -50,17 +50,17 @@ def token_log_probs(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> TokenLogProbs:
-    """The log-probability of each target, and the entropy of the distribution that it is of.
+    """Return the log-probability of each target, and the entropy of its distribution.
 
     Args:
         hidden: last hidden states [B, T, D].
         head: output matrix [D, V].
         targets: token ids [B, T].
-        chunks: parts that the sequence is cut in; divides T.
+        chunks: number of chunks of the sequence; divides T.
         dtype: inputs of the matrix products; softmax and sums are float32.
-        logits: what logits are rounded to before the softmax.
-        softcap: of the logits, as of `soft_capped`; None: there is none.
-        temperature: divides the logits: that of the distribution that was sampled from.
+        logits: type that logits are rounded to before the softmax.
+        softcap: softcap of the logits, as for `soft_capped`; None: there is none.
+        temperature: divisor of the logits, as used in sampling.
     """
     form = LogProbsStaticArgs(chunks, dtype, logits, softcap, temperature)
     return _chunked(hidden, head, targets, form)
@@ -69,15 +69,14 @@ def token_log_probs(
 def plain_token_log_probs(
     hidden: Array, head: Array, targets: Array, form: LogProbsStaticArgs
 ) -> TokenLogProbs:
-    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
-    `token_log_probs`."""
+    """Compute the oracle of `token_log_probs`: all logits at once, differentiated by JAX."""
     return _looked_up(jax.nn.log_softmax(tempered_logits(hidden, head, form)), targets)
 
 
 def tempered_logits(
     hidden: Float[Array, "B T D"], head: Float[Array, "D V"], form: LogProbsStaticArgs
 ) -> Float[Array, "B T V"]:
-    """What the softmax is taken of."""
+    """Return the input of the softmax."""
     return _logits(hidden, head, form).tempered
 
 
@@ -89,8 +88,7 @@ def _looked_up(log_p: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Toke
 
 
 class _TemperedLogits(NamedTuple):
-    """Before they are rounded, which the slope of a softcap is taken of; and what the softmax is
-    taken of."""
+    """Logits before rounding, which the slope of a softcap needs, and the input of the softmax."""
 
     exact: Float[Array, "B T V"]
     tempered: Float[Array, "B T V"]
@@ -123,7 +121,7 @@ def _forward(
 def _backward(
     form: LogProbsStaticArgs, saved: tuple[Array, Array, Array], g: TokenLogProbs
 ) -> tuple:
-    """Logits are computed again: keeping them is what chunks are there to avoid."""
+    """Compute the gradients. Logits are recomputed, because storing them is what chunks avoid."""
     hidden, head, targets = saved
     low = gathered(head, form.dtype)
 

@@ -1,4 +1,4 @@
-"""A batch in micro-batches, whose rows stay on their devices."""
+"""Micro-batches of a batch, whose rows stay on their devices."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from maxtrain.parallel.sharding import constrain
 
 
 def micro_batches(batch: Any, count: int) -> Any:
-    """The micro-batches of arrays [B, ...], each [count, B // count, ...]; `whole_batch` puts them
-    together again. Row r goes to micro-batch r mod count, so that no row leaves its device."""
+    """Split arrays [B, ...] into micro-batches, [count, B // count, ...] each; `whole_batch` joins
+    them again. Row r goes to micro-batch r mod count, so that no row leaves its device."""
 
     def split(x: Array) -> Array:
         x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
@@ -20,7 +20,7 @@ def micro_batches(batch: Any, count: int) -> Any:
 
 
 def whole_batch(micros: PyTree) -> PyTree:
-    """What `micro_batches` has split."""
+    """Undo `micro_batches`."""
 
     def join(x: Array) -> Array:
         return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

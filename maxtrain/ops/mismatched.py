@@ -1,6 +1,6 @@
-"""Rows in which each prompt is followed by the answer to another one.
+"""Rows in which each prompt is followed by the answer to another prompt.
 
-An answer is what comes from the first target of a document on; a prompt is what comes before.
+An answer begins at the first target of a document; the prompt is the part before.
 """
 
 from typing import NamedTuple
@@ -13,27 +13,28 @@ ROWS = ("inputs", "targets", "segment_ids", "positions", "loss_mask")
 
 
 class _DocumentSpans(NamedTuple):
-    """Of each document of a row, at the number of its segment, [S]; 0 is padding's."""
+    """Extents of the documents of a row, by segment number, [S]; 0 is padding."""
 
     begin: Int[Array, " S"]
-    # How many targets come before the first one that counts: all, if none does.
+    # The number of positions before the first target; all positions if there is no target.
     prompt: Int[Array, " S"]
-    # How many come from there on.
+    # The number of positions from the first target on.
     answer: Int[Array, " S"]
 
 
 def mismatched(batch: dict[str, Array]) -> dict[str, Array]:
-    """Rows like these, in which each prompt has the answer of the document before it; the first one
-    of a row has that of the last, so that all answers of a row stay in it and fit. The only
-    document of a row has the answer of the last document of the row before, of which the row's end
-    cuts off what does not fit; the first row has the last row before it.
+    """Return rows like these, in which each prompt has the answer of the previous document.
 
-    A prompt whose other answer has no target, or that is the only one of all rows, is a document
+    The first document of a row gets the answer of the last, so that all answers of a row stay in it
+    and fit. The only document of a row gets the answer of the last document of the previous row,
+    truncated at the row's end; the row before the first row is the last row.
+
+    A prompt whose new answer has no target, or that is the only one of all rows, becomes a document
     without targets.
 
     Args:
-        batch: `ROWS`, each [B, T]; the documents of a row lie one behind the other from its
-            first column on, and each begins at position 0.
+        batch: `ROWS`, each [B, T]; the documents of a row are consecutive from its first column on,
+            and each begins at position 0.
 
     Returns:
         `ROWS`, each [B, T].
@@ -46,35 +47,35 @@ def mismatched(batch: dict[str, Array]) -> dict[str, Array]:
 
 
 def _of_row(row: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
-    """The row, with answers of its own documents or of the row before; each [T]."""
+    """Return a row, each [T], with answers of its own documents or of the previous row."""
     length = row["inputs"].size
-    ours = _documents(row)
-    theirs = _documents(before)
+    own = _documents(row)
+    previous = _documents(before)
     count = row["segment_ids"].max()
-    # Answers are looked up in both rows, theirs first.
+    # Answers are looked up in both rows, first the previous row.
     donors = {name: jnp.concatenate([before[name], row[name]]) for name in ROWS}
     numbers = jnp.arange(length + 1, dtype=jnp.int32)
     giver = jnp.where(numbers > 1, numbers - 1, count)
-    answer_begin = length + ours.begin[giver] + ours.prompt[giver]
-    answer_length = ours.answer[giver]
+    answer_begin = length + own.begin[giver] + own.prompt[giver]
+    answer_length = own.answer[giver]
     last = before["segment_ids"].max()
     alone = count == 1
-    answer_begin = jnp.where(alone, theirs.begin[last] + theirs.prompt[last], answer_begin)
-    answer_length = jnp.where(alone, theirs.answer[last], answer_length)
+    answer_begin = jnp.where(alone, previous.begin[last] + previous.prompt[last], answer_begin)
+    answer_length = jnp.where(alone, previous.answer[last], answer_length)
 
     is_document = (numbers >= 1) & (numbers <= count)
-    lengths = jnp.where(is_document, ours.prompt + answer_length, 0)
+    lengths = jnp.where(is_document, own.prompt + answer_length, 0)
     ends = jnp.cumsum(lengths)
     columns = jnp.arange(length, dtype=jnp.int32)
-    # Of each column, the document that it is in.
+    # The document of each column.
     number = jnp.searchsorted(ends, columns, side="right").astype(jnp.int32)
     is_token = number <= count
     number = jnp.where(is_token, number, 0)
     place = columns - (ends - lengths)[number]
-    prompt = ours.prompt[number]
+    prompt = own.prompt[number]
 
     def of_prompt(name: str, places: Array) -> Array:
-        return row[name][jnp.clip(ours.begin[number] + places, 0, length - 1)]
+        return row[name][jnp.clip(own.begin[number] + places, 0, length - 1)]
 
     def of_answer(name: str) -> Array:
         found = jnp.clip(answer_begin[number] + place - prompt, 0, 2 * length - 1)

@@ -1,15 +1,15 @@
-"""What results are called, so that a policy can say which of them the backward pass finds stored
-(models/remat.py). A name changes no number."""
+"""Checkpoint names of results, so that a rematerialisation policy can choose which of them are
+stored for the backward pass (models/remat.py). A name does not change any number."""
 
 from jax.ad_checkpoint import checkpoint_name
 
-# Of every product with weights.
+# Every product with weights.
 PRODUCT = "product"
-# Of the products that make queries, keys and values.
+# The products for queries, keys and values.
 QKV = "qkv"
-# Of the kernel of attention: the mean of values, and what its backward pass needs beside it.
+# The results of an attention kernel: its output, and what its backward pass needs beside it.
 ATTENTION = "attention"
-# Of the products that make the hidden units of a feed-forward block.
+# The products for the hidden units of a feed-forward block.
 GATE_UP = "gate_up"
 
 named = checkpoint_name

@@ -1,4 +1,4 @@
-"""Normalisation, in float32 whatever comes in."""
+"""Normalisation, always computed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 def layer_norm(
     x: Float[Array, "*b D"], scale: Float[Array, " D"], bias: Float[Array, " D"], eps: float
 ) -> Float[Array, "*b D"]:
-    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim, float32.
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim, float32.
 
     Source: Ba et al. 2016, https://arxiv.org/abs/1607.06450.
     """
@@ -22,7 +22,7 @@ def layer_norm(
 def rms_norm(
     x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float
 ) -> Float[Array, "*b D"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dim, float32.
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last dim, float32.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """

@@ -1,8 +1,8 @@
-"""Losses of policies that learn from their own samples: GRPO and its kin, token by token.
+"""Losses of policies that train on their own samples: GRPO and its variants, token by token.
 
-Each token of a completion has the log-probability that the policy gives it now, the one that it had
-when the completion was taken up for training, and the advantage of the completion. What a loss is
-divided by is the objective's affair: see objectives/grpo.py.
+Each token of a completion has its present log-probability under the policy, the old one from the
+beginning of training on the completion, and the advantage of the completion. The objective divides
+the losses: see objectives/grpo.py.
 """
 
 from typing import Literal, NamedTuple
@@ -13,19 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.ops.sums import sums_of_documents
 
-# Of the difference of log-probabilities, so that a ratio is finite.
+# Largest difference of log-probabilities, so that a ratio is finite.
 _MOST_APART = 20.0
 
 
 class RatioClip(NamedTuple):
-    """How far a ratio counts.
+    """Settings of the clipping of ratios.
 
     Attributes:
-        low, high: it is clipped to [1 - low, 1 + high]; with `cispo`, to at most `high`.
-        delta: dual clip: the ratio itself is at most this; None: there is no bound.
+        low, high: a ratio is clipped to [1 - low, 1 + high]; with `cispo`, to at most `high`.
+        delta: dual clip: upper bound of the unclipped ratio; None: no bound.
         level: `token`: each token's own ratio; `sequence`: all tokens of a completion have the
             geometric mean of theirs.
-        cispo: the clipped ratio is a constant weight, and no token is without a gradient.
+        cispo: whether the clipped ratio is a constant weight, so that every token has a gradient.
     """
 
     low: float = 0.2
@@ -36,13 +36,13 @@ class RatioClip(NamedTuple):
 
 
 class TokenPolicyLoss(NamedTuple):
-    """Of each token."""
+    """Policy loss of each token, with its ratio and whether it was clipped."""
 
-    # To be minimised.
+    # The loss to minimise.
     loss: Float[Array, "B T"]
-    # Policy now / policy when the completion was taken up.
+    # Present policy / old policy.
     ratio: Float[Array, "B T"]
-    # The gradient is cut off, below and above.
+    # Whether clipping removed the gradient, below and above.
     clipped_low: Bool[Array, "B T"]
     clipped_high: Bool[Array, "B T"]
 
@@ -55,18 +55,18 @@ def policy_loss(
     completions: Int[Array, "B T"],
     clip: RatioClip,
 ) -> TokenPolicyLoss:
-    """-min(ratio * advantage, clip(ratio) * advantage) of each token.
+    """Return -min(ratio * advantage, clip(ratio) * advantage) of each token.
 
     Args:
-        log_probs: by the policy, nats; the gradient flows through them alone.
-        old: by the policy when the completion was taken up.
-        advantages: of each token's completion.
+        log_probs: log-probabilities by the policy, nats; only these have a gradient.
+        old: log-probabilities by the old policy.
+        advantages: advantage of each token's completion.
         mask: 1 for the tokens of completions.
-        completions: the number of each token's completion in its row, from 1 on; 0: none's. Only
-            read with clip.level=sequence.
-        clip: what becomes of ratios far from 1.
+        completions: the number of each token's completion in its row, from 1 on; 0: no completion.
+            Only read with clip.level=sequence.
+        clip: settings of the clipping.
 
-    Differs: log-ratios are bounded by +-20 first, where their exponential is not finite any more.
+    Differs: log-ratios are first clipped to +-20, so that their exponential stays finite.
 
     Source: GRPO: Shao et al., https://arxiv.org/abs/2402.03300, equation 3; `high` apart from
         `low`: DAPO, Yu et al., https://arxiv.org/abs/2503.14476; `delta`: Ye et al.,
@@ -103,16 +103,16 @@ def importance_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Float[Array, "B T"]:
-    """min(policy / sampler, cap) of each token, for completions that another policy has sampled
-    than the one that took them up for training.
+    """Return min(policy / sampler, cap) of each token, for completions that another policy sampled
+    than the old policy.
 
-    Without the bound, the mean of a weighted loss is that over the policy's own samples; a few
-    large weights would rule it. No gradient flows through them.
+    Without the cap, the weighted mean is an unbiased estimate over the policy's own samples, but a
+    few large weights would dominate it. No gradient flows through the weights.
 
     Args:
-        old: by the policy when the completion was taken up, nats.
-        sampled: by the one that sampled it, nats.
-        mask, completions, level: as of `policy_loss`, whose ratios continue from here.
+        old: log-probabilities by the old policy, nats.
+        sampled: log-probabilities by the sampling policy, nats.
+        mask, completions, level: as for `policy_loss`, whose ratios continue from here.
         cap: the largest weight.
 
     Source: truncation: Ionides 2008, https://doi.org/10.1198/106186008X320456; a policy for
@@ -127,10 +127,11 @@ def importance_weights(
 def reference_divergence(
     log_probs: Float[Array, "B T"], reference: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """An estimate of KL(policy || reference) from the sampled token alone, never below 0.
+    """Estimate KL(policy, reference) from the sampled token alone, never below 0.
 
-    exp(d) - d - 1 with d = log(reference / policy): without bias for tokens that the policy
-    sampled, and of less variance than -d, whose gradient says nothing of the reference.
+    The estimate is exp(d) - d - 1 with d = log(reference / policy). It is unbiased for tokens that
+    the policy sampled, and has less variance than -d, whose gradient does not depend on the
+    reference.
 
     Source: Schulman, http://joschu.net/blog/kl-approx.html, k3.
     """
@@ -144,14 +145,14 @@ def clipped_value_loss(
     returns: Float[Array, "B T"],
     cliprange: float,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Half the squared error of each value, that of the value itself or of the one that is at most
-    `cliprange` from the old one, whichever is larger; and where it is the latter, so that there is
-    no gradient.
+    """Return half the squared error of each value: the larger of that of the value itself and of
+    the value clipped to `cliprange` around the old one. Also return where the latter is larger, so
+    that there is no gradient.
 
     Args:
-        values: of today; the gradient flows through them alone.
-        old: when the completions were taken up.
-        returns: that they should be.
+        values: present values; only these have a gradient.
+        old: values by the old policy.
+        returns: targets of the values.
         cliprange: how far values may move from the old ones.
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, as their own code has it; the halves
@@ -166,8 +167,8 @@ def clipped_value_loss(
 def mean_of_each(
     values: Float[Array, "B T"], mask: Float[Array, "B T"], completions: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """The mean of values over the tokens of each completion, at each of its tokens; 0 where it has
-    none."""
+    """Return the mean of values over the tokens of each completion, at each of its tokens; 0 for a
+    completion without tokens."""
     totals = sums_of_documents(values * mask, completions)
     counts = sums_of_documents(mask, completions)
     means = totals / jnp.where(counts > 0, counts, 1.0)

@@ -1,9 +1,9 @@
-"""Losses of answers that people like or don't, as functions of log-probabilities: of pairs, of
-which one was preferred, and of single ones with a label.
+"""Preference losses as functions of log-probabilities: for pairs of which one answer was preferred,
+and for single labelled answers.
 
-What is compared is how much more likely the policy finds an answer than the reference does: the
-log-ratio of an answer, summed over its targets. A loss that is called free of a reference uses the
-policy's own log-probabilities.
+Most compare how much more likely an answer is under the policy than under the reference: the
+log-ratio of an answer, summed over its targets. A reference-free loss uses the policy's own
+log-probabilities.
 """
 
 from collections.abc import Callable
@@ -15,38 +15,38 @@ from jaxtyping import Array, Float
 
 
 class AnswerLogProbs(NamedTuple):
-    """Of one answer of each pair."""
+    """Log-probabilities of one answer of each pair."""
 
-    # Summed over its targets, by the policy, nats.
+    # Sum over the answer's targets, by the policy, nats.
     log_prob: Float[Array, "*p"]
-    # By the reference.
+    # Sum over the answer's targets, by the reference, nats.
     reference: Float[Array, "*p"]
-    # How many targets it has, at least 1.
+    # Number of targets, at least 1.
     length: Float[Array, "*p"]
 
     @property
     def log_ratio(self) -> Float[Array, "*p"]:
-        """log(policy / reference)."""
+        """Return log(policy / reference)."""
         return self.log_prob - self.reference
 
     @property
     def mean_log_ratio(self) -> Float[Array, "*p"]:
-        """The log-ratio of a target, on average."""
+        """Return the mean log-ratio of a target."""
         return self.log_ratio / self.length
 
     @property
     def mean_log_prob(self) -> Float[Array, "*p"]:
-        """The log-probability of a target, on average."""
+        """Return the mean log-probability of a target."""
         return self.log_prob / self.length
 
 
 class PreferenceCoefficients(NamedTuple):
-    """Numbers of the losses; each says which it reads.
+    """Parameters of the losses; each loss documents which it reads.
 
     Attributes:
-        beta: how far the policy may go from the reference: the larger, the less far.
-        label_smoothing: the share of pairs whose labels are taken to be wrong.
-        margin: by how much an answer should win, where a loss knows such.
+        beta: strength of the tie to the reference: a larger beta keeps the policy closer.
+        label_smoothing: the share of pairs whose labels are assumed to be wrong.
+        margin: target margin of the chosen answer, in losses with a margin.
     """
 
     beta: float
@@ -60,7 +60,8 @@ Loss = Callable[[AnswerLogProbs, AnswerLogProbs, PreferenceCoefficients], Float[
 def sigmoid(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """DPO: -log sigmoid(beta * difference of the log-ratios); with label smoothing, cDPO.
+    """Return the DPO loss: -log sigmoid(beta * difference of the log-ratios); with label smoothing,
+    cDPO.
 
     Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7; cDPO: Mitchell,
         https://ericmitchell.ai/cdpo.pdf.
@@ -71,7 +72,8 @@ def sigmoid(
 def sigmoid_norm(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """DPO of log-ratios that are means over an answer's targets; with label smoothing as `sigmoid`.
+    """Return the DPO loss of log-ratios averaged over an answer's targets; with label smoothing as
+    in `sigmoid`.
 
     Source: Lambert et al., https://arxiv.org/abs/2411.15124, section 5.
     """
@@ -82,7 +84,8 @@ def sigmoid_norm(
 def robust(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """rDPO: DPO without the bias that wrong labels bring; a label smoothing below 0.5.
+    """Return the rDPO loss: DPO without the bias of wrong labels; needs a label smoothing below
+    0.5.
 
     Source: Chowdhury et al., https://arxiv.org/abs/2403.00409.
     """
@@ -96,7 +99,7 @@ def robust(
 def hinge(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """SLiC: max(0, 1 - beta * difference of the log-ratios).
+    """Return the SLiC loss: max(0, 1 - beta * difference of the log-ratios).
 
     Source: Zhao et al., https://arxiv.org/abs/2305.10425; with a reference as in Liu et al.,
         https://arxiv.org/abs/2309.06657.
@@ -107,7 +110,7 @@ def hinge(
 def ipo(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """(difference of the mean log-ratios - 1 / (2 beta))^2.
+    """Return the IPO loss: (difference of the mean log-ratios - 1 / (2 beta))^2.
 
     Source: Azar et al., https://arxiv.org/abs/2310.12036, equation 17, of means over an answer's
         targets, as its authors computed it.
@@ -119,7 +122,8 @@ def ipo(
 def exo_pair(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """Reverse KL of the policy's choice between both from the labels'; a label smoothing above 0.
+    """Return the reverse KL of the policy's choice between both answers from the labels; needs a
+    label smoothing above 0.
 
     Source: Ji et al., https://arxiv.org/abs/2402.00856, equation 16.
     """
@@ -134,7 +138,8 @@ def exo_pair(
 def nca_pair(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """Noise-contrastive: keeps the likelihood of the chosen answer from falling.
+    """Return the noise-contrastive loss, which keeps the likelihood of the chosen answer from
+    falling.
 
     Source: Chen et al., https://arxiv.org/abs/2402.05369, with two answers.
     """
@@ -148,7 +153,8 @@ def nca_pair(
 def bco_pair(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """A classifier of each answer on its own, without the shift by a mean reward.
+    """Return the loss of a classifier of each answer on its own, without the shift by a mean
+    reward.
 
     Source: Jung et al., https://arxiv.org/abs/2404.04656.
     """
@@ -160,7 +166,7 @@ def bco_pair(
 def sppo_hard(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """Self-play with a sure winner: squares around +-1 / (2 beta).
+    """Return the self-play loss with a certain winner: squares around +-1 / (2 beta).
 
     Source: Wu et al., https://arxiv.org/abs/2405.00675, equation 4.7 with probabilities 1 and 0.
     """
@@ -171,7 +177,8 @@ def sppo_hard(
 def apo_zero(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """Raises the chosen answer and lowers the rejected one; for answers better than the policy's.
+    """Return the APO-zero loss, which raises the chosen answer and lowers the rejected one; for
+    answers better than the policy's.
 
     Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 7.
     """
@@ -182,7 +189,8 @@ def apo_zero(
 def apo_down(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """Lowers both, the rejected one more; for chosen answers worse than the policy's.
+    """Return the APO-down loss, which lowers both answers, the rejected one more; for chosen
+    answers worse than the policy's.
 
     Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 8.
     """
@@ -194,7 +202,8 @@ def apo_down(
 def simpo(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """-log sigmoid(beta * difference of the mean log-probabilities - margin); free of a reference.
+    """Return the SimPO loss: -log sigmoid(beta * difference of the mean log-probabilities -
+    margin); reference-free.
 
     Source: Meng et al., https://arxiv.org/abs/2405.14734, equation 6; the margin is their gamma.
     """
@@ -205,10 +214,11 @@ def simpo(
 def orpo(
     chosen: AnswerLogProbs, rejected: AnswerLogProbs, strength: PreferenceCoefficients
 ) -> Float[Array, "*p"]:
-    """-beta * log sigmoid(log of the odds ratio); free of a reference.
+    """Return the odds-ratio term of ORPO: -beta * log sigmoid(log of the odds ratio);
+    reference-free.
 
-    The whole of ORPO has the cross-entropy of the chosen answers beside it, which the objective
-    adds. Odds are those of the mean probability of a target.
+    The objective adds the other term of ORPO, the cross-entropy of the chosen answers. Odds are
+    those of the mean probability of a target.
 
     Source: Hong et al., https://arxiv.org/abs/2403.07691, equation 7; beta is their lambda.
     """
@@ -231,21 +241,21 @@ LOSSES: dict[str, Loss] = {
     "simpo": simpo,
     "orpo": orpo,
 }
-# Those in which the reference does not occur.
+# Losses without a reference.
 FREE_OF_REFERENCE = frozenset({"simpo", "orpo"})
 
 
 def of_label(
     log_ratio: Float[Array, "*p"], label: Float[Array, "*p"], zero: Float[Array, "*p"], beta: float
 ) -> Float[Array, "*p"]:
-    """KTO's: 1 - sigmoid(label * beta * (log-ratio - zero)).
+    """Return KTO's loss: 1 - sigmoid(label * beta * (log-ratio - zero)).
 
     Args:
         log_ratio: log(policy / reference) of an answer, nats.
-        label: 1: it is good; -1: it is bad.
-        zero: the log-ratio that is neither: an estimate of the divergence of the policy from the
-            reference. 0 makes it APO-zero of single answers.
-        beta: as of `PreferenceCoefficients`.
+        label: 1 for a good answer, -1 for a bad one.
+        zero: the neutral log-ratio: an estimate of the divergence of the policy from the reference.
+            0 gives APO-zero of single answers.
+        beta: as for `PreferenceCoefficients`.
 
     Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equation 8, with the weights left
         to the caller and lambda_y for a constant; D'Oosterlinck et al.,
@@ -257,7 +267,8 @@ def of_label(
 def bradley_terry(
     chosen: Float[Array, "*p"], rejected: Float[Array, "*p"], margin: Float[Array, "*p"]
 ) -> Float[Array, "*p"]:
-    """-log sigmoid(difference of the rewards - margin): that the chosen answer wins by the margin.
+    """Return -log sigmoid(difference of the rewards - margin), the negative log-likelihood that the
+    chosen answer wins by the margin.
 
     Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1; with a margin as in Touvron
         et al., https://arxiv.org/abs/2307.09288, equation 2.
@@ -266,7 +277,7 @@ def bradley_terry(
 
 
 def off_centre(chosen: Float[Array, "*p"], rejected: Float[Array, "*p"]) -> Float[Array, "*p"]:
-    """The square of the sum of the rewards of a pair, which a loss may keep near 0.
+    """Return the square of the sum of the rewards of a pair, which a regulariser keeps near 0.
 
     Source: Eisenstein et al., https://arxiv.org/abs/2312.09244, section 3.
     """
@@ -274,14 +285,14 @@ def off_centre(chosen: Float[Array, "*p"], rejected: Float[Array, "*p"]) -> Floa
 
 
 def _smoothed(scaled: Float[Array, "*p"], strength: PreferenceCoefficients) -> Float[Array, "*p"]:
-    """-log sigmoid of a scaled difference, where some labels are wrong."""
+    """Return -log sigmoid of a scaled difference, with label smoothing."""
     loss = -(1 - strength.label_smoothing) * jax.nn.log_sigmoid(scaled)
     return loss - strength.label_smoothing * jax.nn.log_sigmoid(-scaled)
 
 
 def _log_odds(log_prob: Float[Array, "*p"]) -> Float[Array, "*p"]:
-    """log(p / (1 - p)) of a log-probability below 0; of a probability of 1, the largest that
-    float32 tells from it."""
+    """Return log(p / (1 - p)) of a log-probability below 0; a probability of 1 is replaced by the
+    next smaller float32."""
     nearest = -float(jnp.finfo(jnp.float32).epsneg)
     log_prob = jnp.minimum(log_prob, nearest)
     return log_prob - jnp.log(-jnp.expm1(log_prob))

@@ -1,19 +1,19 @@
-"""What a number that is recorded is called and means. No jax here."""
+"""Names, units and reductions of metrics. No jax here."""
 
 from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """One number that is recorded beside the loss, of a sum over the whole batch of a step, or over
-    a whole evaluation."""
+    """Description of one metric beside the loss, summed over the whole batch of a step or over a
+    whole evaluation."""
 
-    # In the records.
+    # The name in the records.
     name: str
-    # Such as "nats per target".
+    # The unit, such as "nats per target".
     unit: str
     # mean: the total divided once by its weight; sum: the total.
     reduction: Literal["mean", "sum"] = "mean"
 
 
-# Of the next token: the loss of most runs.
+# The negative log-likelihood of the next token, the loss of most runs.
 NLL = Metric("nll", "nats per token")

@@ -29,7 +29,7 @@ from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import PRODUCT, named
 
 Form = Literal["int8", "nf4"]
-# Weights that an entry of the codes stands for.
+# Number of weights in an entry of the codes.
 WEIGHTS_PER_CODE: dict[Form, int] = {"int8": 1, "nf4": 2}
 LARGEST_INT8 = 127
 NF4_LEVELS = (
@@ -53,7 +53,7 @@ NF4_LEVELS = (
 
 
 class QuantizedArray(NamedTuple):
-    """The weights of a product, [*s, I, O], or what stands for these arrays.
+    """The quantised weights of a product, [*s, I, O], or abstract arrays.
 
     Attributes:
         codes: [*s, blocks, inputs of a block, O] int8; of nf4 [*s, blocks, half as many, O] uint8,
@@ -66,23 +66,24 @@ class QuantizedArray(NamedTuple):
 
     @property
     def form(self) -> Form:
+        """Return the number format of the codes."""
         if self.codes.dtype == jnp.int8:
             return "int8"
         return "nf4"
 
     @property
     def num_inputs(self) -> int:
-        """I."""
+        """Return I."""
         *_, blocks, width, _ = self.codes.shape
         return blocks * width * WEIGHTS_PER_CODE[self.form]
 
 
 def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> QuantizedArray:
-    """The nearest weights that a form can express.
+    """Return the nearest weights that a format can express.
 
     Args:
-        weights: of a product, of any float type. NaN and infinity are seen in the scales.
-        form: how they are stored.
+        weights: weights of a product, any float type. NaN and infinity show in the scales.
+        form: the number format.
         block: inputs that share a scale; it divides I, and is even with nf4.
     """
     *stacked, num_inputs, num_outputs = weights.shape
@@ -92,7 +93,7 @@ def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> Quantiz
     largest = jnp.abs(blocks).max(-2)
     if form == "int8":
         largest = largest / LARGEST_INT8
-    # Of a cast there and back, a compiler leaves both out.
+    # A compiler would remove a cast there and back.
     scales = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
     divisors = jnp.where(scales == 0, 1.0, scales)
     relative = blocks / divisors[..., None, :]
@@ -104,7 +105,7 @@ def quantize(weights: Float[Array, "*s i o"], form: Form, block: int) -> Quantiz
 
 
 def dequantize(weights: QuantizedArray, dtype: str | jnp.dtype = "float32") -> Float[Array, "..."]:
-    """[*s, I, O]: level times scale in float32, rounded once to a type."""
+    """Return the weights [*s, I, O]: level times scale in float32, rounded once to a type."""
     if weights.form == "int8":
         values = weights.codes.astype(jnp.float32)
     else:
@@ -115,7 +116,7 @@ def dequantize(weights: QuantizedArray, dtype: str | jnp.dtype = "float32") -> F
 
 
 def _nearest_level(relative: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """The number of the nearest level, of two that are as near the lower one."""
+    """Return the index of the nearest level; of two equally near levels the lower one."""
     number = jnp.zeros(relative.shape, jnp.uint8)
     for low, high in itertools.pairwise(NF4_LEVELS):
         is_beyond = relative > (low + high) / 2
@@ -124,10 +125,10 @@ def _nearest_level(relative: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def _levels_of(numbers: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The levels of these numbers, float32.
+    """Return the levels with these indices, float32.
 
-    CPUs look them up. Accelerators choose one after another, which is arithmetic of vectors there,
-    where XLA's CPU compiler would write each choice to memory.
+    CPUs use a lookup. Accelerators select one after another, which is vector arithmetic; XLA's CPU
+    compiler would write each selection to memory.
     """
     return jax.lax.platform_dependent(numbers, cpu=_looked_up, default=_chosen)
 
@@ -153,8 +154,8 @@ def _unpacked(codes: UInt8[Array, "*s half o"]) -> UInt8[Array, "*s block o"]:
 
 
 def again(weights: QuantizedArray, g: Array) -> tuple[QuantizedArray, Array]:
-    """The same, for a backward pass: what is made of the weights there is made when the gradient
-    has come. A compiler that sees the same done in the forward pass would keep the result."""
+    """Put a barrier between weights and a backward pass: dequantised weights are computed when the
+    gradient has arrived. Otherwise a compiler would keep the result of the forward pass."""
     return jax.lax.optimization_barrier((weights, g))
 
 
@@ -162,8 +163,8 @@ def again(weights: QuantizedArray, g: Array) -> tuple[QuantizedArray, Array]:
 def quantized_dot(
     x: Float[Array, "*b i"], weights: QuantizedArray, recipe: MatmulPrecision
 ) -> Float[Array, "*b o"]:
-    """x @ weights, which have no gradient; types as in `ops.dot`. The backward pass keeps the codes
-    alone, and makes weights of them again."""
+    """Return x @ weights, without a gradient of the weights; types as in `ops.dot`. The backward
+    pass only stores the codes, and dequantises them again."""
     matrix = dequantize(weights, recipe.inputs)
     out = contract("...i,io->...o", x.astype(recipe.inputs), matrix)
     return out.astype(recipe.result)

@@ -1,4 +1,5 @@
-"""Element-wise mathematics of arrays that are stored in fewer bits than it is done in."""
+"""Elementwise functions of arrays that are stored in a smaller type than the function computes
+in."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,13 @@ from jaxtyping import Array, Float
 def elementwise(
     function: Callable[..., Array], x: Float[Array, "*s"], *others: Any
 ) -> Float[Array, "..."]:
-    """function(x, *others), rounded to the type of x.
+    """Return function(x, *others), rounded to the type of x.
 
-    Where that is float32, this is the function itself. Otherwise the backward pass finds the
-    arguments alone, as they are stored, and computes the function again: what is float32 inside
-    the function is never kept for it.
+    For float32, this is the function itself. Otherwise only the arguments are stored for the
+    backward pass, which recomputes the function. So float32 intermediates are never stored.
 
     Args:
-        function: takes any float type, computes in float32.
+        function: a function of any float type that computes in float32.
         x: activations.
         others: arrays.
     """

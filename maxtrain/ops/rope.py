@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Radians a token, [H / 2] float32: theta ** (-2 i / H)."""
+    """Return the radians per token, [H / 2] float32: theta ** (-2 i / H)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     return (1.0 / theta**exponents).astype(np.float32)
 
@@ -25,7 +25,7 @@ def llama3_frequencies(
     high_freq_factor: float,
     original_length: int,
 ) -> np.ndarray:
-    """Stretches long wavelengths by `factor`, keeps short ones, and blends between.
+    """Stretch long wavelengths by `factor`, keep short ones, and blend in between.
 
     Args:
         frequencies: [H / 2] radians a token.
@@ -45,29 +45,30 @@ def llama3_frequencies(
 
 
 def row_lengths(positions: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> Int[Array, " B"]:
-    """The length of each row: its largest position, and one more. Padding does not count, whatever
-    its positions are; a row of padding alone has length 1."""
+    """Return the length of each row: its largest position plus 1. Padding is ignored; a row of
+    padding alone has length 1."""
     return jnp.max(jnp.where(is_token, positions, 0), axis=1) + 1
 
 
 def dynamic_frequencies(
     frequencies: np.ndarray, factor: float, original_length: int, lengths: Int[Array, " B"]
 ) -> Float[Array, "B F"]:
-    """Frequencies of each row, whose base grows with the row beyond the original length.
+    """Return frequencies of each row, whose base grows with the row beyond the original length.
 
-    Up to it they are `frequencies`, bit for bit. The base is multiplied by growth ** (H / (H - 2)),
-    so that the last pair is stretched by the whole growth, and the first one not at all.
+    Up to the original length they are `frequencies`, bit for bit. The base is multiplied by growth
+    ** (H / (H - 2)), so that the last pair is stretched by the whole growth, and the first pair not
+    at all.
 
     Args:
         frequencies: [H / 2] radians a token.
-        factor: growth is 1 + factor * (length / original_length - 1).
+        factor: the growth is 1 + factor * (length / original_length - 1).
         original_length: context of the unstretched model, tokens.
-        lengths: of the rows, tokens.
+        lengths: lengths of the rows, tokens.
 
     Source: "NTK-aware" scaling, as in modeling_rope_utils.py of transformers 5
     """
     pairs = len(frequencies)
-    # With a single pair there is nothing to stretch.
+    # A single pair is not stretched.
     share = np.arange(pairs, dtype=np.float32) / max(pairs - 1, 1)
     beyond = jnp.maximum(lengths - original_length, 0).astype(jnp.float32) / original_length
     growth = 1 + factor * beyond
@@ -82,14 +83,14 @@ def longrope_frequencies(
     original_length: int,
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B F"]:
-    """Frequencies of each row, with every pair's wavelength stretched by a factor of its own.
+    """Return frequencies of each row, with every pair's wavelength stretched by its own factor.
 
     Args:
         frequencies: [H / 2] radians a token.
         short_factors: H / 2, for rows up to the original length.
         long_factors: H / 2, for longer rows.
         original_length: context of the unstretched model, tokens.
-        lengths: of the rows, tokens.
+        lengths: lengths of the rows, tokens.
 
     Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753
     """
@@ -103,13 +104,13 @@ def rope_tables(
     frequencies: np.ndarray | Float[Array, "B 1 F"],
     attention_factor: float = 1.0,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of position times frequency, [B, T, H / 2] float32; made once and used by every
-    layer.
+    """Return cos and sin of position times frequency, [B, T, H / 2] float32; computed once for all
+    layers.
 
     Args:
-        positions: of the tokens.
-        frequencies: [H / 2] radians a token, or [B, 1, H / 2] where rows have their own.
-        attention_factor: what both are multiplied by; scores grow with its square.
+        positions: positions of the tokens.
+        frequencies: [H / 2] radians a token, or [B, 1, H / 2] for each row.
+        attention_factor: factor of both; scores grow with its square.
     """
     angle = positions.astype(jnp.float32)[..., None] * frequencies
     cos = jnp.cos(angle)
@@ -123,7 +124,7 @@ def rope_tables(
 def apply_rope(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
 ) -> Float[Array, "B T N H"]:
-    """Rotates every head by its position; x any float type, result float32."""
+    """Rotate every head by its position; x has any float type, the result is float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos = cos[:, :, None, :]
     sin = sin[:, :, None, :]

@@ -1,5 +1,5 @@
-"""Rotary positions for longer contexts than a model was first trained on: frequencies that do not
-depend on the length of a row, and the factors of cos and sin. No jax here.
+"""Scaling of rotary positions for longer contexts: frequencies that do not depend on the length of
+a row, and the factors of cos and sin. No jax here.
 
 Source: modeling_rope_utils.py of transformers 5, which computes them for Hugging Face checkpoints.
 """
@@ -8,16 +8,16 @@ import math
 
 import numpy as np
 
-# Where the two bounds of YaRN's blend are the same pair, this keeps them apart.
+# This keeps the two bounds of YaRN's blend apart if they are the same pair.
 _LEAST_WIDTH = 0.001
 
 
 def linear_frequencies(frequencies: np.ndarray, factor: float) -> np.ndarray:
-    """Stretches every wavelength by `factor`.
+    """Stretch every wavelength by `factor`.
 
     Args:
         frequencies: [H / 2] radians a token.
-        factor: of the wavelengths.
+        factor: stretch of the wavelengths.
 
     Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595
     """
@@ -33,16 +33,16 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> np.ndarray:
-    """Stretches long wavelengths by `factor`, keeps short ones, and blends between, pair by pair.
+    """Stretch long wavelengths by `factor`, keep short ones, and blend in between, pair by pair.
 
     Args:
         frequencies: [H / 2] radians a token.
-        theta: their base, above 1.
+        theta: base of the frequencies, above 1.
         factor: stretch of the long wavelengths.
         original_length: context of the unstretched model, tokens.
         beta_fast: pairs with more turns than this in the original length are kept.
         beta_slow: pairs with fewer turns than this are stretched fully.
-        truncate: the blend begins and ends at whole pairs, the next ones outwards.
+        truncate: whether the blend begins and ends at whole pairs, rounded outwards.
 
     Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071
     """
@@ -64,17 +64,16 @@ def yarn_frequencies(
 
 
 def _pair_with_turns(turns: float, pairs: int, theta: float, length: int) -> float:
-    """The number of the pair, with a fraction, that turns so often in `length` tokens."""
+    """Return the fractional index of the pair that rotates this often in `length` tokens."""
     return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
 
 def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1.
+    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1.
 
-    With both `mscale` and `mscale_all_dim`: the ratio of two of them, whose logarithms these
-    multiply.
+    With both `mscale` and `mscale_all_dim`, return the ratio of `yarn_scale` with each of them.
     """
     if mscale is None or mscale_all_dim is None:
         return yarn_scale(factor, 1.0)
@@ -82,18 +81,17 @@ def yarn_attention_factor(
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
+    """Return 0.1 mscale ln(factor) + 1; 1 if nothing is stretched."""
     if factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-    """What LongRoPE multiplies cos and sin by: sqrt(1 + ln(factor) / ln(original_length)).
+    """Return LongRoPE's factor of cos and sin: sqrt(1 + ln(factor) / ln(original_length)).
 
     Args:
-        factor: how many times longer the context is than the original one; up to 1: nothing is
-            multiplied.
+        factor: ratio of the context to the original one; up to 1: the result is 1.
         original_length: context of the unstretched model, tokens; above 1.
 
     Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753

@@ -1,7 +1,7 @@
-"""Which experts each token goes to, with which weights, and how evenly.
+"""Routing of tokens to experts: choices, weights, and load-balancing losses.
 
-Everything here is float32, whatever activations are stored in: a router that is rounded sends
-tokens elsewhere. Padding goes to no expert, and counts nowhere.
+Everything here is float32, whatever type activations are stored in, because a rounded router makes
+other choices. Padding goes to no expert and is not counted.
 """
 
 import math
@@ -17,18 +17,19 @@ from maxtrain.ops.sums import WeightedSum
 
 Noise = Literal["none", "jitter", "gaussian", "gumbel"]
 Scope = Literal["sequence", "micro_batch", "global"]
-# A sum of chosen scores may be 0 in float32; as in DeepSeek's code.
+# Added to a sum of chosen scores, which may be 0 in float32; as in DeepSeek's code.
 _TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The expert choices of tokens.
 
     Attributes:
-        experts: of each of a token's choices, the best first; E, the number of experts, where it
-            goes to none.
-        weights: of each choice, what its output is multiplied with; 0 where there is no expert.
-        shares: of all experts, adding up to 1 for each token: what balance is judged by.
+        experts: the expert of each choice of a token, the best first; E, the number of experts, for
+            no expert.
+        weights: the factor of each choice's output; 0 for no expert.
+        shares: router probabilities of all experts, which sum to 1 for each token; used by
+            load-balancing losses.
     """
 
     experts: Int[Array, "B T C"]
@@ -49,23 +50,23 @@ def choose(
     top_groups: int = 1,
     best_of_group: int = 1,
 ) -> Routing:
-    """The best experts of each token.
+    """Choose the best experts of each token.
 
     Args:
-        logits: the router's, float32.
+        logits: logits of the router, float32.
         is_token: false for padding.
-        num_choices: experts of a token.
-        scores: what becomes of logits.
-        normalize: the scores of a token's experts are divided by their sum. With softmax, that is a
-            softmax over the logits of the chosen experts alone.
-        scale: what weights are multiplied with in the end.
-        correction: added to the scores for the choice, not for the weights; None: nothing.
-        num_groups, top_groups: experts in a row form groups of equal size, and a token goes to
-            experts of its best groups only.
-        best_of_group: a group is as good as the sum of so many of its best scores.
+        num_choices: number of experts per token (top-k).
+        scores: the function from logits to scores.
+        normalize: whether the scores of a token's experts are divided by their sum. With softmax,
+            that is a softmax over the logits of the chosen experts only.
+        scale: factor of the final weights.
+        correction: bias added to the scores for the choice, not for the weights; None: no bias.
+        num_groups, top_groups: consecutive experts form groups of equal size, and a token only goes
+            to experts of its best groups.
+        best_of_group: the score of a group is the sum of this number of its best scores.
 
     Returns:
-        Experts whose scores are equal are chosen in their order.
+        the choices; experts with equal scores are chosen in their order.
 
     Sources: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; groups: DeepSeek-AI 2024,
         https://arxiv.org/abs/2405.04434, section 2.2.2; sigmoid and correction: DeepSeek-AI 2024,
@@ -102,7 +103,7 @@ def choose(
 def _within_best_groups(
     ranked: Float[Array, "B T E"], num_groups: int, top_groups: int, best_of_group: int
 ) -> Float[Array, "B T E"]:
-    """The scores, minus infinity outside a token's best groups."""
+    """Return the scores, minus infinity outside a token's best groups."""
     grouped = ranked.reshape(*ranked.shape[:-1], num_groups, -1)
     best, _ = jax.lax.top_k(grouped, best_of_group)
     _, groups = jax.lax.top_k(best.sum(-1), top_groups)
@@ -116,11 +117,11 @@ def with_noise(
     noise: Noise,
     scale: Float[Array, "#B"] | float,
 ) -> Float[Array, "B T E"]:
-    """Logits with noise of each token and expert, drawn by a key of each row.
+    """Add noise to the logits of each token and expert, with a random key for each row.
 
-    gaussian adds `scale` times a normal deviate; gumbel adds `scale` times a Gumbel deviate, so
+    gaussian adds `scale` times a normal deviate. gumbel adds `scale` times a Gumbel deviate, so
     that with 1 the best expert is a draw from the softmax. jitter is for inputs, see `jittered`.
-    The scale may be a row's own.
+    The scale may differ between rows.
     """
     scale = jnp.reshape(scale, (-1, 1, 1))
     if noise == "gaussian":
@@ -133,8 +134,8 @@ def with_noise(
 def jittered(
     x: Float[Array, "B T D"], keys: Key[Array, " B"], scale: Float[Array, "#B"] | float
 ) -> Float[Array, "B T D"]:
-    """The router's inputs, each times a number between 1 - scale and 1 + scale; float32. The scale
-    may be a row's own.
+    """Multiply each of the router's inputs by a number between 1 - scale and 1 + scale; float32.
+    The scale may differ between rows.
 
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, section 2.4 and appendix C.
     """
@@ -147,9 +148,10 @@ def _drawn(draw: Callable[..., Array], keys: Array, shape: tuple[int, ...]) -> A
 
 
 def choices_of(experts: Int[Array, "*s T C"], num_experts: int) -> Int[Array, "*s E"]:
-    """How many choices fall on each expert, summed over tokens."""
+    """Count the choices of each expert, summed over tokens."""
     numbers = jnp.arange(num_experts)
-    # One choice after the other: a comparison of all at once would be C times as large.
+    # Choices are counted one after another, because a comparison of all at once needs C times the
+    # memory.
     counts = jnp.zeros((*experts.shape[:-2], num_experts), jnp.int32)
     for choice in range(experts.shape[-1]):
         counts += (experts[..., choice, None] == numbers).sum(-2, dtype=jnp.int32)
@@ -159,18 +161,19 @@ def choices_of(experts: Int[Array, "*s T C"], num_experts: int) -> Int[Array, "*
 def imbalance(
     routing: Routing, scope: Scope, whole: Int[Array, " E"] | None = None
 ) -> Float[Array, ""]:
-    """The loss that is least when experts get equal shares, summed over tokens.
+    """Return the load-balancing loss, which is smallest for equal shares, summed over tokens.
 
-    Of n tokens it is n E sum_e f_e p_e, where f_e is the part of their choices that fall on expert
-    e, and p_e the mean of its share. Divided by n, it is 1 when all experts get as much, and E when
-    one gets all. Only the shares have a gradient.
+    For n tokens it is n E sum_e f_e p_e, where f_e is the fraction of choices of expert e, and p_e
+    the mean of its router probability. Divided by n, it is 1 for equal shares, and E if one expert
+    gets everything. Only the router probabilities have a gradient.
 
     Args:
-        routing: of a micro-batch.
-        scope: the tokens over which f and p are taken. `sequence`: each row for itself, so that the
-            sum is the same however a batch is split; `micro_batch` and `global`: all rows together.
-        whole: with `global`, the choices of the whole batch that the micro-batch is of, so that the
-            sum over its micro-batches is that of the batch; None: the micro-batch is all of it.
+        routing: the routing of a micro-batch.
+        scope: the tokens over which f and p are computed. `sequence`: each row by itself, so that
+            the sum does not depend on how a batch is split; `micro_batch` and `global`: all rows
+            together.
+        whole: with `global`, the choices of the whole batch, so that the sum over its micro-batches
+            equals that of the batch; None: the micro-batch is the whole batch.
 
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6; over sequences:
         DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, equations 17 to 20.
@@ -183,14 +186,14 @@ def imbalance(
         shares = shares.sum(0)
     if scope == "global" and whole is not None:
         counts = whole.astype(jnp.float32)
-    # Of each token's choices one falls on each of `num_choices` experts.
+    # Each token contributes one choice to each of its `num_choices` experts.
     total = counts.sum(-1)
     overlap = (jax.lax.stop_gradient(counts) * shares).sum(-1)
     return (num_experts * overlap / jnp.where(total > 0, total, 1.0)).sum()
 
 
 def z_of(logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """logsumexp(logits)^2, which keeps them from growing, summed over tokens.
+    """Return the router z-loss logsumexp(logits)^2, which keeps logits small, summed over tokens.
 
     Source: Zoph et al. 2022, https://arxiv.org/abs/2202.08906, section 3.2.
     """
@@ -199,12 +202,12 @@ def z_of(logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]) -> Float[A
 
 
 class CapacityAssignment(NamedTuple):
-    """What experts with a capacity take.
+    """The choices that experts with a capacity accept.
 
     Attributes:
-        experts: as of `Routing`, E for choices that are dropped, too.
-        places: of each choice among those of its row that its expert takes; from 0.
-        dropped: choices that no expert took, and all choices.
+        experts: as in `Routing`, with E also for dropped choices.
+        places: the index of each choice among those of its row that its expert accepts, from 0.
+        dropped: number of dropped choices, with the number of all choices as weight.
     """
 
     experts: Int[Array, "B T C"]
@@ -215,12 +218,11 @@ class CapacityAssignment(NamedTuple):
 def within_capacity(
     experts: Int[Array, "B T C"], num_experts: int, capacity: int
 ) -> CapacityAssignment:
-    """The choices that experts take: of each row the first `capacity`, token by token, and of one
-    token the best first.
+    """Return the choices that experts accept: the first `capacity` of each row, token by token, and
+    of one token the best first.
 
-    A token's choices are kept or dropped for what stands before it in its row, never for what
-    comes after, and never for what stands in another row: no batch, mesh or accumulation changes
-    them.
+    Whether a token's choice is dropped depends only on earlier tokens of its row, never on later
+    tokens or other rows. So batch, mesh and accumulation do not change it.
     """
     rows, length, num_choices = experts.shape
     flat = experts.reshape(rows, length * num_choices)
@@ -239,8 +241,8 @@ def within_capacity(
 
 
 def capacity_of(length: int, num_choices: int, num_experts: int, factor: float) -> int:
-    """Choices that an expert takes of a row of this length: `factor` times an equal share, rounded
-    up, and no more than there are tokens."""
-    # As it is written: 1.1 is not 1.1000000000000001.
+    """Return the choices that an expert accepts in a row of this length: `factor` times an equal
+    share, rounded up, and at most the number of tokens."""
+    # The factor counts as written: 1.1 is not 1.1000000000000001.
     wanted = math.ceil(Fraction(str(factor)) * length * num_choices / num_experts)
     return max(1, min(length, wanted))

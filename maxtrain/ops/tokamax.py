@@ -1,12 +1,13 @@
-"""The one place that knows tokamax: its grouped products for TPUs (v5 and later) and Hopper GPUs,
-and its attention for Hopper and Blackwell GPUs, all written in Pallas.
+"""The adapter for tokamax: its grouped products for TPUs (v5 and later) and Hopper GPUs, and its
+attention for Hopper and Blackwell GPUs, all written in Pallas.
 
 Source: https://pypi.org/project/tokamax, version 0.0.17. Products: implementations `mosaic_tpu`,
-which follows Gale et al. 2022, https://arxiv.org/abs/2211.15841, and `mosaic_gpu`. Its second one
-for TPUs, and that for Blackwell, make no products of the kind that the gradient of weights is,
-except inside their own differentiation.
-Attention: implementation `mosaic_gpu`, of which the public function does not take the first key of
-each query, so that its inner classes are called.
+which follows Gale et al. 2022, https://arxiv.org/abs/2211.15841, and `mosaic_gpu`. Its second
+implementation for TPUs, and that for Blackwell, do not provide the products for the gradient of
+weights, except inside their own differentiation.
+
+Attention: implementation `mosaic_gpu`. Its public function does not accept the first key of each
+query, so its inner classes are called.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ from maxtrain.config.words import choices
 _WANTED_BY = "model.routing.kernel=tokamax"
 _ATTENTION_BY = "model.attention=mosaic"
 _ATTENTION = "tokamax._src.ops.attention.pallas_mosaic_gpu"
-# By the platform of devices.
+# Implementations by the platform of devices.
 _IMPLEMENTATIONS = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
-# The one generation of GPUs that has products for the gradient of weights, too.
+# The only GPU generation that also has products for the gradient of weights.
 _HOPPER = (9, 0)
 _OF_GPUS = ("bfloat16", "float16")
-# Rows come in tiles of so many.
+# Rows of a tile.
 _TILE = 128
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -41,7 +42,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def require_products(hardware: Hardware, compute: str) -> None:
-    """Raises ConfigError if these devices have no such products of this type, and UsageError if
+    """Raise a ConfigError if these devices have no such products of this type, and a UsageError if
     tokamax is not installed.
 
     Args:
@@ -63,25 +64,25 @@ def require_products(hardware: Hardware, compute: str) -> None:
 
 
 def require_attention() -> None:
-    """Raises UsageError if tokamax is not installed."""
+    """Raise a UsageError if tokamax is not installed."""
     require_package("tokamax", "tokamax", _ATTENTION_BY)
 
 
 def grouped_product(
     x: Float[Array, "M I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"], precision: str | None
 ) -> Float[Array, "M O"]:
-    """Each row times the matrix of its group, float32; rows behind the last group are 0.
+    """Multiply each row with the matrix of its group, float32; rows after the last group are 0.
 
     Args:
-        x, w: I and O are 128 at least.
-        sizes: rows of each group; they follow each other.
-        precision: as of `jax.lax.dot`.
+        x, w: rows and matrices; I and O are at least 128.
+        sizes: rows of each group; groups are consecutive.
+        precision: as for `jax.lax.dot`.
     """
     tokamax = load_package("tokamax", "tokamax", _WANTED_BY)
     with _quietly(), _refusals(_WANTED_BY, "model.routing.kernel=blocks"):
         out = tokamax.ragged_dot(_in_tiles(x), w, sizes, **_options(precision))
     out = out[: x.shape[0]]
-    # What tokamax leaves there may be anything, NaN too, and would spread in sums over rows.
+    # tokamax leaves arbitrary values there, even NaN, which would spread in sums over rows.
     is_in_a_group = jnp.arange(x.shape[0]) < sizes.sum()
     return jnp.where(is_in_a_group[:, None], out, 0.0)
 
@@ -89,7 +90,8 @@ def grouped_product(
 def grouped_outer_product(
     x: Float[Array, "M I"], g: Float[Array, "M O"], sizes: Int[Array, " E"], precision: str | None
 ) -> Float[Array, "E I O"]:
-    """For each group the sum over its rows, float32; 0 for a group without rows."""
+    """Return for each group the sum of outer products over its rows, float32; 0 for a group without
+    rows."""
     tokamax = load_package("tokamax", "tokamax", _WANTED_BY)
     options = _options(precision)
     with _quietly(), _refusals(_WANTED_BY, "model.routing.kernel=blocks"):
@@ -103,18 +105,18 @@ def attention_forward(
     first: Int[Array, "B T"],
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B N T"], Float[Array, "B N T"]]]:
-    """Causal softmax attention, of each query from its first key on.
+    """Compute causal softmax attention, for each query from its first key on.
 
     Args:
         q, k, v: bfloat16 or float16; K divides N.
         first: column of the first key that each query sees.
 
     Returns:
-        The output, in the type of q; and of each query the greatest score and the sum of weights,
+        the output, in the type of q; and for each query the largest score and the sum of weights,
         float32.
 
     Raises:
-        ConfigError: the kernel has nothing for this device or these shapes.
+        ConfigError: the kernel does not support this device or these shapes.
     """
     with _quietly(), _refusals(_ATTENTION_BY, "model.attention=triton, or xla"):
         op = _attention_op()
@@ -132,11 +134,11 @@ def attention_backward(
     sums: tuple[Float[Array, "B N T"], Float[Array, "B N T"]],
     g: Float[Array, "B T N H"],
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v, in their type; each is written by one block of the device, so
-    that it has the same bits every time.
+    """Return the gradients of q, k and v, in their type; each is written by one block of the
+    device, so that its bits are always the same.
 
     Args:
-        out, sums: of `attention_forward`.
+        out, sums: from `attention_forward`.
         g: gradient of the output, in the type of q.
     """
     with _quietly(), _refusals(_ATTENTION_BY, "model.attention=triton, or xla"):
@@ -150,27 +152,27 @@ def attention_backward(
 
 @contextlib.contextmanager
 def lowered_for(device: Any) -> Iterator[None]:
-    """Inside, kernels are written for a GPU that is not here: tokamax asks jax which device it
-    would take, and writes another kernel for Hopper than for Blackwell."""
+    """Generate kernels for a GPU that is not present: tokamax queries jax's default device, and
+    generates other kernels for Hopper than for Blackwell."""
     with jax.default_device(device):
         yield
 
 
 def _attention_op() -> Any:
-    """Hopper's or Blackwell's kernel, whichever jax's first device is."""
+    """Return Hopper's or Blackwell's kernel, according to jax's first device."""
     kernels = load_package(_ATTENTION, "tokamax", _ATTENTION_BY)
     return kernels.PallasMosaicGpuFlashAttention()
 
 
 def _mask(first: Int[Array, "B T"]) -> Any:
-    """That of all heads."""
+    """Return the mask of all heads."""
     kernels = load_package(_ATTENTION, "tokamax", _ATTENTION_BY)
     return kernels.Mask(k_start=first[:, None], is_causal=True)
 
 
 @contextlib.contextmanager
 def _refusals(wanted_by: str, instead: str) -> Iterator[None]:
-    """What tokamax has no kernel for is said as a problem of the config."""
+    """Convert tokamax's error for a missing kernel to a problem of the config."""
     try:
         with jax.numpy_dtype_promotion("standard"):
             yield
@@ -182,7 +184,7 @@ def _refusals(wanted_by: str, instead: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without a page for each shape that tokamax has not been tuned for."""
+    """Suppress the log messages about shapes that tokamax has not been tuned for."""
 
     def is_of_use(record: logging.LogRecord) -> bool:
         return "Autotuning cache miss" not in record.getMessage()
@@ -196,7 +198,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _options(precision: str | None) -> dict[str, Any]:
-    """The products are for the devices of the mesh, which need not be those of this machine."""
+    """Return options of the products for the devices of the mesh, which need not be those of this
+    machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return {
@@ -208,5 +211,5 @@ def _options(precision: str | None) -> dict[str, Any]:
 
 
 def _in_tiles(x: Array) -> Array:
-    """x, with rows of zeros up to whole tiles."""
+    """Pad x with rows of zeros to complete tiles."""
     return jnp.pad(x, ((0, -x.shape[0] % _TILE), (0, 0)))

@@ -1,16 +1,16 @@
 """Divergence of a model's next-token distribution from what is kept of a teacher's: its likeliest K
 entries, and the mass of all others.
 
-Both distributions are those over K + 1 outcomes: the K tokens, and "another one". With t and s for
+Both distributions are over K + 1 outcomes: the K tokens, and "another one". With t and s for
 teacher and student, and t_o = 1 - sum_k t_k, s_o = 1 - sum_k s_k for the others:
 
     KL(t || s) = sum_k t_k log(t_k / s_k) + t_o log(t_o / s_o)
 
-and likewise the other kinds. It is at most the divergence over all V tokens, and equal to it where
-K = V (there are no others then) or where both models divide the others alike.
+and the other kinds in the same way. It is at most the divergence over all V tokens, and equal to it
+where K = V (there are no others then) or where both models divide the others alike.
 
 As in divergence.py, the sequence is cut in chunks: each chunk's logits give the divergence and at
-once its gradients, and are gone.
+once its gradients, and are then freed.
 """
 
 import functools
@@ -40,9 +40,9 @@ from maxtrain.ops.head import HeadGradient, gathered
 
 
 class TopLogProbs(NamedTuple):
-    """What is kept of distributions over V tokens."""
+    """The stored part of distributions over V tokens."""
 
-    # The likeliest K tokens, that with the highest probability first.
+    # The likeliest K tokens, in descending order of probability.
     ids: Int[Array, "*b K"]
     # Their log-probabilities, nats.
     log_probs: Float[Array, "*b K"]
@@ -51,7 +51,7 @@ class TopLogProbs(NamedTuple):
 
 
 class TopDivergenceStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `top_divergence`."""
+    """Static parameters; see `top_divergence`."""
 
     chunks: int
     student: LogitFormats
@@ -61,7 +61,7 @@ class TopDivergenceStaticArgs(NamedTuple):
 
 
 def top_of(log_probs: Float[Array, "B T V"], k: int) -> TopLogProbs:
-    """The likeliest k entries of distributions, and what they leave over."""
+    """Return the likeliest k entries of distributions, and the mass of all others."""
     kept, ids = jax.lax.top_k(log_probs, k)
     others = jnp.where(_is_in(ids, log_probs.shape[-1]), -jnp.inf, log_probs)
     return TopLogProbs(ids, kept, jax.nn.logsumexp(others, axis=-1))
@@ -79,16 +79,19 @@ def top_divergence(
     kind: str = "forward",
     beta: float = 0.5,
 ) -> TokenDivergence:
-    """Weighted sum over tokens of the divergence between a model and what is kept of another.
+    """Return the weighted sum over tokens of the divergence between a model and the stored part of
+    a teacher's distributions.
 
     Args:
         student: the model that learns.
-        teacher: at the temperature. Where the weight and the mask are 0, any finite numbers.
-        weights: [B, T] of the loss; 0 for what is no target. No gradient flows to them.
-        mask: [B, T] weights of what is recorded.
-        chunks: parts that the sequence is cut in; divides T.
+        teacher: stored distributions at the temperature; arbitrary finite numbers where the weight
+            and the mask are 0.
+        weights: [B, T] weights of the loss; 0 for tokens that are no targets. No gradient flows to
+            them.
+        mask: [B, T] weights of the metrics.
+        chunks: number of chunks of the sequence; divides T.
         student_numbers: number formats of the student's logits.
-        temperature, kind, beta: as of `divergence`.
+        temperature, kind, beta: as for `divergence`.
     """
     assert kind in KINDS, kind
     form = TopDivergenceStaticArgs(chunks, student_numbers, temperature, kind, beta)
@@ -102,8 +105,7 @@ def plain_top_divergence(
     mask: Array,
     form: TopDivergenceStaticArgs,
 ) -> TokenDivergence:
-    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
-    `top_divergence`."""
+    """Compute the oracle of `top_divergence`: all logits at once, differentiated by JAX."""
     teacher = jax.lax.stop_gradient(teacher)
     logits = model_logits(student.hidden, student.head, form.student).rounded
     log_s = jax.nn.log_softmax(logits / form.temperature)
@@ -118,28 +120,30 @@ def plain_top_divergence(
 
 
 class _Outcomes(NamedTuple):
-    """Log-probabilities of the K tokens, and of another one where K < V: [B, T, K + 1] or K."""
+    """Log-probabilities of the K tokens, and of another one if K < V: [B, T, K + 1] or [B, T,
+    K]."""
 
     student: Float[Array, "B T O"]
     teacher: Float[Array, "B T O"]
 
 
 class _OutcomeDivergence(NamedTuple):
-    """Of each token; and what its gradient is made of, for the student's outcomes."""
+    """Divergence of each token, with its slope with respect to the student's outcomes."""
 
     divergence: Float[Array, "B T"]
-    # By the logit of a token, it has the slope of the token's outcome, times the probability that
-    # the student gives the token.
+    # The derivative with respect to a token's logit is the slope of the token's outcome, times the
+    # student's probability of the token.
     slope: Float[Array, "B T O"]
 
 
 def _is_in(ids: Int[Array, "B T K"], size: int) -> Bool[Array, "B T V"]:
-    """Which of so many tokens are among the ids."""
+    """Return which tokens are among the ids."""
     return _spread(ids, jnp.ones(ids.shape, bool), jnp.zeros(ids.shape[:-1], bool), size)
 
 
 def _spread(ids: Int[Array, "B T K"], values: Array, others: Array, size: int) -> Array:
-    """[B, T, size]: at each id its value, elsewhere that of the others [B, T]."""
+    """Scatter values to the ids in [B, T, size]; other entries have the value of the others [B,
+    T]."""
 
     def of_token(at: Array, value: Array, other: Array) -> Array:
         return jnp.full(size, other, value.dtype).at[at].set(value)
@@ -161,7 +165,7 @@ def _outcomes(log_s: Float[Array, "B T V"], teacher: TopLogProbs) -> _Outcomes:
 
 
 def _of_outcomes(outcomes: _Outcomes, form: TopDivergenceStaticArgs) -> _OutcomeDivergence:
-    """The divergence of each token, of the form's kind."""
+    """Return the divergence of each token, of the form's kind."""
     log_s, log_t = outcomes
     if form.kind == "forward":
         each = kl(log_t, log_s)
@@ -218,7 +222,7 @@ def _forward(
         log_s = jax.nn.log_softmax(logits.rounded / temperature)
         outcomes = _outcomes(log_s, TopLogProbs(ids, log_probs, tail))
         each, slope = _of_outcomes(outcomes, form)
-        # Where K = V, no token is left for the last one.
+        # If K = V, no token uses the last slope.
         slopes = _spread(ids, slope[..., : ids.shape[-1]], slope[..., -1], size)
         dlogits = jnp.exp(log_s) * slopes
         dlogits = scaled_slopes(dlogits, weight, logits, form.student, temperature)

@@ -1,5 +1,5 @@
-"""Attention behind one door: `attention(..., kernel=...)`. A kernel that can't do what is asked
-raises; none falls back."""
+"""Attention with a choice of kernels: `attention(..., kernel=...)`. A kernel that does not support
+a request raises an error; none falls back to another."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ KERNELS: dict[str, Callable[..., Array]] = {
     "flash": flash_attention,
     "ring": ring_attention,
 }
-# Of those that are split over devices by themselves: what one device does.
+# For kernels that split over devices by themselves: the part for one device.
 ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {
     "triton": triton_on_one_device,
     "mosaic": mosaic_on_one_device,
@@ -36,14 +36,14 @@ ON_ONE_DEVICE: dict[str, Callable[..., Array]] = {
 
 
 def with_cache(kernel: str) -> str:
-    """The kernel that reads the caches of generation for a model that was trained with this one."""
+    """Return the kernel that reads the KV cache for a model that was trained with this kernel."""
     if ATTENTION[kernel].caches:
         return kernel
     return "xla"
 
 
 class Dropout(NamedTuple):
-    """Drops attention weights with probability `rate`, by a key of each row."""
+    """Dropout of attention weights with probability `rate`, with a random key for each row."""
 
     keys: Key[Array, " B"]
     rate: float
@@ -67,28 +67,28 @@ def attention(
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H]; K divides N.
-        v: values [B, S, K, Hv]; only the eager and the xla kernel can have another size than keys.
+        v: values [B, S, K, Hv]; only the eager and xla kernels support another size than that of
+            keys.
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
-            stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
-            about), "triton" (GPUs), "mosaic" (GPUs since Hopper), "flash" (TPUs), or "ring" (where
-            rows are split over devices).
-            Of split rows, "eager" is given whole ones by XLA, and others get whole rows of some
-            heads.
+            stored scores), "cudnn" (GPUs; ignores segments, which config/across checks), "triton"
+            (GPUs), "mosaic" (GPUs since Hopper), "flash" (TPUs), or "ring" (rows sharded over
+            devices). If rows are sharded, XLA gathers whole rows for "eager", and other kernels get
+            whole rows of some heads.
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
-        scale: what scores are multiplied with; None: 1 / sqrt(H).
+        scale: factor of the scores; None: 1 / sqrt(H).
         softcap: scaled scores become softcap * tanh(score / softcap), which lies between -softcap
-            and softcap; None: they stay. cuDNN's kernel can't.
-        sinks: [N] learned logit of each head, which takes part in the softmax like the score of one
-            more key that every query sees and that has no value; so weights add up to less than 1.
-            None: there are none. Only the eager and the xla kernel can.
-        dropout: of the weights after the softmax; only the eager kernel can.
+            and softcap; None: no softcap. cuDNN's kernel does not support it.
+        sinks: [N] learned logit of each head (attention sink). It takes part in the softmax like
+            the score of an additional key that every query sees and that has no value, so weights
+            sum to less than 1. None: there are none. Only the eager and xla kernels support it.
+        dropout: dropout of the weights after the softmax; only the eager kernel supports it.
 
     Returns:
         [B, T, N, Hv] float32.
 
     Raises:
-        ConfigError: the kernel can't do what is asked.
+        ConfigError: the kernel does not support the request.
 
     Source: softcap: Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2; sinks: Xiao et
         al. 2023, https://arxiv.org/abs/2309.17453; learned ones: OpenAI 2025, gpt-oss,

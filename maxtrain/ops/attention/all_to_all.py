@@ -1,11 +1,11 @@
-"""Attention over rows that are split over devices: each device gets whole rows of some heads.
+"""Attention over sharded rows by all-to-all (Ulysses): each device gets whole rows of some heads.
 
 Queries, keys and values change from a part of the tokens with all heads to all tokens with a part
-of the heads, any kernel attends, and its result changes back. Where there are fewer key heads than
-devices, each is given to several of them.
+of the heads. Any kernel attends, and its result changes back. If there are fewer key heads than
+devices, each key head is given to several devices.
 
-Sent, by each device and layer: its queries, keys, values and results once, but for the share that
-it keeps. Memory: scores of whole rows, as the kernel has them.
+Communication of each device and layer: its queries, keys, values and results once, except for the
+share that it keeps. Memory: the scores of whole rows, as the kernel needs them.
 
 Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 """
@@ -32,10 +32,10 @@ def all_to_all_attention(
     sinks: Array | None = None,
     **options: Any,
 ) -> Array:
-    """See `attention`; rows are split over the mesh axis `context`.
+    """Compute `attention` with rows sharded over the mesh axis `context`.
 
     Args:
-        kernel: that attends on one device, with `options`.
+        kernel: the kernel on one device, called with `options`.
     """
     of = shares()
     specs = [of.queries, of.keys, of.keys, of.tokens]
@@ -66,12 +66,12 @@ def all_to_all_attention(
 
 
 def _to_heads(x: Array) -> Array:
-    """[B, T / C, N, H] -> [B, T, N / C, H]."""
+    """Reshard [B, T / C, N, H] to [B, T, N / C, H]."""
     return jax.lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 
 def _repeated(x: Array, parts: int) -> Array:
-    """Key heads, each as often as it takes to have one for each device."""
+    """Repeat key heads, so that there is one for each device."""
     heads = x.shape[2]
     if heads >= parts:
         return x

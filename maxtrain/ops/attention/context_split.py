@@ -1,10 +1,9 @@
-"""Rows that are split over devices, on their way through the layers.
+"""The order of sharded rows (context parallelism) on their way through the layers.
 
-For a ring, tokens are put in zig-zag order, in which every device has as much to do as the others:
-a row is cut into 2 C pieces for C devices, and device i has the pieces i and 2 C - 1 - i, of the
-beginning, which see little, and of the end, which see much. Tokens come in order and leave in
-order; what is between sees columns as data (`Mask`). Sent, once each way: the hidden states of a
-device.
+For ring attention, tokens are in zigzag order, which balances the work of all devices. A row is cut
+into 2 C pieces for C devices, and device i has the pieces i and 2 C - 1 - i: one from the
+beginning, with few visible keys, and one from the end, with many. Tokens come and leave in order;
+in between, columns are data (`Mask`). Communication: the hidden states of a device, once each way.
 
 Source: Brandon et al. 2023, https://arxiv.org/abs/2311.09431.
 """
@@ -22,22 +21,22 @@ from maxtrain.parallel.sharding import LENGTH, length_shards, partition_spec
 
 
 class ContextSplit(NamedTuple):
-    """How rows are split; without a mesh that does, everything stays as it is.
+    """How rows are sharded; without a mesh that does so, everything stays unchanged.
 
     Attributes:
-        exchange: as of `Mask`.
+        exchange: as for `Mask`.
     """
 
     exchange: str | None
 
     @classmethod
     def of_rows(cls, length: int, kernel: str) -> "ContextSplit":
-        """Of rows of so many tokens on the current mesh.
+        """Return the split for rows of this length on the current mesh.
 
         Args:
-            length: T. Rows that the mesh can't split, such as those of a prompt, are whole.
-            kernel: that attends: `ring` meets all keys, others get whole rows of some heads, and
-                `eager` leaves it to XLA.
+            length: T. Rows that the mesh cannot split, such as those of a prompt, stay whole.
+            kernel: the attention kernel: `ring` rotates keys, others get whole rows of some heads,
+                and `eager` leaves the split to XLA.
         """
         shards = length_shards()
         if shards == 1 or length % (2 * shards) or kernel == "eager":
@@ -47,19 +46,20 @@ class ContextSplit(NamedTuple):
         return cls("heads")
 
     def enter(self, x: Array) -> Array:
-        """An array [B, T, ...] in the order in which it goes through the layers."""
+        """Reorder an array [B, T, ...] for the layers."""
         if self.exchange != "keys":
             return x
         return _moved(x, _enter)
 
     def leave(self, x: Array) -> Array:
-        """An array in the order of the layers, in its own again."""
+        """Restore the original order of an array in the order of the layers."""
         if self.exchange != "keys":
             return x
         return _moved(x, _leave)
 
     def mask(self, segments: Int[Array, "B T"]) -> Mask:
-        """Rows that see themselves, by their segments in the order of the layers."""
+        """Return the mask of rows that attend to themselves, given their segments in the order of
+        the layers."""
         if self.exchange != "keys":
             return Mask.of_rows(segments, self.exchange)
         columns = zigzag_columns(segments.shape[1], length_shards())
@@ -67,7 +67,7 @@ class ContextSplit(NamedTuple):
 
 
 def zigzag_columns(length: int, parts: int) -> Int[Array, " T"]:
-    """The column of each token in zig-zag order, over so many devices."""
+    """Return the column of each token in zigzag order, over this number of devices."""
     piece = length // (2 * parts)
     pieces = jnp.arange(length).reshape(2 * parts, piece)
     order = []
@@ -77,6 +77,7 @@ def zigzag_columns(length: int, parts: int) -> Int[Array, " T"]:
 
 
 def _moved(x: Array, move: Callable[[Array], Array]) -> Array:
+    """Apply a reordering on all devices."""
     mesh = jax.sharding.get_abstract_mesh()
     rest = (None,) * (x.ndim - 2)
     spec = partition_spec(("activation_batch", LENGTH, *rest), mesh.shape)
@@ -84,18 +85,18 @@ def _moved(x: Array, move: Callable[[Array], Array]) -> Array:
 
 
 def _owner(piece: int, parts: int) -> int:
-    """The device that has a piece."""
+    """Return the device that has a piece."""
     return min(piece, 2 * parts - 1 - piece)
 
 
 def _enter(x: Array) -> Array:
-    """A device has the pieces 2 i and 2 i + 1, and gets i and 2 C - 1 - i. Of these one is even and
-    one is odd, so that each device sends and gets one of both kinds."""
+    """Exchange pieces: a device with pieces 2 i and 2 i + 1 gets i and 2 C - 1 - i. One of these is
+    even and one is odd, so each device sends and receives one of both kinds."""
     parts = jax.lax.axis_size(AXIS)
     even, odd = jnp.split(x, 2, axis=1)
     even = jax.lax.ppermute(even, AXIS, [(i, _owner(2 * i, parts)) for i in range(parts)])
     odd = jax.lax.ppermute(odd, AXIS, [(i, _owner(2 * i + 1, parts)) for i in range(parts)])
-    # Of device i, piece i is even if i is.
+    # Piece i of device i is even if i is.
     is_even = jax.lax.axis_index(AXIS) % 2 == 0
     first = jnp.where(is_even, even, odd)
     second = jnp.where(is_even, odd, even)
@@ -103,6 +104,7 @@ def _enter(x: Array) -> Array:
 
 
 def _leave(x: Array) -> Array:
+    """Undo `_enter`."""
     parts = jax.lax.axis_size(AXIS)
     first, second = jnp.split(x, 2, axis=1)
     is_even = jax.lax.axis_index(AXIS) % 2 == 0

@@ -1,5 +1,5 @@
-"""cuDNN's fused attention, for GPUs: jax's own door to it, which knows causal order and windows,
-but no documents."""
+"""cuDNN's fused attention for GPUs through jax's interface, which supports causal order and
+windows, but not documents."""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,16 @@ from maxtrain.ops.attention.mask import Mask
 
 
 def cudnn_attention(q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, scale: float) -> Array:
-    """See `attention`, but for segments, which are not looked at: a row must be one document, with
-    its padding at the end.
+    """Compute `attention` without regard to segments: a row must be one document, with its padding
+    at the end.
 
-    For training and evaluation: queries and keys are the same tokens, in order. jax raises where
-    there is no cuDNN.
+    Only for training and evaluation: queries and keys are the same tokens, in order. jax raises an
+    error without cuDNN.
     """
     assert mask.in_order, "caches are for other kernels"
     local_window_size = None
     if mask.window is not None:
-        # How many keys before its own column a query sees, and how many after.
+        # The number of keys that a query sees before and after its own column.
         local_window_size = (mask.window - 1, 0)
     out = jax.nn.dot_product_attention(
         q.astype(dtype),

@@ -1,4 +1,4 @@
-"""The oracle: attention as the equation says it, every score at once, differentiated by
+"""The oracle of attention: the equation itself, with all scores at once, differentiated by
 autodiff."""
 
 import jax
@@ -8,7 +8,7 @@ from jaxtyping import Array
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dropout import dropout as drop
 
-# The score of a key that is not seen. Finite, so that a row that sees nothing gives a mean and no
+# The score of a masked key. It is finite, so that a row without visible keys gives a mean and not
 # NaN.
 MASKED = -1e30
 
@@ -25,8 +25,8 @@ def eager_attention(
     sinks: Array | None = None,
     dropout: tuple[Array, float] | None = None,
 ) -> Array:
-    """See `attention`; `dropout` is (keys, rate). Products are float32: rounded inputs stay
-    rounded, sums are exact."""
+    """Compute `attention`; `dropout` is (keys, rate). Products are float32: inputs stay rounded,
+    sums are exact."""
     B, T, N, H = q.shape
     K = k.shape[2]
     q = _rounded(q, dtype).reshape(B, T, K, N // K, H)
@@ -53,8 +53,8 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def _softmax_with_sinks(scores: Array, sinks: Array) -> Array:
-    """Softmax over the keys [B, K, G, T, S] and one more, the sink of the head, whose weight is
-    left out."""
+    """Return the softmax over the keys [B, K, G, T, S] and the sink of the head, without the sink's
+    weight."""
     B, K, G, T, _ = scores.shape
     column = sinks.astype(jnp.float32).reshape(1, K, G, 1, 1)
     column = jnp.broadcast_to(column, (B, K, G, T, 1))

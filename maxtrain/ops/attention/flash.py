@@ -1,5 +1,5 @@
-"""Flash attention for TPUs: jax's splash kernel, which keeps documents apart and skips what is
-masked, on each device's share.
+"""Flash attention for TPUs: jax's splash kernel, which separates documents and skips masked blocks,
+on each device's shard.
 
 Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022,
     https://arxiv.org/abs/2205.14135.
@@ -33,8 +33,8 @@ def flash_attention(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`:
-    without a TPU, slowly."""
+    """Compute `attention`, only for training and evaluation. Scores and sums are float32;
+    `interpret`: run without a TPU, slowly."""
     assert mask.in_order, "caches are for other kernels"
     share = functools.partial(
         _on_one_device,
@@ -48,7 +48,7 @@ def flash_attention(
 
 
 def flash_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:
-    """See `flash_attention`; for rows and heads that one device has."""
+    """Compute `flash_attention` for the rows and heads of one device."""
     options = {"softcap": None, "interpret": False} | options
     return _on_one_device(q, k, v, mask.q_segments, window=mask.window, **options)
 
@@ -65,14 +65,14 @@ def _on_one_device(
     softcap: float | None,
     interpret: bool,
 ) -> Array:
-    # The import takes its time, and few need it.
+    # The import is slow, and few runs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
     T, N, _ = q.shape[1:]
     if window is None:
         head_mask = splash.CausalMask((T, T))
     else:
-        # How many keys before its own column a query sees, and how many after.
+        # The number of keys that a query sees before and after its own column.
         head_mask = splash.LocalMask((T, T), window_size=(window - 1, 0), offset=0)
     block = _largest_block(T)
     kernel = splash.make_splash_mha(
@@ -98,7 +98,7 @@ def _on_one_device(
         out = kernel(q, k, v, splash.SegmentIds(segments, segments))
         return jnp.asarray(out, jnp.float32)
 
-    # The kernel wants heads first, and scaled queries.
+    # The kernel needs heads first, and scaled queries.
     q = (q * scale).astype(dtype).swapaxes(1, 2)
     k = k.astype(dtype).swapaxes(1, 2)
     v = v.astype(dtype).swapaxes(1, 2)
@@ -106,7 +106,7 @@ def _on_one_device(
 
 
 def _largest_block(length: int) -> int:
-    """The largest multiple of the lanes that divides a row's length."""
+    """Return the largest multiple of the lanes that divides a row's length."""
     for size in range(MAX_BLOCK, 0, -LANES):
         if length % size == 0:
             return size

@@ -1,9 +1,9 @@
-"""Who may see whom in attention, as data.
+"""Attention masks as data.
 
 A query sees a key if the key's column is not later than its own, is not before its window, and
-belongs to the same segment. Columns and segments are numbers that stand in arrays, and say nothing
-about where in an array a query or a key lies: packed rows, windows, rings, zig-zag orders and
-paged caches have other masks, and need no other kernels.
+belongs to the same segment. Columns and segments are numbers in arrays, independent of where in an
+array a query or key is. So packed rows, windows, rings, zigzag orders and paged caches only need
+other masks, and no other kernels.
 """
 
 import dataclasses
@@ -17,22 +17,20 @@ from jaxtyping import Array, Bool, Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Who may see whom. `of_rows` makes that of training.
+    """An attention mask. `of_rows` builds that of training.
 
     Args:
         q_columns: [T] or [B, T] column of each query.
         kv_columns: [S] or [B, S] column of each key.
         q_segments: [B, T] segment of each query: a document's number inside its row, 0 for padding,
             which sees padding.
-        kv_segments: [B, S] segment of each key; negative where there is nothing yet.
-        window: a query at column i sees keys at columns i - window + 1 to i; None: from the first
-            one on. Known when the program is compiled.
-        in_order: queries and keys are the same tokens, in the order of their columns, which are
-            0, 1, 2, ... Known when the program is compiled, so that kernels can leave out blocks
-            that nobody sees.
-        exchange: what devices give each other where rows are split over them: "keys" (a ring) or
-            "heads" (all to all); None: nothing, or what XLA finds. Known when the program is
-            compiled.
+        kv_segments: [B, S] segment of each key; negative for empty columns.
+        window: a query at column i sees keys at columns i - window + 1 to i; None: all columns up
+            to i. Static.
+        in_order: whether queries and keys are the same tokens, in the order of their columns 0, 1,
+            2, ... Static, so that kernels can skip masked blocks.
+        exchange: what devices exchange if rows are sharded: "keys" (ring) or "heads" (all-to-all);
+            None: nothing, or XLA's choice. Static.
 
     Raises:
         ValueError: the window is not at least 1.
@@ -55,16 +53,16 @@ class Mask:
 
     @classmethod
     def of_rows(cls, segments: Int[Array, "B T"], exchange: str | None = None) -> "Mask":
-        """Rows that see themselves: token t stands at column t."""
+        """Return the mask of rows that attend to themselves: token t has column t."""
         columns = jnp.arange(segments.shape[1])
         return cls(columns, columns, segments, segments, in_order=True, exchange=exchange)
 
     def within(self, window: int | None) -> "Mask":
-        """The same mask with another window."""
+        """Return the same mask with another window."""
         return dataclasses.replace(self, window=window)
 
     def part(self, queries: slice, keys: slice) -> "Mask":
-        """That of some queries and some keys, by where they lie."""
+        """Return the mask of some queries and some keys, by their indices."""
         return Mask(
             self.q_columns[..., queries],
             self.kv_columns[..., keys],
@@ -74,7 +72,7 @@ class Mask:
         )
 
     def visible(self) -> Bool[Array, "B T S"]:
-        """True where a query sees a key."""
+        """Return whether each query sees each key."""
         q_columns = self.q_columns[..., :, None]
         kv_columns = self.kv_columns[..., None, :]
         seen = kv_columns <= q_columns
@@ -95,7 +93,8 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _unflatten(static: tuple[Any, ...], data: Iterable[Any]) -> Mask:
-    # Without __init__, which wants arrays: jax has trees of shapes and of other things, too.
+    # __init__ is skipped, because it needs arrays, and jax also builds trees of shapes and other
+    # objects.
     mask = object.__new__(Mask)
     for name, value in zip((*_DATA, *_STATIC), (*data, *static), strict=True):
         object.__setattr__(mask, name, value)

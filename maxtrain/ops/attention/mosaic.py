@@ -1,8 +1,8 @@
-"""Flash attention for Hopper and Blackwell by tokamax's kernel in Mosaic, on each device's share.
+"""Flash attention for Hopper and Blackwell by tokamax's Mosaic kernel, on each device's shard.
 
-It goes by the first key that each query sees: documents and windows are both said by that. The
-forward pass leaves out blocks of keys before it; the backward pass of tokamax 0.0.17 computes all
-that is not later.
+The kernel takes the first visible key of each query, which expresses both documents and windows.
+The forward pass skips blocks of keys before it; the backward pass of tokamax 0.0.17 computes all
+earlier keys.
 
 Source: see `maxtrain/ops/tokamax.py`; Shah et al. 2024, https://arxiv.org/abs/2407.08608.
 """
@@ -22,8 +22,8 @@ from maxtrain.ops.names import ATTENTION, named
 def mosaic_attention(
     q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, scale: float
 ) -> Array:
-    """See `attention`; for training and evaluation. Each document of a row is in one piece. Scores
-    and sums are float32."""
+    """Compute `attention`, only for training and evaluation. Each document of a row must be
+    contiguous. Scores and sums are float32."""
     assert mask.in_order, "caches are for other kernels"
     share = functools.partial(_on_one_device, window=mask.window, dtype=dtype, scale=scale)
     return on_each_device(share, q, k, v, mask.q_segments)
@@ -32,12 +32,12 @@ def mosaic_attention(
 def mosaic_on_one_device(
     q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, scale: float
 ) -> Array:
-    """See `mosaic_attention`; for rows and heads that one device has."""
+    """Compute `mosaic_attention` for the rows and heads of one device."""
     return _on_one_device(q, k, v, mask.q_segments, window=mask.window, dtype=dtype, scale=scale)
 
 
 def first_keys(segments: Int[Array, "B T"], window: int | None) -> Int[Array, "B T"]:
-    """The column of the first key that each query sees."""
+    """Return the column of the first key that each query sees."""
     columns = jnp.arange(segments.shape[1], dtype=jnp.int32)
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     first = jax.lax.cummax(jnp.where(segments != before, columns, 0), axis=1)
@@ -56,7 +56,7 @@ def _on_one_device(
     dtype: str,
     scale: float,
 ) -> Array:
-    # In float32, so that gradients come back in it.
+    # Inputs are float32, so that their gradients are float32.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     return _attend(q, k, v, first_keys(segments, window), dtype, scale)
 

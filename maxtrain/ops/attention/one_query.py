@@ -1,8 +1,8 @@
-"""Attention of one query of each row to a cache, as generation makes it.
+"""Attention of one query of each row to a KV cache, for decoding.
 
-There is one block of queries, so that all scores are there at once; and the columns of a head lie
-one after the other in a cache, where keys are multiplied as they lie. In the order of training, XLA
-brings keys and values into another one first, which costs several times the products.
+There is one block of queries, so all scores fit in memory at once. The columns of a head are
+contiguous in a cache, so keys are multiplied without a transpose. In the training layout, XLA first
+transposes keys and values, which costs several times the products.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from maxtrain.ops.einsum import contract
 
 
 def is_for(q: Array, mask: Mask) -> bool:
-    """Whether these are queries that it is for."""
+    """Return whether this module supports these queries."""
     return q.shape[1] == 1 and not mask.in_order
 
 
@@ -29,7 +29,7 @@ def one_query_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """See `attention`; T is 1."""
+    """Compute `attention` for T = 1."""
     B, _, N, H = q.shape
     K = k.shape[2]
     q_BKGH = q.astype(dtype).reshape(B, K, N // K, H)

@@ -28,12 +28,12 @@ from maxtrain.ops.einsum import contract
 from maxtrain.ops.names import ATTENTION, named
 
 AXIS = "context"
-# Of a block, in tokens, at most: its scores are B x N x 512 x 512 float32.
+# Most tokens of a block: its scores are B x N x 512 x 512 float32.
 MAX_BLOCK = 512
 
 
 class _RingStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `attention`."""
+    """Static parameters; see `attention`."""
 
     dtype: str
     scale: float
@@ -42,9 +42,9 @@ class _RingStaticArgs(NamedTuple):
 
 
 class _TokenBlocks(NamedTuple):
-    """Some tokens in blocks: their columns and segments, and what they have of each head.
+    """Some tokens in blocks: their columns and segments, and their arrays of each head.
 
-    Of queries, the heads of a group lie one after the other: [blocks, B, K, G * t, H].
+    The query heads of a group are consecutive: [blocks, B, K, G * t, H].
     """
 
     columns: Array  # [blocks, t]
@@ -52,12 +52,12 @@ class _TokenBlocks(NamedTuple):
     heads: tuple[Array, ...]  # each [blocks, B, K, tokens, H]
 
 
-# Of keys, and of values.
+# A pair of arrays: of keys, and of values.
 _Pair = tuple[Array, ...]
 
 
 class _SoftmaxState(NamedTuple):
-    """What is known of the softmax of a block of queries so far."""
+    """Running softmax state of a block of queries."""
 
     top: Array  # the largest score
     total: Array  # of exp(score - top)
@@ -75,9 +75,8 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """See `attention`; rows are split over the mesh axis `context`, and the parts have an even
-    number of tokens. Rows that are whole, where a model is used outside of its mesh, are one part
-    and need no ring."""
+    """Compute `attention` with rows sharded over the mesh axis `context`, and an even number of
+    tokens on each device. Whole rows, of a model outside of its mesh, need no ring."""
     if mask.exchange != "keys":
         return xla_attention(q, k, v, mask, dtype=dtype, scale=scale, softcap=softcap, sinks=sinks)
     form = _RingStaticArgs(dtype, scale, softcap, mask.window)
@@ -101,7 +100,7 @@ def ring_attention(
 
 
 def _block_size(tokens: int) -> int:
-    """The largest divisor of half a part that is no larger than a block may be."""
+    """Return the largest divisor of half a part that does not exceed the largest block."""
     half = tokens // 2
     for size in range(min(half, MAX_BLOCK), 0, -1):
         if half % size == 0:
@@ -110,14 +109,14 @@ def _block_size(tokens: int) -> int:
 
 
 def _blocks_of(x: Array, size: int, axis: int) -> Array:
-    """The blocks of an array [..., T, ...] as its first dim."""
+    """Split an array [..., T, ...] into blocks along a new first dim."""
     shape = x.shape
     split = x.reshape(*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
     return jnp.moveaxis(split, axis, 0)
 
 
 def _queries(x: Array, num_kv_heads: int, size: int) -> Array:
-    """[B, T, N, H] -> [blocks, B, K, G * t, H]."""
+    """Reshape [B, T, N, H] to [blocks, B, K, G * t, H]."""
     B, _, N, H = x.shape
     blocks = _blocks_of(x, size, 1)
     grouped = blocks.reshape(-1, B, size, num_kv_heads, N // num_kv_heads, H)
@@ -127,32 +126,32 @@ def _queries(x: Array, num_kv_heads: int, size: int) -> Array:
 
 
 def _rows(x: Array, size: int) -> Array:
-    """[blocks, B, K, G * t, H] -> [B, T, N, H]."""
+    """Reshape [blocks, B, K, G * t, H] to [B, T, N, H]."""
     blocks, B, K, M, H = x.shape
     split = x.reshape(blocks, B, K, M // size, size, H)
     return split.transpose(1, 0, 4, 2, 3, 5).reshape(B, blocks * size, -1, H)
 
 
 def _keys(x: Array, size: int) -> Array:
-    """[B, S, K, H] -> [blocks, B, K, s, H]."""
+    """Reshape [B, S, K, H] to [blocks, B, K, s, H]."""
     return _blocks_of(x, size, 1).swapaxes(2, 3)
 
 
 def _of_sinks(sinks: Array, num_kv_heads: int, size: int) -> Array:
-    """[N] -> [1, K, G * t, 1]: the sink of each query of a block."""
+    """Repeat sinks [N] to [1, K, G * t, 1]: the sink of each query of a block."""
     grouped = sinks.reshape(1, num_kv_heads, -1, 1)
     return jnp.repeat(grouped, size, axis=2)
 
 
 def _rotated[T](tree: T) -> T:
-    """What the device before this one has."""
+    """Return the arrays of the previous device in the ring."""
     size = jax.lax.axis_size(AXIS)
     ring = [(i, (i + 1) % size) for i in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, ring), tree)
 
 
 def _may_see(queries: Array, keys: Array, window: int | None) -> Array:
-    """Whether some query may see some key, by their columns [t] and [s]."""
+    """Return whether some query may see some key, by their columns [t] and [s]."""
     seen = keys.min() <= queries.max()
     if window is not None:
         seen &= keys.max() > queries.min() - window
@@ -160,7 +159,8 @@ def _may_see(queries: Array, keys: Array, window: int | None) -> Array:
 
 
 def _scores(queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs) -> Array:
-    """Scaled, bounded, masked scores of a block of queries and one of keys [B, K, G * t, s]."""
+    """Return the scaled, soft-capped and masked scores of a block of queries and one of keys [B, K,
+    G * t, s]."""
     q = queries.heads[0]
     k = keys.heads[0]
     scores = contract("bkmh,bksh->bkms", q, k) * form.scale
@@ -176,7 +176,7 @@ def _scores(queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs) ->
 def _met(
     state: _SoftmaxState, queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs
 ) -> _SoftmaxState:
-    """The state of a block of queries that has met a block of keys."""
+    """Update the state of a block of queries with a block of keys."""
 
     def meet() -> _SoftmaxState:
         scores = _scores(queries, keys, form)
@@ -194,7 +194,7 @@ def _met(
 def _meet_all(
     states: _SoftmaxState, queries: _TokenBlocks, keys: _TokenBlocks, form: _RingStaticArgs
 ) -> _SoftmaxState:
-    """All blocks of queries with all blocks of a part of keys."""
+    """Update all blocks of queries with all blocks of a part of keys."""
 
     def of_queries(args: tuple[_SoftmaxState, _TokenBlocks]) -> _SoftmaxState:
         state, block = args
@@ -224,7 +224,7 @@ def _attend(
 def _parts(
     q: Array, k: Array, v: Array, columns: Array, segments: Array, form: _RingStaticArgs
 ) -> tuple[_TokenBlocks, _TokenBlocks]:
-    """A device's queries, and its keys and values, in blocks and in the type of products."""
+    """Split a device's queries, and its keys and values, into blocks in the type of products."""
     size = _block_size(q.shape[1])
     columns = _blocks_of(columns, size, 0)
     segments = _blocks_of(segments, size, 1)
@@ -248,7 +248,7 @@ def _forward(
     top = jnp.full((blocks, B, K, M, 1), MASKED, jnp.float32)
     total = jnp.zeros_like(top)
     if sinks is not None:
-        # Like the score of a key without a value, which all queries meet first.
+        # A sink acts like the score of a key without a value, which all queries meet first.
         top = jnp.broadcast_to(_of_sinks(sinks, K, size), top.shape)
         total = jnp.ones_like(top)
     state = _SoftmaxState(top, total, jnp.zeros((blocks, B, K, M, v.shape[-1]), jnp.float32))
@@ -257,7 +257,7 @@ def _forward(
         carry: tuple[_SoftmaxState, _TokenBlocks], _: None
     ) -> tuple[tuple[_SoftmaxState, _TokenBlocks], None]:
         state, keys = carry
-        # On its way while this part is multiplied.
+        # The next part is sent while this part is multiplied.
         following = _rotated(keys)
         return (_meet_all(state, queries, keys, form), following), None
 
@@ -272,7 +272,7 @@ def _forward(
 
 
 class _Gradients(NamedTuple):
-    """Of a block: what the backward pass reads beside the queries."""
+    """Inputs of the backward pass of a block, beside the queries."""
 
     g: Array  # of the output [B, K, M, Hv], in the type of products
     lse: Array  # [B, K, M, 1]
@@ -287,8 +287,8 @@ def _met_backward(
     dkeys: _Pair,
     form: _RingStaticArgs,
 ) -> tuple[Array, _Pair]:
-    """The gradients of a block of queries and of a block of keys and values, with what each has of
-    the other."""
+    """Add the contribution of a block of queries and a block of keys and values to the gradients of
+    both."""
     k, v = keys.heads
 
     def meet() -> tuple[Array, _Pair]:
@@ -297,7 +297,7 @@ def _met_backward(
         dp = contract("bkmh,bksh->bkms", of.g, v)
         slope = form.scale
         if form.softcap is not None:
-            # Of tanh. What is masked lies far outside and has none.
+            # The slope of tanh. Masked scores are far outside, where it is 0.
             bounded = jnp.clip(scores / form.softcap, -1.0, 1.0)
             slope *= 1.0 - bounded * bounded
         ds = (p * (dp - of.mean) * slope).astype(form.dtype)
@@ -347,11 +347,11 @@ def _backward(form: _RingStaticArgs, saved: tuple, g: Array) -> tuple:
     turns = jax.lax.axis_size(AXIS) - 1
     (dq, keys, dkeys), _ = jax.lax.scan(turn, (dq, keys, dkeys), None, length=turns)
     dq, dkeys = meet_all(dq, keys, dkeys)
-    # Back to the device that has these keys.
+    # One more rotation returns gradients to the device that has these keys.
     dk, dv = (_of_keys(x) for x in _rotated(dkeys))
     dsinks = None
     if sinks is not None:
-        # As that of any other score, for a key whose value is 0.
+        # The gradient of a score whose key has the value 0.
         p_sink = jnp.exp(_of_sinks(sinks, K, size) - lse)
         of_heads = -(p_sink * mean).reshape(*mean.shape[:3], -1, size)
         dsinks = of_heads.sum((0, 1, 4)).reshape(-1)
@@ -359,7 +359,7 @@ def _backward(form: _RingStaticArgs, saved: tuple, g: Array) -> tuple:
 
 
 def _of_keys(x: Array) -> Array:
-    """[blocks, B, K, s, H] -> [B, S, K, H]."""
+    """Reshape [blocks, B, K, s, H] to [B, S, K, H]."""
     blocks, B, K, s, H = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(B, blocks * s, K, H)
 

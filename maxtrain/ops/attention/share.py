@@ -1,5 +1,5 @@
-"""How the arrays of attention are split over the current mesh, for kernels that are given each
-device's share of them."""
+"""Sharding of the arrays of attention over the current mesh, for kernels that work on each device's
+shard."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from maxtrain.parallel.sharding import LENGTH, partition_spec
 
 
 class Shares(NamedTuple):
-    """The split of each kind of array."""
+    """The partition specs of each kind of array."""
 
     queries: PartitionSpec  # [B, T, N, H]
     keys: PartitionSpec  # [B, T, K, H], and values
@@ -22,7 +22,7 @@ class Shares(NamedTuple):
 
 
 def shares() -> Shares:
-    """Those of the current mesh."""
+    """Return the partition specs on the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
     rows = ("activation_batch", LENGTH)
     return Shares(
@@ -41,8 +41,8 @@ def on_each_device(
     v: Array,
     segments: Array,
 ) -> Array:
-    """What a kernel makes of queries, keys, values and segments, each device of its rows and heads:
-    XLA can't split a kernel that it did not write."""
+    """Run a kernel on each device's shard of queries, keys, values and segments, since XLA cannot
+    partition a custom kernel."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(q, k, v, segments)

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs by kernels in Triton, on each device's share."""
+"""Flash attention for GPUs by Triton kernels, on each device's shard."""
 
 import functools
 from typing import Any
@@ -21,8 +21,8 @@ def triton_attention(
     scale: float,
     interpret: bool = False,
 ) -> Array:
-    """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`:
-    without a GPU, slowly."""
+    """Compute `attention`, only for training and evaluation. Scores and sums are float32;
+    `interpret`: run without a GPU, slowly."""
     assert mask.in_order, "caches are for other kernels"
     share = functools.partial(
         _on_one_device, window=mask.window, dtype=dtype, scale=scale, interpret=interpret
@@ -31,7 +31,7 @@ def triton_attention(
 
 
 def triton_on_one_device(q: Array, k: Array, v: Array, mask: Mask, **options: Any) -> Array:
-    """See `triton_attention`; for rows and heads that one device has."""
+    """Compute `triton_attention` for the rows and heads of one device."""
     options = {"interpret": False} | options
     return _on_one_device(q, k, v, mask.q_segments, window=mask.window, **options)
 
@@ -51,7 +51,7 @@ def _on_one_device(
     missing = tile_of(size) - size
 
     def filled(x: Array) -> Array:
-        # In float32, so that gradients come back in it. Zeros change no score.
+        # Inputs are float32, so that their gradients are float32. Zero padding changes no score.
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, missing)))
 
     form = TritonStaticArgs(dtype, scale, window, interpret)

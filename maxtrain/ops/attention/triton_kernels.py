@@ -1,16 +1,17 @@
-"""Flash attention for GPUs, in Triton: it keeps the documents of a row apart, and leaves out blocks
-that nobody sees.
+"""Flash attention for GPUs in Triton, which separates the documents of a row and skips masked
+blocks.
 
 A program has a block of queries of one head, or in the backward pass a block of keys of one key
-head, and goes through the blocks of the others that any of its own can meet. Which these are is
-found beforehand, by the least and the greatest segment of each block. So a row of many short
-documents takes time in proportion to their lengths, and one of a short window to its window.
+head. It loops over the blocks of the others that any of its own can meet. These are found
+beforehand, from the smallest and the largest segment of each block. So the time of a row of many
+short documents is proportional to their lengths, and that of a row with a short window to its
+window.
 
-The forward pass keeps one logsumexp a query; the backward pass computes weights again. A key head's
-gradient is added up by one program, over all heads that share it: the same bits every time.
+The forward pass stores one logsumexp per query; the backward pass recomputes the weights. One
+program sums a key head's gradient over all heads that share it, so the bits are always the same.
 
-jax has announced that Pallas will give up its Triton backend. Its other one for GPUs is for Hopper
-and Blackwell alone.
+jax has announced that Pallas will drop its Triton backend. Its other GPU backend supports only
+Hopper and Blackwell.
 
 Source: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
@@ -27,18 +28,18 @@ from jaxtyping import Array, Bool, Float, Int
 from data_pipeline.base.errors import ConfigError
 from maxtrain.ops.names import ATTENTION, named
 
-# Rows are multiples of the smallest block whose products tensor cores take.
+# Rows are multiples of the smallest block that tensor cores support.
 MIN_BLOCK = 16
-# Of queries and keys: larger ones need more of the memory beside the cores than an A100 has.
+# Block sizes of queries and keys: larger ones need more shared memory than an A100 has.
 _FORWARD_BLOCKS = (128, 64)
 _BACKWARD_BLOCKS = (64, 64)
-# Far below any score, and finite: the difference of two is a number.
+# Far below any score, and finite, so that the difference of two is a number.
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 
 
 class TritonStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `attention`."""
+    """Static parameters; see `attention`."""
 
     dtype: str
     scale: float
@@ -47,22 +48,22 @@ class TritonStaticArgs(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """How queries and keys are cut into blocks."""
+    """Block sizes of queries and keys."""
 
     queries: int
     keys: int
 
     def key_blocks(self, i: Any) -> Any:
-        """How many blocks of keys begin before the end of the i-th block of queries."""
+        """Return how many blocks of keys begin before the end of the i-th block of queries."""
         return ((i + 1) * self.queries + self.keys - 1) // self.keys
 
     def first_query_block(self, j: Any) -> Any:
-        """The block of queries that has the first key of the j-th block of keys."""
+        """Return the block of queries that contains the first key of the j-th block of keys."""
         return j * self.keys // self.queries
 
 
 def tile_of(size: int) -> int:
-    """The least number of dims that tiles have room for, of heads of this size: a power of two."""
+    """Return the smallest supported tile size for heads of this size: a power of two."""
     return max(MIN_BLOCK, pl.next_power_of_2(size))
 
 
@@ -70,7 +71,7 @@ def tile_of(size: int) -> int:
 def attend(
     q: Array, k: Array, v: Array, segments: Array, form: TritonStaticArgs
 ) -> Float[Array, "B T N H"]:
-    """See `attention`.
+    """Compute `attention`.
 
     Args:
         q: [B, T, N, H], float32; H is a power of two.
@@ -119,7 +120,7 @@ def _attend_backward(form: TritonStaticArgs, saved: tuple, g: Array) -> tuple:
     K = k.shape[2]
     group = N // K
     g = g.astype(form.dtype)
-    # Of each query, the mean of its weights' gradients: [B, N, T].
+    # The weighted mean of the gradients of each query's weights: [B, N, T].
     mean = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     tiles = _tiles(T, _BACKWARD_BLOCKS)
     met = _met(segments, tiles, form.window)
@@ -176,13 +177,13 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _call(kernel: Any, name: str, form: TritonStaticArgs, **options: Any) -> Any:
-    """A kernel as a function of arrays.
+    """Wrap a kernel as a function of arrays.
 
     Raises:
         ConfigError: this jax has no Triton backend of Pallas.
     """
     try:
-        # The import takes its time, and few need it.
+        # The import is slow, and few runs need it.
         from jax.experimental.pallas import triton  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
@@ -198,27 +199,27 @@ def _call(kernel: Any, name: str, form: TritonStaticArgs, **options: Any) -> Any
 
 
 def _of_block(size: int, H: int) -> pl.BlockSpec:
-    """A block of the tokens of one head, by the number of the block."""
+    """Return the spec of a block of tokens of one head, by the number of the block."""
     return pl.BlockSpec((None, size, None, H), lambda i, b, n: (b, i, n, 0))
 
 
 def _of_key_head(length: int, H: int, group: int) -> pl.BlockSpec:
-    """All tokens of the key head that a head shares with others of its group."""
+    """Return the spec of all tokens of the key head that a head uses."""
     return pl.BlockSpec((None, length, None, H), lambda i, b, n: (b, 0, n // group, 0))
 
 
 def _numbers_of_block(size: int) -> pl.BlockSpec:
-    """A number of each token of a block, of one head."""
+    """Return the spec of one number per token of a block, of one head."""
     return pl.BlockSpec((None, None, size), lambda i, b, n: (b, n, i))
 
 
 def _of_row(length: int) -> pl.BlockSpec:
-    """All numbers of a row."""
+    """Return the spec of all numbers of a row."""
     return pl.BlockSpec((None, length), lambda _, b, n: (b, 0))
 
 
 def _tiles(length: int, largest: tuple[int, int]) -> _Tiles:
-    """The largest blocks that divide a row."""
+    """Return the largest block sizes that divide a row."""
     sizes = []
     for size in largest:
         while length % size:
@@ -230,8 +231,8 @@ def _tiles(length: int, largest: tuple[int, int]) -> _Tiles:
 def _met(
     segments: Int[Array, "B T"], tiles: _Tiles, window: int | None
 ) -> Bool[Array, "B queries keys"]:
-    """Which blocks of keys some query of a block may see: all that it sees, and perhaps others.
-    Each has one, that of its own columns."""
+    """Return which blocks of keys some query of a block may see. This may include unseen blocks.
+    Each block of queries sees at least the block of its own columns."""
     B, T = segments.shape
     of_queries = segments.reshape(B, -1, tiles.queries)
     of_keys = segments.reshape(B, -1, tiles.keys)
@@ -246,19 +247,19 @@ def _met(
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Added up in float32."""
+    """Multiply with accumulation in float32."""
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scores(q: Array, k: Array, form: TritonStaticArgs) -> Float[Array, "t s"]:
-    """Scaled ones, as powers of two have them."""
+    """Return scaled scores in base 2."""
     return _dot(q, k.T) * (form.scale * _LOG2_E)
 
 
 def _visible(
     i: Array, j: Array, q_segments: Array, kv_segments: Array, tiles: _Tiles, window: int | None
 ) -> Bool[Array, "t s"]:
-    """Which queries of a block see which keys of another."""
+    """Return which queries of a block see which keys of another."""
     columns = i * tiles.queries + jnp.arange(tiles.queries)[:, None]
     kv_columns = j * tiles.keys + jnp.arange(tiles.keys)[None]
     visible = (kv_columns <= columns) & (q_segments[:, None] == kv_segments[None])
@@ -279,7 +280,7 @@ def _forward_kernel(
     tiles: _Tiles,
     form: TritonStaticArgs,
 ) -> None:
-    """A block of queries of one head, over the keys that it may see."""
+    """Compute a block of queries of one head, over the keys that it may see."""
     i = pl.program_id(0)
     q = q_ref[...]
     q_segments = segments_ref[pl.ds(i * tiles.queries, tiles.queries)]
@@ -290,7 +291,7 @@ def _forward_kernel(
         visible = _visible(i, j, q_segments, segments_ref[keys], tiles, form.window)
         scores = jnp.where(visible, _scores(q, k_ref[keys, :], form), _MASKED)
         higher = jnp.maximum(top, scores.max(1))
-        # What nobody sees has no weight, also where a query has seen nothing yet.
+        # Masked keys have no weight, even if a query has not seen any key yet.
         weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
         kept = jnp.exp2(top - higher)
         v = v_ref[keys, :]
@@ -317,7 +318,7 @@ def _weights_and_slopes(
     visible: Array,
     form: TritonStaticArgs,
 ) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
-    """Of queries and keys of two blocks, the weights once more, and the gradients of scores."""
+    """Recompute the weights of two blocks, and the gradients of their scores."""
     scores = _scores(q, k, form)
     weights = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0)
     return weights, weights * (_dot(g, v.T) - mean[:, None])
@@ -337,7 +338,7 @@ def _query_kernel(
     tiles: _Tiles,
     form: TritonStaticArgs,
 ) -> None:
-    """The gradient of a block of queries of one head."""
+    """Compute the gradient of a block of queries of one head."""
     i = pl.program_id(0)
     q = q_ref[...]
     g = g_ref[...]
@@ -373,7 +374,8 @@ def _key_kernel(
     form: TritonStaticArgs,
     group: int,
 ) -> None:
-    """The gradients of a block of keys and values of one key head, from all heads that share it."""
+    """Compute the gradients of a block of keys and values of one key head, from all heads that
+    share it."""
     j = pl.program_id(0)
     k = k_ref[...]
     v = v_ref[...]

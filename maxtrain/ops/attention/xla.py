@@ -1,12 +1,12 @@
 """Attention from XLA's own matrix products, in blocks of queries, with a hand-written backward
 pass.
 
-A block of queries meets only the keys from the beginning of its window up to its own end, so that
-nearly half of the causal square, and most of it with a short window, is never computed. The forward
-pass keeps one logsumexp a query instead of the weights; the backward pass computes them again. All
-five products are written so that the large operand is never transposed ([t, s] scores times [s, h],
-or [h, t] times [t, s]): the small one is transposed instead, which is several times faster on CPUs
-and the same elsewhere.
+A block of queries only meets the keys from the beginning of its window up to its own end. So nearly
+half of the causal square, and most of it with a short window, is never computed. The forward pass
+stores one logsumexp per query instead of the weights; the backward pass recomputes them. All five
+products are written so that the large operand is never transposed ([t, s] scores times [s, h], or
+[h, t] times [t, s]). The small one is transposed instead, which is several times faster on CPUs and
+the same elsewhere.
 
 Source: Dao et al. 2022, https://arxiv.org/abs/2205.14135, for the backward pass from logsumexp.
 """
@@ -32,7 +32,7 @@ MAX_BLOCKS = 8
 
 
 class _XlaStaticArgs(NamedTuple):
-    """What is known when the program is compiled; see `attention`."""
+    """Static parameters; see `attention`."""
 
     dtype: str
     scale: float
@@ -40,15 +40,15 @@ class _XlaStaticArgs(NamedTuple):
 
 
 class _QueryBlock(NamedTuple):
-    """Some queries, and the keys that they can see at most, by where they lie."""
+    """Some queries, and the keys that they can see at most, by their indices."""
 
     queries: slice
     keys: slice
 
 
 def _blocks(mask: Mask) -> list[_QueryBlock]:
-    """All queries, in blocks; of keys that are not in order, such as a cache, a block may see
-    all."""
+    """Split all queries into blocks; a block may see all keys that are not in order, such as a
+    cache."""
     num_queries = mask.q_segments.shape[1]
     num_keys = mask.kv_segments.shape[1]
     size = max(MIN_BLOCK, math.ceil(num_queries / MAX_BLOCKS))
@@ -63,7 +63,7 @@ def _blocks(mask: Mask) -> list[_QueryBlock]:
 
 
 def _first_key(start: int, window: int | None) -> int:
-    """The first key that a query at column `start` sees, or a few before it: slices that begin at
+    """Return the first key that a query at column `start` sees, rounded down: slices that begin at
     multiples of the smallest block need no shifting of lanes."""
     if window is None:
         return 0
@@ -72,8 +72,8 @@ def _first_key(start: int, window: int | None) -> int:
 
 
 def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask, form: _XlaStaticArgs) -> Array:
-    """Scaled, bounded, masked scores of one block [B, K, G * t, s]; the queries of a group lie one
-    after the other."""
+    """Return the scaled, soft-capped and masked scores of one block [B, K, G * t, s]; the queries
+    of a group are consecutive."""
     scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * form.scale
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
@@ -85,21 +85,21 @@ def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask, form: _XlaStaticArgs) -> A
 
 
 def _group(x_BTNH: Array, num_kv_heads: int) -> Array:
-    """[B, t, N, H] -> [B, K, G * t, H]."""
+    """Reshape [B, t, N, H] to [B, K, G * t, H]."""
     B, t, N, H = x_BTNH.shape
     x_BTKGH = x_BTNH.reshape(B, t, num_kv_heads, N // num_kv_heads, H)
     return x_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, num_kv_heads, -1, H)
 
 
 def _ungroup(x_BKMH: Array, t: int) -> Array:
-    """[B, K, G * t, H] -> [B, t, N, H]."""
+    """Reshape [B, K, G * t, H] to [B, t, N, H]."""
     B, K, M, H = x_BKMH.shape
     x_BKGTH = x_BKMH.reshape(B, K, M // t, t, H)
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, t, -1, H)
 
 
 def _group_sinks(sinks: Array, num_kv_heads: int, t: int) -> Array:
-    """[N] -> [K, G * t, 1]: the sink of each query of a block."""
+    """Repeat sinks [N] to [K, G * t, 1]: the sink of each query of a block."""
     sinks_KG = sinks.reshape(num_kv_heads, -1)
     return jnp.repeat(sinks_KG, t, axis=1)[..., None]
 
@@ -129,7 +129,8 @@ def _attend_forward(
         t = q_block.shape[1]
         q_BKMH = _group(q_block, K)
         if outputs:
-            # One block after the other: XLA would hold the scores of all of them at once.
+            # A barrier serialises the blocks; XLA would otherwise hold the scores of all of them at
+            # once.
             q_BKMH, outputs[-1] = jax.lax.optimization_barrier((q_BKMH, outputs[-1]))
         scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys), form)
         top = scores.max(-1, keepdims=True)
@@ -172,7 +173,7 @@ def _attend_backward(form: _XlaStaticArgs, saved: tuple, g: Array) -> tuple:
         mean_dp = (p * dp).sum(-1, keepdims=True)
         slope = form.scale
         if form.softcap is not None:
-            # Of tanh. What is masked lies far outside and has none.
+            # The slope of tanh. Masked scores are far outside, where it is 0.
             bounded = jnp.clip(scores / form.softcap, -1.0, 1.0)
             slope *= 1.0 - bounded * bounded
         ds = (p * (dp - mean_dp) * slope).astype(dtype)
@@ -183,12 +184,12 @@ def _attend_backward(form: _XlaStaticArgs, saved: tuple, g: Array) -> tuple:
         dv_block = contract("bkhm,bkms->bkhs", g_BKMH.swapaxes(2, 3), p.astype(dtype))
         dv_BKHS = dv_BKHS.at[..., keys].add(dv_block)
         if sinks is not None:
-            # As that of any other score, for a key whose value is 0.
+            # The gradient of a score whose key has the value 0.
             p_sink = jnp.exp(_group_sinks(sinks, K, t) - lse)
             dsink_BKM = -(p_sink * mean_dp)[..., 0]
             dsinks_of_blocks.append(dsink_BKM.reshape(B, -1, t).sum((0, 2)))
-    # Finished before they are rotated back: fused with that, the transposes are read element by
-    # element.
+    # A barrier before the rotation is undone: fused with that, the transposes would be read element
+    # by element.
     dq, dk = jax.lax.optimization_barrier(
         (jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2))
     )
@@ -213,9 +214,9 @@ def xla_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """See `attention`. One query of each row has a form of its own. Memory: a few times the
-    scores of one block, B * N * max(128, T / 8) * S float32."""
-    # In float32, so that gradients come back in it.
+    """Compute `attention`. One query per row has its own code path. Memory: a few times the scores
+    of one block, B * N * max(128, T / 8) * S float32."""
+    # Inputs are float32, so that their gradients are float32.
     q = q.astype(jnp.float32)
     k = k.astype(jnp.float32)
     v = v.astype(jnp.float32)
