@@ -1,2 +1,2 @@
-"""Language models as Flax NNX modules. A family is block choices plus its Hugging Face names; the
-decoder is shared."""
+"""Language models as Flax NNX modules. A family is a choice of blocks plus its Hugging Face names;
+the decoder is shared."""

@@ -1,4 +1,4 @@
-"""Puts adapters into a model, and their changes into its weights."""
+"""Adapters in a model: adding them, and merging their changes into its weights."""
 
 import dataclasses
 import math
@@ -29,25 +29,25 @@ from maxtrain.ops.quantized import QuantizedArray
 
 
 def products(stack: LayerStack) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """The products with weights of all layers, by their paths in the model."""
+    """Iterate over the matrix products of all layers, by their paths in the model."""
     for path, module in nnx.iter_modules(stack):
         if isinstance(module, Linear | ExpertLinear):
             yield ".".join(["layers", *map(str, path)]), module
 
 
 def attach(stack: LayerStack, lora: LoraConfig, init: Initializer, key: Key[Array, ""]) -> None:
-    """Gives the products that the config names new adapters, and quantises their kernels if it says
-    so.
+    """Add new adapters to the products that the config names, and quantise their kernels if the
+    config says so.
 
     Args:
         stack: the layers.
-        lora: with a rank.
-        init: draws them.
-        key: that they are drawn from; each from a part of it, by its path.
+        lora: the config, with a rank.
+        init: draws the adapters.
+        key: random key; each adapter uses a part of it, by its path.
 
     Raises:
-        ConfigError: patterns that are in the path of no product, dropout of what experts see, or
-            blocks that do not divide inputs.
+        ConfigError: a pattern matches no product, there is dropout for experts, or blocks do not
+            divide inputs.
     """
     assert lora.rank is not None
     named = sorted(products(stack))
@@ -72,11 +72,11 @@ def attach(stack: LayerStack, lora: LoraConfig, init: Initializer, key: Key[Arra
 def _target_problems(
     names: Sequence[str], adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig
 ) -> Iterator[str]:
-    """Patterns in the path of no product, and dropout where there can be none.
+    """Yield patterns that match no product, and dropout where it is not possible.
 
     Args:
-        names: of all products.
-        adapted: those that have adapters.
+        names: paths of all products.
+        adapted: the products with adapters.
     """
     for pattern in lora.targets:
         if not any(re.search(pattern, name) for name in names):
@@ -94,7 +94,7 @@ def _target_problems(
 
 
 def _quantize(adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig) -> None:
-    """Replaces the kernels of these products by what the config keeps of them."""
+    """Replace the kernels of these products by their quantised form."""
     sizes = {name: math.prod(module.input_shape) for name, module in adapted.items()}
     require_whole_blocks(sizes, lora)
     for module in adapted.values():
@@ -103,18 +103,18 @@ def _quantize(adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig) ->
 
 
 def split_adapters(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The variables of a model without those of adapters, and those."""
+    """Split the variables of a model into those without adapters and those of adapters."""
     adapters, others = nnx.split_state(variables, AdapterParam, ...)
     return others, adapters
 
 
 def is_adapter(variable: Any) -> bool:
+    """Return whether a variable belongs to an adapter."""
     return isinstance(variable, AdapterParam)
 
 
 def with_magnitudes(variables: nnx.State) -> nnx.State:
-    """The variables of a model with new adapters, whose magnitudes are the lengths of the weights
-    that are beside them."""
+    """Set the magnitudes of new adapters to the norms of the weights beside them."""
     flat = dict(nnx.to_flat_state(variables))
     for path, variable in flat.items():
         if path[-2:] != ("adapter", "magnitude"):
@@ -129,7 +129,7 @@ def with_magnitudes(variables: nnx.State) -> nnx.State:
 
 
 def _kernel_beside(flat: Mapping[tuple, nnx.Variable], product: tuple) -> Array:
-    """The kernel of a product among variables by path."""
+    """Return the kernel of a product among variables by path."""
     kernel = flat.get((*product, "kernel"))
     if kernel is not None:
         return kernel.get_value()
@@ -140,5 +140,5 @@ def _kernel_beside(flat: Mapping[tuple, nnx.Variable], product: tuple) -> Array:
 
 
 def without_adapters(lora: LoraConfig) -> LoraConfig:
-    """The section of a model whose weights have taken the changes in."""
+    """Return the config section of a model after its adapters were merged."""
     return dataclasses.replace(lora, rank=None)

@@ -1,4 +1,4 @@
-"""The attention block of a layer, with the cache that generation keeps for it."""
+"""The attention block of a layer, with its KV cache."""
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -18,7 +18,7 @@ from maxtrain.parallel.sharding import constrain
 
 
 def dropout_of(noise: TrainNoise | None) -> Dropout | None:
-    """Of attention weights, if a step has it."""
+    """Return the dropout of attention weights, if a step has it."""
     if noise is None or not noise.config.attention_dropout:
         return None
     return Dropout(fold(noise.keys, WEIGHTS), noise.config.attention_dropout)
@@ -28,12 +28,12 @@ class Attention(nnx.Module):
     """Grouped-query attention, with rotary positions if the layer has them.
 
     Args:
-        spec: heads, window, positions, and what has norms and biases.
+        spec: heads, window, positions, norms and biases.
         embed_dim: D.
-        kernel: of ops.attention.
+        kernel: a kernel of ops.attention.
         init: draws the weights.
-        recipe: types of the products; its result is that of all activations.
-        rngs: stream `params`.
+        recipe: types of the products; its result type is that of all activations.
+        rngs: random stream `params`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         width = {"embed": embed_dim}
         heads = {"heads": mixer.num_heads, "head_dim": size}
         kv_heads = {"kv_heads": mixer.num_kv_heads, "head_dim": size}
-        # The scale of muP is folded into what the scores are made of last.
+        # The scale of muP is folded into the last factor of the scores.
         query_role: Role = "query"
         if "query" in spec.norms or "all_queries" in spec.norms:
             query_role = "hidden"
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         self.q = Linear(rngs.params(), width, heads, init, recipe, query_role, "q" in biases)
         self.k = Linear(rngs.params(), width, kv_heads, init, recipe, bias="k" in biases)
         self.v = Linear(rngs.params(), width, kv_heads, init, recipe, bias="v" in biases)
-        # Where the output is normalised, the norm's scale is what the residual stream gets.
+        # If the output is normalised, the norm's scale determines the residual stream.
         out_role: Role = "residual"
         if "attention_out" in spec.norms:
             out_role = "hidden"

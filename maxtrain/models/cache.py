@@ -1,17 +1,16 @@
-"""What generation keeps of the tokens that it has read: the caches of layers, and where in them a
-pass writes and reads.
+"""KV caches of layers, and the columns that a pass writes and reads.
 
-Rows are documents of their own, and each is as long as it is: its token t stands at column t. There
-are two layouts:
+Rows are documents of their own, with individual lengths: token t of a row has column t. There are
+two layouts:
 
-* A ring for each row: column c lies at c modulo the ring's size. A ring that is as large as a row
-  may become never turns round, and is a plain cache; that of a layer with a window needs no more
-  room than the window and the tokens of one pass. The columns of a head lie one after the other,
-  [B, K, S, H], as products of one query with all of them want it.
+* A ring for each row: column c is at c modulo the ring's size. A ring as large as the longest row
+never wraps around, and is a plain cache. That of a layer with a window needs only room for the
+window and the tokens of one pass. The columns of a head are contiguous, [B, K, S, H], as needed for
+products of one query with all of them.
 * Pages, for layers without a window: a pool [P, K, S, H] of P pages with S columns each that all
-  rows share. A table [B, M] says which pages are a row's: column c lies in its page c // S. Rows
-  that begin alike can have pages in common, and none has more than it needs. Pages are gathered
-  before a product, which costs reading them once more.
+rows share. A table [B, M] lists the pages of a row: column c is in its page c // S. Rows with an
+equal prefix can share pages, and no row has more than it needs. Pages are gathered before a
+product, which reads them once more.
 """
 
 import dataclasses
@@ -25,45 +24,45 @@ from jaxtyping import Array, Bool, Float, Int
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.sharding import constrain
 
-# Columns of a page.
+# Number of columns of a page.
 PAGE = 64
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the newest columns; one layer's, or those of the layers at one place of
-    the period, stacked on dim 0."""
+    """Keys and values of the newest columns, of one layer, or of the layers at one place of the
+    period, stacked on dim 0."""
 
     k: Float[Array, "*L B K S H"]
     v: Float[Array, "*L B K S Hv"]
 
 
-# By the name of the layer, or of the place in the period.
+# Caches by the name of the layer, or of the place in the period.
 Caches = dict[str, KVCache]
 
 
 def ring_size(columns: int, window: int | None, most_tokens: int) -> int:
-    """How many columns a layer keeps.
+    """Return how many columns a layer keeps.
 
     Args:
-        columns: that a row may have.
-        window: how many of them a token sees; None: all.
-        most_tokens: of a row in one pass.
+        columns: most columns of a row.
+        window: number of columns that a token sees; None: all.
+        most_tokens: most tokens of a row in one pass.
     """
     if window is None:
         return columns
-    # The first token of a pass sees what is a window before it, when the last one is written.
+    # The first token of a pass needs a whole window before it, after the last token was written.
     return min(columns, window + most_tokens)
 
 
 def empty(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> KVCache:
-    """A cache of keys and values of these shapes."""
+    """Return a cache of keys and values of these shapes."""
     keys, values = shapes
     return KVCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
 
 
 def enlarged(caches: Caches, shapes: Caches) -> Caches:
-    """Caches with room for more columns, as many as these shapes have. No ring that was too small
-    for its rows, and turned round, becomes larger: it has the size of its window."""
+    """Return caches with room for more columns, as in these shapes. Rings that have wrapped around
+    have the size of their window and do not grow."""
 
     def with_room(old: Array, new: jax.ShapeDtypeStruct) -> Array:
         more = new.shape[-2] - old.shape[-2]
@@ -74,13 +73,13 @@ def enlarged(caches: Caches, shapes: Caches) -> Caches:
 
 
 def placed(caches: Caches, paged: Set[str] = frozenset()) -> Caches:
-    """The same, split over the mesh as rows and heads are; of the layers in `paged`, which have
-    pages, as heads are."""
+    """Shard caches over the mesh like rows and heads; caches with pages, of the layers in `paged`,
+    like heads only."""
 
     def place(x: Array, rows: str | None) -> Array:
         heads = "kv_heads"
         if x.shape[-3] == 1:
-            # The one key that all heads share.
+            # All heads share one key.
             heads = None
         stacked = [None] * (x.ndim - 4)
         return constrain(x, *stacked, rows, heads, None, None)
@@ -93,7 +92,7 @@ def placed(caches: Caches, paged: Set[str] = frozenset()) -> Caches:
 
 
 def take_rows(caches: Caches, rows: Int[Array, " R"], paged: Set[str] = frozenset()) -> Caches:
-    """These rows; for one that is not there, the last one. Pages stay as they are."""
+    """Select these rows; an index out of range gives the last row. Pages stay unchanged."""
 
     def take(x: Array) -> Array:
         return jnp.take(x, rows, axis=x.ndim - 4, mode="clip")
@@ -104,8 +103,7 @@ def take_rows(caches: Caches, rows: Int[Array, " R"], paged: Set[str] = frozense
 def put_rows(
     caches: Caches, new: Caches, rows: Int[Array, " R"], paged: Set[str] = frozenset()
 ) -> Caches:
-    """The caches with other contents in these rows; what is for a row that is not there is dropped.
-    Pages are the new ones."""
+    """Replace these rows of the caches; rows out of range are dropped. Pages are the new ones."""
 
     def put(new: Array, old: Array) -> Array:
         if old.ndim == 4:
@@ -121,7 +119,7 @@ def cleared(
     is_page_kept: Bool[Array, " P"] | None,
     paged: Set[str],
 ) -> Caches:
-    """The caches with zeros in all other rows and pages."""
+    """Return the caches with zeros in all other rows and pages."""
 
     def clear(x: Array, is_kept: Array) -> Array:
         return jnp.where(is_kept[:, None, None, None], x, jnp.zeros((), x.dtype))
@@ -139,7 +137,7 @@ def cleared(
 def _of_rings(
     change: Callable[..., Array], paged: Set[str], caches: Caches, *others: Caches
 ) -> Caches:
-    """The caches with a change to each array that rows have rings in."""
+    """Apply a change to each array of the layers with rings."""
     found = {}
     for name, cache in caches.items():
         if name in paged:
@@ -154,10 +152,10 @@ class Extension:
     """The tokens that a pass adds to rows.
 
     Args:
-        columns: [B, T] where each stands in its row; one after the other.
-        is_token: [B, T] false for padding, which is behind a row's tokens and is not kept.
-        from_start: all rows begin with this pass, so that its tokens see nothing but each other.
-            Known when the program is compiled.
+        columns: [B, T] column of each token in its row; consecutive.
+        is_token: [B, T] false for padding, which follows a row's tokens and is not stored.
+        from_start: whether all rows begin with this pass, so that its tokens only see each other.
+            Static.
         pages: [B, M] the pages of each row, for layers without a window; None: they have rings.
     """
 
@@ -167,13 +165,13 @@ class Extension:
     pages: Int[Array, "B M"] | None = None
 
     def lengths(self) -> Int[Array, " B"]:
-        """Columns of each row when the pass is over."""
+        """Return the number of columns of each row after the pass."""
         return self.columns[:, 0] + self.is_token.sum(axis=1)
 
     def mask(self, size: int) -> Mask:
-        """Which of so many columns that are kept its tokens see."""
+        """Return the mask of its tokens over `size` stored columns."""
         last = self.lengths()[:, None] - 1
-        # The newest column that lies at each place; negative where there is nothing yet.
+        # The newest column at each place; negative for empty places.
         columns = last - (last - jnp.arange(size)) % size
         return Mask(
             self.columns,
@@ -185,20 +183,20 @@ class Extension:
     def write(
         self, kept: Float[Array, "B K S H"], new: Float[Array, "b T K H"], window: int | None
     ) -> Float[Array, "B K S H"]:
-        """What is kept for a layer with this window, with the new tokens in it."""
+        """Write the new tokens into the cache of a layer with this window."""
         T = self.columns.shape[1]
         size = kept.shape[2]
         if self.pages is not None and window is None:
             most = self.pages.shape[1] - 1
             numbers = jnp.minimum(self.columns // size, most)
             rows = jnp.take_along_axis(self.pages, numbers, axis=1)
-            # Padding goes to pages that are not there.
+            # Padding goes to pages out of range.
             nowhere = kept.shape[0] + jnp.arange(self.columns.size).reshape(self.columns.shape)
             rows = jnp.where(self.is_token, rows, nowhere)
             places = self.columns % size
         else:
             rows = jnp.arange(kept.shape[0])[:, None]
-            # Padding goes to places that are not there.
+            # Padding goes to places out of range.
             nowhere = size + jnp.arange(T)
             places = jnp.where(self.is_token, self.columns % size, nowhere)
         return kept.at[rows, :, places].set(
@@ -206,8 +204,8 @@ class Extension:
         )
 
     def read(self, kept: Float[Array, "B K S H"], window: int | None) -> Float[Array, "b s K H"]:
-        """All columns of each row that are kept for a layer with this window, as `attention` takes
-        them; `mask` says which of them a token sees."""
+        """Return all stored columns of each row for a layer with this window, in the layout of
+        `attention`; `mask` defines which of them a token sees."""
         if self.pages is None or window is not None:
             return kept.swapaxes(1, 2)
         of_rows = jnp.take(kept, self.pages, axis=0, mode="clip")

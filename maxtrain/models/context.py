@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share, and what is random in it."""
+"""The context that all layers of one forward pass share, with the random operations of training."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from maxtrain.models.specs import RopeSpec
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
 
-# Places that have their own random numbers; layers count from 0, and their blocks too.
+# Places with random numbers of their own. Layers and their blocks count from 0.
 _EMBEDDING = 1_000_000
 _NOISE = 1_000_001
 WEIGHTS = 1_000_002
@@ -23,27 +23,26 @@ _ADAPTER = 1_000_005
 
 
 class TrainNoise(NamedTuple):
-    """What is random in a training step."""
+    """The random operations of a training step."""
 
     config: RegularizationConfig
     keys: Key[Array, " B"]  # of the rows; in a layer: of the rows in this layer
     depth: Float[Array, ""] | float = 0.0  # of the layer: 1 / L ... 1
-    # How much of the noise of routers is left at this step, for each row.
+    # The remaining share of the router noise at this step, for each row.
     router_noise: Float[Array, "#B"] | float = 1.0
 
     def layer(self, index: Int[Array, ""] | int, num_layers: int) -> "TrainNoise":
-        """That of one layer."""
+        """Return the noise of one layer."""
         depth = (jnp.asarray(index, jnp.float32) + 1) / num_layers
         return self._replace(keys=fold(self.keys, index), depth=depth)
 
     def embedded(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Embedded tokens, with noise and dropout."""
+        """Apply noise and dropout to embedded tokens."""
         x = embedding_noise(x, fold(self.keys, _NOISE), self.config.embedding_noise)
         return dropout(x, fold(self.keys, _EMBEDDING), self.config.embedding_dropout)
 
     def added(self, x: Float[Array, "B T D"], place: int) -> Float[Array, "B T D"]:
-        """What block number `place` of a layer adds to the residual stream, with dropout and
-        stochastic depth."""
+        """Apply dropout and stochastic depth to the output of block number `place` of a layer."""
         keys = fold(self.keys, place)
         rate = self.config.stochastic_depth
         x = dropout(x, keys, self.config.residual_dropout)
@@ -52,30 +51,30 @@ class TrainNoise(NamedTuple):
         return x
 
     def of_adapter(self, x: Float[Array, "B *s"], place: int, rate: float) -> Float[Array, "B *s"]:
-        """What an adapter of a layer multiplies, with dropout.
+        """Apply dropout to the inputs of an adapter.
 
         Args:
             x: the inputs of the product.
-            place: a number that the product alone has in its layer, below 2^32.
-            rate: of dropout.
+            place: a number that is unique to the product in its layer, below 2^32.
+            rate: dropout rate.
         """
         keys = fold(fold(self.keys, _ADAPTER), np.uint32(place))
         return dropout(x, keys, rate)
 
 
 class Rotation(NamedTuple):
-    """How rotary positions turn the heads of each token."""
+    """Cosines and sines of the rotary positions of each token."""
 
     cos: Float[Array, "B T F"]
     sin: Float[Array, "B T F"]
 
 
 class Context(NamedTuple):
-    """What every layer of one forward pass shares."""
+    """The context that every layer of one forward pass shares."""
 
     rotations: Mapping[RopeSpec, Rotation]
-    # Which of the tokens of this pass see each other.
+    # The attention mask of this pass.
     mask: Mask
-    noise: TrainNoise | None = None  # in training; in a layer its own
-    # In generation: what this pass adds to the caches.
+    noise: TrainNoise | None = None  # in training; each layer has its own
+    # In generation: the tokens that this pass adds to the caches.
     extension: Extension | None = None

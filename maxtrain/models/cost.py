@@ -1,4 +1,5 @@
-"""Arithmetic of a model, counted from its shapes: a compiler's count takes a scanned layer once."""
+"""FLOPs of a model, counted from its shapes, because a compiler's count takes a scanned layer only
+once."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,7 +18,7 @@ class TokenFlops(NamedTuple):
 
     `full` counts attention over the whole square, as published MFU figures do (Chowdhery et al.
     2022, appendix B); `causal` counts the half that causal attention needs. Recomputation is not
-    counted: it is a means, not work.
+    counted.
     """
 
     full: float
@@ -25,13 +26,13 @@ class TokenFlops(NamedTuple):
 
 
 def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops:
-    """Of matrix products only, with vocab_size known, in rows of `length` tokens, over which
-    attention reaches.
+    """Count the FLOPs per token of matrix products only, with vocab_size known, in rows of `length`
+    tokens over which attention reaches.
 
     Args:
-        frozen: number of weights in products that are not trained. They have no gradient of their
-            own, which is a third of their FLOPs; that of their inputs counts, although a compiler
-            may leave it out below the first layer that trains.
+        frozen: number of frozen weights in products. They have no gradient of their own, which is a
+            third of their FLOPs. The gradient of their inputs counts, although a compiler may
+            remove it below the first trained layer.
     """
     assert config.vocab_size is not None
     stack = FAMILIES[config.family].spec(config).stack
@@ -44,8 +45,8 @@ def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops
 
 
 def product_weights(params: nnx.State, config: ModelConfig) -> int:
-    """How many weights of these parameters a token is multiplied with: of experts, those that it
-    goes to."""
+    """Count the weights among these parameters that a token is multiplied with; of experts, those
+    of the chosen ones."""
     is_tied = config.tie_embeddings and not config.score
     count = 0
     for path, variable in nnx.to_flat_state(params):
@@ -61,10 +62,10 @@ def product_weights(params: nnx.State, config: ModelConfig) -> int:
 def stack_flops(
     stack: StackSpec, embed_dim: int, vocab_size: int, length: int, frozen: int = 0
 ) -> TokenFlops:
-    """As `token_flops`, of any layers; a window bounds what attention reaches."""
+    """Count the FLOPs per token of any layers; a window limits what attention reaches."""
     D = embed_dim
     weights = D * vocab_size
-    # Of a whole row, so that all sums are whole numbers.
+    # Sums over a whole row, so that all numbers are integers.
     square = 0
     causal = 0
     for layer in stack.layers():
@@ -84,18 +85,18 @@ def stack_flops(
 
 
 def relative_quadratic(config: ModelConfig) -> float:
-    """b of the cost n + b n^2 of a document of n tokens, by the model's layers.
+    """Return b of the cost n + b n^2 of a document of n tokens, from the model's layers.
 
-    Without the vocabulary, which the data may decide. To three digits, so that how it is computed
-    does not matter.
+    The vocabulary is left out, because the data may decide it. The result has three digits, so that
+    details of the computation do not matter.
     """
     linear, quadratic = sequence_cost(dataclasses.replace(config, vocab_size=0))
     return float(f"{quadratic / linear:.2e}")
 
 
 def sequence_cost(config: ModelConfig) -> tuple[float, float]:
-    """(a, b) of the FLOPs a n + b n^2 of training on a sequence of n tokens, of which attention
-    sees nothing else: the cost for data_pipeline.loader.balance.pack. Causal attention counts the
+    """Return (a, b) of the FLOPs a n + b n^2 of training on a sequence of n tokens that only
+    attends to itself: the cost for data_pipeline.loader.balance.pack. Causal attention counts the
     half that it needs."""
     one, two = (token_flops(config, length).causal for length in (1, 2))
     return 2 * one - two, two - one  # a + b n is what a token costs

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, final norm, head.
 
-Layers run as one scanned loop or unrolled: the parameters, and so the checkpoints, are the same.
+Layers run as one scanned loop or unrolled, with the same parameters and checkpoints.
 """
 
 from typing import NamedTuple
@@ -36,14 +36,14 @@ Ids = Int[Array, "B T"]
 
 
 class DecoderOut(NamedTuple):
-    """What one pass through a decoder gives.
+    """The result of one forward pass through a decoder.
 
     Attributes:
-        hidden: normalised last hidden states, of the type of activations.
-        aux_losses: of the loss, each times its factor; summed over tokens and layers.
-        metrics: what is recorded; summed over layers.
-        buffer_inputs: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`;
-            and what summaries are made of.
+        hidden: normalised last hidden states, in the type of activations.
+        aux_losses: auxiliary losses, each times its factor; summed over tokens and layers.
+        metrics: metrics of the layers, summed over layers.
+        buffer_inputs: the input of each buffer's update, by its path, such as `layers.0.mlp.bias`;
+            and the inputs of summaries.
     """
 
     hidden: Float[Array, "B T D"]
@@ -57,10 +57,10 @@ class Decoder(nnx.Module):
 
     Args:
         config: sizes; vocab_size must be known by now.
-        spec: its layers, and what is before and behind them.
+        spec: the layers, and the parts before and after them.
         precision: number formats.
-        init: how the weights are drawn.
-        rngs: stream `params`; the same seed gives the same bits on every mesh.
+        init: settings of the random weights.
+        rngs: random stream `params`; the same seed gives the same bits on every mesh.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class Decoder(nnx.Module):
             head = Linear(rngs.params(), {"embed": D}, {"vocab": V}, draw, of_logits, "head")
         self.head = head
         self.score = score
-        # Last, so that all other weights are drawn as without them.
+        # Adapters come last, so that all other weights are drawn as without them.
         if config.lora.rank is not None:
             attach(self.layers, config.lora, draw, rngs.params())
         value = None
         if config.value:
             value = Linear(rngs.params(), {"embed": D}, {"score": 1}, draw, of_logits, "head")
-            # Before it has learnt anything, it says that nothing is to be expected.
+            # A new value head predicts 0.
             assert isinstance(value.kernel, nnx.Param)
             value.kernel[...] = jnp.zeros_like(value.kernel[...])
         self.value = value
 
     def output_matrix(self) -> Float[Array, "D V"]:
-        """The head, or the embedding table turned around."""
+        """Return the head, or the transposed embedding table."""
         assert self.score is None, "a model with a score has no logits"
         if self.head is None:
             return self.embedding[...].T
@@ -121,22 +121,23 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, rounded to the output type. Training uses `hidden` and a
-        chunked loss instead. Of a model with a score that alone, float32: V is 1."""
+        """Compute logits of the next token, rounded to the output type. Training uses `hidden` and
+        a chunked loss instead. For a model with a score, return only the score, float32: V is 1."""
         return self.logits(self.hidden(tokens, segment_ids, positions))
 
     def scores(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """The score of the text up to each token, of a model that has one."""
+        """Return the score of the text up to each token, for a model with a score head."""
         assert self.score is not None, "a model without a score"
         return self.score(hidden)[..., 0].astype(jnp.float32)
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """What rewards are to be expected after each token, of a model with a value; float32."""
+        """Return the expected rewards after each token, float32, for a model with a value head."""
         assert self.value is not None, "a model without a value"
         weights = self.value.weights()[:, 0].astype(jnp.float32)
         return (hidden.astype(jnp.float32) * weights).sum(-1)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Compute logits, or scores, from hidden states."""
         if self.score is not None:
             return self.scores(hidden)[..., None]
         if self.head is None:
@@ -154,7 +155,8 @@ class Decoder(nnx.Module):
         offset: Float[Array, "B T D"] | None = None,
         noise: TrainNoise | None = None,
     ) -> Float[Array, "B T D"]:
-        """Normalised last hidden states, of the type of activations; as of `forward`."""
+        """Return normalised last hidden states, in the type of activations; arguments as for
+        `forward`."""
         return self.forward(tokens, segment_ids, positions, offset, noise).hidden
 
     def forward(
@@ -165,15 +167,15 @@ class Decoder(nnx.Module):
         offset: Float[Array, "B T D"] | None = None,
         noise: TrainNoise | None = None,
     ) -> DecoderOut:
-        """Last hidden states, and what the layers say.
+        """Compute the last hidden states, with auxiliary losses and metrics of the layers.
 
         Args:
             tokens: [B, T] ids.
             segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one
                 document a row.
             positions: [B, T] position of each token in its document; None: 0, 1, 2, ...
-            offset: [B, T, D] added to the embeddings; None: nothing.
-            noise: what is random in a training step; None: nothing.
+            offset: [B, T, D] added to the embeddings; None: no offset.
+            noise: random operations of a training step; None: there are none.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
@@ -197,9 +199,9 @@ class Decoder(nnx.Module):
         return DecoderOut(hidden, out.aux.aux_losses, out.aux.metrics, buffer_inputs)
 
     def quantities(self) -> tuple[Metric, ...]:
-        """What the layers say in `aux_losses` and `metrics`, each name once.
+        """Return the descriptions of the layers' `aux_losses` and `metrics`, each name once.
 
-        ValueError: two layers mean different numbers by one name.
+        Raises a ValueError if two layers have different metrics with one name.
         """
         named = {}
         for layer in self.layers.spec.layers():
@@ -212,12 +214,12 @@ class Decoder(nnx.Module):
         return tuple(named.values())
 
     def recorded(self) -> tuple[Metric, ...]:
-        """All numbers of the layers that a step records."""
+        """Return all metrics of the layers that a step records."""
         of_summaries = [number for summary in self.summaries() for number in summary.quantities]
         return (*self.quantities(), *of_summaries)
 
     def summaries(self) -> tuple[Summary, ...]:
-        """What is made of what the layers observe, each once."""
+        """Return the summaries of the layers' observations, each once."""
         found: dict[str, Summary] = {}
         for layer in self.layers.spec.layers():
             for summary in FEED_FORWARDS[type(layer.mlp)].summaries:
@@ -234,26 +236,27 @@ class Decoder(nnx.Module):
         whole_lengths: Int[Array, " B"] | None = None,
         pages: Int[Array, "B M"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Caches]:
-        """Hidden states of up to T more tokens of each row, and the caches with them in it.
+        """Compute hidden states of up to T more tokens of each row, and add these tokens to the KV
+        caches.
 
         Keys in the caches keep the rotation that they were written with.
 
         Args:
             tokens: [B, T] ids.
-            counts: [B] how many of them the row has; what is behind them is padding, which is not
-                kept.
-            lengths: [B] how many tokens of the row are in the caches; 0 with `from_start`.
-            caches: as made by `new_caches`. What they hold beyond `lengths` is not seen.
-            from_start: the rows begin with these tokens, so that the caches need not be read.
-            whole_lengths: [B] what rotary positions that depend on the length of a row take for it,
-                such as that of a prompt that is read in pieces; None: how long it is with these
-                tokens.
-            pages: [B, M] of each row, where caches have pages.
+            counts: [B] number of tokens of each row; later columns are padding, which is not
+                stored.
+            lengths: [B] number of the row's tokens in the caches; 0 with `from_start`.
+            caches: from `new_caches`. Columns beyond `lengths` are masked.
+            from_start: whether the rows begin with these tokens, so that the caches need not be
+                read.
+            whole_lengths: [B] length of each row for rotary positions that depend on it, such as
+                that of a prompt read in pieces; None: the length with these tokens.
+            pages: [B, M] pages of each row, if caches have pages.
         """
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         columns = lengths[:, None] + places
         is_token = places < counts[:, None]
-        # Learned positions have no vector for what is behind the end.
+        # Learned positions have no vector for padding after the end.
         positions = jnp.where(is_token, columns, 0)
         if whole_lengths is None:
             whole_lengths = row_lengths(positions, is_token)
@@ -268,12 +271,12 @@ class Decoder(nnx.Module):
     def new_caches(
         self, rows: int, columns: int, most_tokens: int, pages: int | None = None
     ) -> Caches:
-        """Empty caches in the compute type; as of `LayerStack.new_caches`."""
+        """Create empty caches in the compute type; arguments as for the layers' `new_caches`."""
         dtype = self.precision.compute
         return self.layers.new_caches(rows, columns, most_tokens, dtype, pages)
 
     def _rotations(self, positions: Array, lengths: Array) -> dict[RopeSpec, Rotation]:
-        """One for each kind of positions that some layer has."""
+        """Return one rotation for each kind of positions that some layer has."""
         ropes = self.layers.spec.ropes()
         return {rope: rotation_of(rope, positions, lengths) for rope in ropes}
 
@@ -281,14 +284,14 @@ class Decoder(nnx.Module):
         return run_layers(self.layers, constrain_residual(x), context, cache, self.config)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
-        # Split over the vocabulary only: a table that is split over its width as well would be
-        # gathered whole.
+        # The table is sharded over the vocabulary only. If its width were sharded as well, it would
+        # be gathered whole.
         table = constrain(self.embedding[...], "vocab", None)
         x = jnp.take(table, tokens, axis=0)
-        # Each device looks for all tokens in its part: else the table would be gathered.
+        # Each device looks up all tokens in its part. Otherwise the table would be gathered.
         x = constrain(x, "activation_batch", "activation_length", "activation_embed")
         if self.spec.embedding_scale != 1.0:
-            # Rounded to the table's type, as in the models that have it.
+            # The scale is rounded to the table's type, as in the models that have it.
             x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
         if self.position_embedding is not None:
             # A position without a vector gives NaN.

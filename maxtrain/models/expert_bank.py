@@ -1,9 +1,9 @@
-"""Adapters of several fine-tunings of the products of experts, of which each row of a batch has its
-own; see `lora_bank`.
+"""Adapters of several fine-tunings for the products of experts, one per row of a batch; see
+`lora_bank`.
 
-Tokens of one expert are sorted by the set of their row's adapters, so that each block of tokens has
-one expert and one set: the product with the expert's weights does not see the difference, and those
-with A and B have a matrix for each expert and set.
+Tokens of one expert are sorted by the adapter set of their row, so that each block of tokens has
+one expert and one set. The product with the expert's weights is unaffected, and the products with A
+and B have a matrix for each expert and set.
 """
 
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from maxtrain.ops.experts import Kernel, SortedChoices, expert_dot, grouped_dot
 
 
 class ExpertBank(nnx.Module):
-    """What is added to one product of every expert. Set 0 adds nothing.
+    """Bank of adapters for one product of every expert. Set 0 adds nothing.
 
     Args:
-        a: of each expert and set of adapters; stacked over layers as the kernel is.
-        b: likewise, with the scale of each set.
+        a: matrices A of each expert and set; stacked over layers like the kernel.
+        b: matrices B of each expert and set, times the scale of the set.
     """
 
     def __init__(self, a: Float[Array, "*L E S I R"], b: Float[Array, "*L E S R O"]):
@@ -29,7 +29,7 @@ class ExpertBank(nnx.Module):
         self.chosen = ChosenAdapters(jnp.zeros((*a.shape[:-4], 1), jnp.int32))
 
     def of_rows(self, num_rows: int) -> Int[Array, " B"]:
-        """The number of each row's set."""
+        """Return the number of each row's set."""
         return jnp.broadcast_to(self.chosen[...], (num_rows,))
 
 
@@ -42,13 +42,13 @@ def added_by_pairs(
     kernel: Kernel,
     recipe: MatmulPrecision,
 ) -> Float[Array, "M O"]:
-    """What rows get from the adapters of their pair of expert and set, float32.
+    """Return the adapters' contribution to rows sorted by pairs of expert and set, float32.
 
     Args:
         x: rows in the order of pairs.
-        pairs: the order, as `order_by_pair` gives it.
-        block, kernel: as of `grouped_dot`.
-        recipe: of the product.
+        pairs: the order from `order_by_pair`.
+        block, kernel: as for `grouped_dot`.
+        recipe: types of the product.
     """
     exact = MatmulPrecision.of(recipe.inputs)
     low = grouped_dot(x, a.reshape(-1, *a.shape[2:]), pairs, block, kernel, exact)
@@ -62,11 +62,11 @@ def added_by_sets(
     numbers: Int[Array, " M"],
     recipe: MatmulPrecision,
 ) -> Float[Array, "E M O"]:
-    """The same where all experts have as many rows: the adapters of every set for all rows, of
-    which those of other sets are left out.
+    """Return the adapters' contribution if all experts have the same number of rows: every set is
+    applied to all rows, and only the row's own set is kept.
 
     Args:
-        numbers: of each row's set.
+        numbers: number of each row's set.
     """
     exact = MatmulPrecision.of(recipe.inputs)
     out = jnp.zeros((*x.shape[:2], b.shape[-1]), jnp.float32)

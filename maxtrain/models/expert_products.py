@@ -1,6 +1,6 @@
-"""What a device's tokens get from experts: all of them there, or some there and others elsewhere.
+"""Results of experts for a device's tokens, with all experts on the device or sharded.
 
-Runs on each device of a mesh by itself, inside `jax.shard_map`, or on the only one.
+This code runs on each device of a mesh by itself, inside `jax.shard_map`, or on a single device.
 """
 
 import functools
@@ -37,27 +37,28 @@ from maxtrain.ops.recompute import elementwise
 
 
 class ExpertAssignment(NamedTuple):
-    """Where choices go, and with which weights; E where to none."""
+    """Expert choices of tokens with their weights; E for no expert."""
 
     experts: Int[Array, "B T C"]
     weights: Float[Array, "B T C"]
-    # Of each choice among those of its row that its expert takes, where experts have a capacity.
+    # The index of each choice among those of its row that its expert accepts, if experts have a
+    # capacity.
     places: Int[Array, "B T C"]
-    # Of the adapters of each token's row; 0 where rows have none of their own. With the dims of
-    # the others, so that a mesh splits it as them.
+    # The adapter set of each token's row; 0 for none. It has the dims of the other arrays, so that
+    # it is sharded like them.
     sets: Int[Array, "B T 1"]
 
 
 class ExpertSharding(NamedTuple):
-    """What is split over which axes of the mesh; None: it is not.
+    """How experts are sharded over the mesh; None: not sharded.
 
     Attributes:
-        units: hidden units of experts.
-        experts: whole experts.
-        has_own_tokens: whether tokens are split over the axis of experts, too. If not, all of its
-            devices have the same ones.
-        deals_out: whether what comes of hidden units that are split is dealt out by tokens as it is
-            summed, a part to each device along that axis.
+        units: mesh axis of the experts' hidden units.
+        experts: mesh axis of whole experts.
+        has_own_tokens: whether tokens are also sharded over the axis of experts. If not, all of its
+            devices have the same tokens.
+        deals_out: whether results of sharded hidden units are reduce-scattered over tokens along
+            that axis.
         axes: all axes of the mesh.
     """
 
@@ -69,12 +70,12 @@ class ExpertSharding(NamedTuple):
 
 
 class ExpertSettings(NamedTuple):
-    """What is to be done with tokens.
+    """Settings of the experts' computation.
 
     Attributes:
-        moe: the block.
-        recipe: of its products.
-        capacity: of an expert, of each row; None: all that it is given.
+        moe: spec of the block.
+        recipe: types of its products.
+        capacity: capacity of an expert for each row; None: unlimited.
     """
 
     moe: MoeSpec
@@ -89,14 +90,15 @@ def share(
     taken: ExpertAssignment,
     weights: Weights,
 ) -> Float[Array, "B S D"]:
-    """What a device's tokens get from experts, float32; or its part of them, see `ExpertSharding`.
+    """Return the experts' results for a device's tokens, float32; or its part of them, see the
+    sharding.
 
     Args:
-        work: what is to be done.
-        layout: what the device has of it.
-        x: its tokens.
-        taken: their experts, by their numbers in the whole model.
-        weights: what it has of the experts, by names such as `up.kernel` and `down.bias`; see
+        work: settings of the computation.
+        layout: the sharding of experts and tokens.
+        x: the device's tokens.
+        taken: their expert choices, by numbers in the whole model.
+        weights: the device's part of the experts, by names such as `up.kernel` and `down.bias`; see
             `ExpertLinear.parts`.
     """
     tokens = x.reshape(-1, x.shape[-1])
@@ -104,7 +106,7 @@ def share(
     if layout.units is not None and not layout.deals_out:
         summed.append(layout.units)
     if layout.units is not None and "down.bias" in weights:
-        # Of the devices that have a part each, the first one adds it.
+        # Only the first of the devices that share hidden units adds the bias.
         bias = weights["down.bias"]
         is_first = jax.lax.axis_index(layout.units) == 0
         weights = weights | {"down.bias": jnp.where(is_first, bias, jnp.zeros_like(bias))}
@@ -125,12 +127,13 @@ def share(
 
 
 def _num_experts(weights: Weights) -> int:
-    """Of those that the device has."""
+    """Return the number of experts on the device."""
     return next(iter(weights.values())).shape[0]
 
 
 def _numbered_here(taken: ExpertAssignment, axis: str, weights: Weights) -> ExpertAssignment:
-    """Experts by their numbers on this device; choices of other devices' experts go to none."""
+    """Renumber experts by their index on this device; choices of other devices' experts get no
+    expert."""
     count = _num_experts(weights)
     numbers = taken.experts - jax.lax.axis_index(axis) * count
     is_here = (numbers >= 0) & (numbers < count)
@@ -140,7 +143,7 @@ def _numbered_here(taken: ExpertAssignment, axis: str, weights: Weights) -> Expe
 def _here(
     work: ExpertSettings, x: Float[Array, "N D"], taken: ExpertAssignment, weights: Weights
 ) -> Float[Array, "N D"]:
-    """What tokens get from the experts of this device, by their numbers here."""
+    """Return the results of this device's experts, by their numbers here."""
     E = _num_experts(weights)
     num_choices = taken.experts.shape[-1]
     gates = taken.weights.reshape(-1, num_choices)
@@ -157,7 +160,7 @@ def _here(
 
 
 def _num_sets(weights: Weights) -> int:
-    """Of adapters beside each other, with the empty one."""
+    """Return the number of adapter sets, including the empty one."""
     banks = [value for name, value in weights.items() if name.endswith(".bank_a")]
     if not banks:
         return 1
@@ -172,9 +175,9 @@ def _everywhere(
     taken: ExpertAssignment,
     weights: Weights,
 ) -> Float[Array, "N D"]:
-    """What tokens get from all experts, which are split over an axis as the tokens are.
+    """Return the results of all experts, which are sharded over the same axis as the tokens.
 
-    ConfigError: rows have adapters of their own, whose numbers do not travel with tokens.
+    Raises a ConfigError if rows have adapters of their own, whose numbers are not sent with tokens.
     """
     if _num_sets(weights) > 1:
         raise ConfigError(
@@ -202,7 +205,7 @@ def _everywhere(
         alone = jnp.ones((rows.shape[0], 1), jnp.float32)
         sets = jnp.zeros(rows.shape[0], jnp.int32)
         out = _by_chosen(work, rows, experts[:, None], alone, sets, weights)
-        # What it was before it was summed, alone.
+        # Rounded to the type of one expert's result, as before the sum.
         return out.astype(work.recipe.result)
 
     most = x.shape[0] * min(num_choices, each)
@@ -219,7 +222,8 @@ def _by_all_everywhere(
     taken: ExpertAssignment,
     weights: Weights,
 ) -> Float[Array, "N D"]:
-    """The oracle where experts are split: each device has the tokens of all for its own experts."""
+    """Compute the oracle for sharded experts: each device gathers all tokens for its own
+    experts."""
 
     def of_all(array: Array) -> Array:
         return jax.lax.all_gather(array, axis, tiled=True)
@@ -237,7 +241,7 @@ def _by_all(
     sets: Int[Array, " N"],
     weights: Weights,
 ) -> Float[Array, "N D"]:
-    """The oracle: every expert for every token, most of them with weight 0."""
+    """Compute the oracle: every expert for every token, most of them with weight 0."""
     E = _num_experts(weights)
     recipe = work.recipe
     is_chosen = jax.nn.one_hot(experts, E, dtype=jnp.float32)
@@ -256,7 +260,7 @@ def _by_all(
 def _with_capacity(
     work: ExpertSettings, x: Float[Array, "E R D"], sets: Int[Array, " R"], weights: Weights
 ) -> Float[Array, "E R D"]:
-    """What comes of rows, of which each expert has as many."""
+    """Compute the results of rows, with the same number for each expert."""
     E, R, _ = x.shape
     recipe = work.recipe
     added = functools.partial(added_by_sets, numbers=sets, recipe=recipe)
@@ -277,7 +281,7 @@ def _by_chosen(
     sets: Int[Array, " N"],
     weights: Weights,
 ) -> Float[Array, "N D"]:
-    """A token's own experts alone."""
+    """Compute only the chosen experts of each token."""
     E = _num_experts(weights)
     recipe = work.recipe
     block = block_size(experts.size, E)
@@ -303,12 +307,12 @@ def _by_chosen(
 
 
 class _Products(NamedTuple):
-    """How rows, in the order that their experts want, meet the weights.
+    """The products of rows, sorted by expert, with the weights.
 
     Attributes:
-        with_matrices, with_quantized: with weights as they are, and as they are stored.
-        of_bank: what rows get of their own adapters, from x and all A and B; float32.
-        biased: what was made, and the biases of experts, added up; float32.
+        with_matrices, with_quantized: products with plain and with quantised weights.
+        of_bank: contribution of the rows' own adapters, from x and all A and B; float32.
+        biased: adds the biases of experts to results; float32.
     """
 
     with_matrices: Callable[[Array, Array, MatmulPrecision], Array]
@@ -320,7 +324,7 @@ class _Products(NamedTuple):
 def _product(
     x: Array, weights: Weights, name: str, recipe: MatmulPrecision, products: _Products
 ) -> Array:
-    """x times the weights of a name, and its bias."""
+    """Multiply x with the weights of a name, and add the bias."""
     out = _without_bias(x, weights, name, recipe, products)
     bias = weights.get(f"{name}.bias")
     if bias is None:
@@ -331,7 +335,8 @@ def _product(
 def _without_bias(
     x: Array, weights: Weights, name: str, recipe: MatmulPrecision, products: _Products
 ) -> Array:
-    """Where weights are quantised, what the adapter adds is a product of its own."""
+    """Multiply x with the weights of a name. For quantised weights, the adapter is a separate
+    product."""
     kernel = weights.get(f"{name}.kernel")
     if kernel is not None:
         out = products.with_matrices(x, kernel, recipe)
@@ -349,7 +354,7 @@ def _without_bias(
 
 
 def _hidden_and_out(work: ExpertSettings, x: Array, weights: Weights, products: _Products) -> Array:
-    """Hidden units of x, and what comes of them."""
+    """Compute hidden units of x, and the output from them."""
     activated = functools.partial(gated, work.moe.activation)
     gate = named(_product(x, weights, "gate", work.recipe, products), GATE_UP)
     up = named(_product(x, weights, "up", work.recipe, products), GATE_UP)

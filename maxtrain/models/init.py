@@ -58,7 +58,7 @@ Role = Literal[
     "residual_bias",
     "tied_norm_bias",
 ]
-# The role of the bias beside a matrix, or beside the scale of a norm; of all others it is `bias`.
+# The role of the bias beside a matrix, or beside the scale of a norm; the default is `bias`.
 _BIASES: dict[Role, Role] = {
     "query": "query_bias",
     "query_norm": "query_bias",
@@ -73,7 +73,7 @@ STACKED = ("layers", "exp")
 
 
 def fans(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The number of inputs and outputs of a matrix.
+    """Return the number of inputs and outputs of a matrix.
 
     If its last axis is `embed`, all other dims are inputs; else the first dim is the only one.
     """
@@ -104,7 +104,7 @@ def _ratios(init: InitConfig, model: ModelConfig) -> _Ratios:
 
 
 def _folded(role: Role, ratios: _Ratios) -> float:
-    """The multiplier that is folded into the weights."""
+    """Return the multiplier that is folded into the weights."""
     if role in ("head", "tied_norm", "tied_norm_bias"):
         return ratios.width
     if role in ("query", "query_norm", "query_bias"):
@@ -117,13 +117,13 @@ def _folded(role: Role, ratios: _Ratios) -> float:
 def learning_rate_factors(
     params: nnx.State, init: InitConfig, model: ModelConfig, rule: Literal["adam", "sgd"] = "adam"
 ) -> PyTree | None:
-    """The factor of each parameter's learning rate.
+    """Return the factor of each parameter's learning rate.
 
-    Weight decay is not multiplied by it: matrices decay as fast as those of the base model (Dey et
-    al., table 1).
+    Weight decay is not multiplied by the factor: matrices decay as fast as those of the base model
+    (Dey et al., table 1).
 
     Args:
-        params: of the model, with their roles.
+        params: parameters of the model, with their roles.
         init: the base model's sizes.
         model: this model's sizes.
         rule: `adam` for optimizers that normalise each entry of an update, `sgd` for those that
@@ -162,7 +162,7 @@ _Distribution = Literal["uniform", "normal", "truncated"]
 
 @functools.cache
 def _quantiles(kind: _Distribution) -> np.ndarray:
-    """65,536 equally likely values of a distribution with standard deviation 1, float32.
+    """Return 65,536 equally likely values of a distribution with standard deviation 1, float32.
 
     `truncated` is a normal distribution, cut at two deviations before it is scaled.
     """
@@ -181,7 +181,7 @@ def _quantiles(kind: _Distribution) -> np.ndarray:
 
 
 class Initializer(NamedTuple):
-    """Draws the parameters of one model."""
+    """Initializer of the parameters of one model."""
 
     config: InitConfig
     model: ModelConfig
@@ -190,7 +190,7 @@ class Initializer(NamedTuple):
     def matrix(
         self, key: Array, shape: tuple[int, ...], axes: Axes, role: Role = "hidden"
     ) -> nnx.Param:
-        """A matrix of random values.
+        """Create a matrix of random values.
 
         Random integers look the values up in a table, so that they are the same bit for bit on
         every mesh. The inverse error function is not: its last bit depends on the vector width that
@@ -202,13 +202,14 @@ class Initializer(NamedTuple):
         return nnx.Param(value.astype(self.dtype), axes=axes, role=role)
 
     def uniform(self, key: Array, shape: tuple[int, ...], deviation: float) -> Array:
-        """Uniformly distributed float32 values around 0, the same bit for bit on every mesh."""
+        """Draw uniformly distributed float32 values around 0, the same bit for bit on every
+        mesh."""
         table = jnp.asarray(_quantiles("uniform"))
         index = jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)
         return table[index] * np.float32(deviation)
 
     def _distribution(self) -> _Distribution:
-        """What init.name says about the distribution of the values."""
+        """Return the distribution that init.name says."""
         name = self.config.name
         if name.endswith("uniform"):
             return "uniform"
@@ -219,21 +220,21 @@ class Initializer(NamedTuple):
         raise AssertionError(f"init.name={name} has no distribution")
 
     def scale(self, size: int, role: Role = "norm", offset: float = 0.0) -> nnx.Param:
-        """The scale of a norm: 1 times the multiplier that is folded into it, less `offset`."""
+        """Create the scale of a norm: 1 times the folded multiplier, minus `offset`."""
         value = _folded(role, _ratios(self.config, self.model)) - offset
         return nnx.Param(jnp.full((size,), value, self.dtype), axes=("norm",), role=role)
 
     def bias(self, shape: tuple[int, ...], axes: Axes, role: Role) -> nnx.Param:
-        """The bias of a product whose matrix has this role, or of a norm whose scale has it.
+        """Create the bias of a product whose matrix has this role, or of a norm whose scale has it.
 
-        It begins at 0. If a multiplier is folded into the matrix or the scale, the bias is trained
-        with it, too.
+        The bias begins at 0. If a multiplier is folded into the matrix or the scale, it also
+        applies to the bias.
         """
         own = _BIASES.get(role, "bias")
         return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes, role=own)
 
     def deviation(self, shape: tuple[int, ...], axes: Axes, role: Role) -> float:
-        """Standard deviation of a matrix's values."""
+        """Return the standard deviation of a matrix's values."""
         if role == "embedding":
             return self._embedding_deviation()
         init = self.config
@@ -263,8 +264,8 @@ class Initializer(NamedTuple):
         return std * _folded(role, ratios)
 
     def _embedding_deviation(self) -> float:
-        """Standard deviation of the embedding: init.embedding_std, or else 1 / sqrt(D), with which
-        the logits of a tied head begin with a deviation of about 1."""
+        """Return the standard deviation of the embedding: init.embedding_std, or 1 / sqrt(D), with
+        which the logits of a tied head begin with a deviation of about 1."""
         init = self.config
         if init.embedding_std is not None:
             return init.scale * init.embedding_std

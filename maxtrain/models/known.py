@@ -1,7 +1,7 @@
-"""What is known of models, for whoever reads a config.
+"""Lookup of models by name or directory, for the readers of configs.
 
-The families and numpy are imported when a config names a model or weights, not before: they are
-a third of the time that `--help` would take.
+The families and numpy are imported only when a config names a model or weights, because they take a
+third of the time of `--help`.
 """
 
 import importlib

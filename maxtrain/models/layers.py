@@ -1,8 +1,8 @@
 """The layers of a decoder: attention and a feed-forward block around the residual stream.
 
-Parameters carry the logical names of their dims as `axes`; layers stack a leading dim on top. Every
+Parameters have their logical axes as metadata `axes`; stacked layers add a leading dim. Every
 matrix product with a weight is a Linear, so that one place decides its precision. Activations
-between blocks, and the results of products, are of the recipe's type; norms, rope, softmax and silu
+between blocks, and the results of products, have the recipe's type; norms, rope, softmax and silu
 are float32 inside.
 """
 
@@ -28,7 +28,7 @@ from maxtrain.parallel.sharding import constrain_residual, gather_residual
 
 
 class LayerOut(NamedTuple):
-    """What a layer gives back; `aux_losses`, `metrics` and `buffer_inputs` as of its blocks."""
+    """The result of a layer; `aux_losses`, `metrics` and `buffer_inputs` as for its blocks."""
 
     x: Float[Array, "B T D"]
     cache: KVCache | None
@@ -37,14 +37,14 @@ class LayerOut(NamedTuple):
     buffer_inputs: dict[str, Array]
 
 
-# By the type of `LayerSpec.mixer`, what makes the block.
+# The module of a mixer, by the type of `LayerSpec.mixer`.
 MIXERS = {AttentionSpec: Attention, LatentSpec: LatentAttention}
 
 
 class FeedForward(Protocol):
-    """What makes a feed-forward block: a class of modules."""
+    """Interface of the module classes of feed-forward blocks."""
 
-    # What is made of what its blocks observe.
+    # Summaries computed from the inputs that its blocks record for buffers.
     summaries: tuple[Summary, ...]
 
     def __call__(
@@ -57,16 +57,16 @@ class FeedForward(Protocol):
     ) -> Callable[[Array, Context], MlpOut]: ...
 
 
-# By the type of `LayerSpec.mlp`, what makes the block; called like Mlp.
+# The module of a feed-forward block, by the type of `LayerSpec.mlp`; called like Mlp.
 FEED_FORWARDS: dict[type, FeedForward] = {MlpSpec: Mlp, MoeSpec: Moe}
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each normalised before or after, and added to the residual
-    stream.
+    """A decoder layer: attention and feed-forward, each normalised before or after, and added to
+    the residual stream.
 
     Args:
-        as of `Attention`.
+        as for `Attention`.
     """
 
     def __init__(

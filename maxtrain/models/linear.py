@@ -1,4 +1,4 @@
-"""The weights of matrix products: a kernel, perhaps a bias, and the recipe of the product."""
+"""Modules of matrix products: a kernel, an optional bias, and the types of the product."""
 
 import math
 from typing import NamedTuple
@@ -19,18 +19,18 @@ from maxtrain.parallel.sharding import Axes
 
 
 class Linear(nnx.Module):
-    """x kernel + bias.
+    """A product x kernel + bias.
 
     The product itself is two-dimensional ([D, N*H]), which is faster.
 
     Args:
-        key: that the kernel is drawn from.
+        key: random key of the kernel.
         inputs: logical names and sizes of the dims that the product sums over.
-        outputs: those of the dims that it makes.
+        outputs: logical names and sizes of the output dims.
         init: draws the kernel; a bias starts at 0.
         recipe: types of the product.
-        role: what the matrix does, for its initial values, muP and groups of the optimizer.
-        bias: whether there is one.
+        role: the role of the matrix, for its initial values, muP and groups of the optimizer.
+        bias: whether there is a bias.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Linear(nnx.Module):
         self.output_shape = tuple(outputs.values())
         shape = (*self.input_shape, *self.output_shape)
         self.kernel: Kernel = init.matrix(key, shape, self.kernel_axes, role)
-        # Assigned once: what is first None stays out of the module's parameters.
+        # Assigned once, because an attribute that is None first is not registered as a parameter.
         vector = None
         if bias:
             vector = init.bias(tuple(outputs.values()), tuple(outputs), role)
@@ -58,7 +58,7 @@ class Linear(nnx.Module):
         self.adapter: Adapter | AdapterBank | None = nnx.data(None)
 
     def weights(self) -> Float[Array, "..."]:
-        """[*inputs, *outputs] of what the product is with, for whoever makes it in another way."""
+        """Return the weights [*inputs, *outputs] of the product, with its adapter."""
         kernel = kernel_of(self.kernel)
         if self.adapter is None:
             return kernel
@@ -68,11 +68,11 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "..."], noise: TrainNoise | None = None
     ) -> Float[Array, "..."]:
-        """[..., *inputs] -> [..., *outputs], of the recipe's type.
+        """Multiply [..., *inputs] to [..., *outputs], in the recipe's type.
 
         Args:
             x: [..., *inputs]; [B, ..., *inputs] with noise.
-            noise: that of the layer in a training step, which an adapter may have dropout by.
+            noise: noise of the layer in a training step, for an adapter's dropout.
         """
         leading = x.shape[: x.ndim - self.num_inputs]
         x = x.reshape(*leading, math.prod(self.input_shape))
@@ -83,12 +83,12 @@ class Linear(nnx.Module):
             out = self._adapted(self.adapter, x, out, noise)
         out = out.reshape(*leading, *self.output_shape)
         if self.bias is not None:
-            # In float32, so that the gradient of the bias is summed in it.
+            # The sum is float32, so that the gradient of the bias is accumulated in float32.
             out = out.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return out.astype(self.recipe.result)
 
     def _product(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        """x with the weights alone."""
+        """Multiply x with the weights alone."""
         if isinstance(self.kernel, QuantizedKernel):
             return quantized_dot(x, self.kernel.matrices(), self.recipe)
         return dot(x, self._matrix(), self.recipe)
@@ -100,9 +100,9 @@ class Linear(nnx.Module):
         out: Float[Array, "*b o"],
         noise: TrainNoise | None,
     ) -> Float[Array, "*b o"]:
-        """The product `out` with what its adapter changes, float32.
+        """Add the adapter's change to the product `out`, float32.
 
-        With dropout, magnitudes change what comes of the inputs that are left, as in PEFT.
+        With dropout, magnitudes scale the result of the remaining inputs, as in PEFT.
         """
         seen = adapter.seen(x, noise)
         if adapter.magnitude is None:
@@ -114,14 +114,14 @@ class Linear(nnx.Module):
         return out.astype(jnp.float32) + scaled - of_seen.astype(jnp.float32)
 
     def _matrix(self) -> Float[Array, "i o"]:
-        """The kernel with its inputs as one dim, and its outputs."""
+        """Return the kernel as a matrix [inputs, outputs]."""
         return kernel_of(self.kernel).reshape(
             math.prod(self.input_shape), math.prod(self.output_shape)
         )
 
 
 class ExpertPart(NamedTuple):
-    """An array of all experts, and the logical names of its dims."""
+    """An array of all experts, and its logical axes."""
 
     value: Array
     axes: Axes
@@ -131,11 +131,11 @@ class ExpertLinear(nnx.Module):
     """The weights of one product of every expert; models/moe.py makes the products.
 
     Args:
-        key: that the kernel is drawn from.
+        key: random key of the kernel.
         num_experts: E.
         inputs: logical name and size of the dim that the product sums over.
-        outputs: those of the dim that it makes.
-        init, recipe, role, bias: as of `Linear`.
+        outputs: logical name and size of the output dim.
+        init, recipe, role, bias: as for `Linear`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ExpertLinear(nnx.Module):
         self.input_shape = tuple(inputs.values())
         shape = (num_experts, *self.input_shape, *outputs.values())
         self.kernel: Kernel = init.matrix(key, shape, self.kernel_axes, role)
-        # Assigned once: what is first None stays out of the module's parameters.
+        # Assigned once, because an attribute that is None first is not registered as a parameter.
         vectors = None
         if bias:
             vectors = init.bias((num_experts, *outputs.values()), self.bias_axes, role)
@@ -164,17 +164,17 @@ class ExpertLinear(nnx.Module):
         self.adapter: Adapter | ExpertBank | None = nnx.data(None)
 
     def weights(self) -> Float[Array, "E ..."]:
-        """Of all experts' products, with what adapters do to them that all rows have."""
+        """Return the kernels of all experts, merged with an adapter that all rows share."""
         kernel = kernel_of(self.kernel)
         if not isinstance(self.adapter, Adapter):
             return kernel
         return self.adapter.adapted(kernel)
 
     def parts(self) -> dict[str, ExpertPart]:
-        """What the products are made with, by names that `Moe` gives meaning to.
+        """Return the arrays of the products, by names that `Moe` interprets.
 
-        A kernel is what adapters make of it. Where it is quantised it stays so: what an adapter
-        adds is a product of its own then, whose scale is in b. So are those of a bank.
+        A plain kernel includes its adapter. A quantised kernel stays quantised, and its adapter is
+        a separate product, whose scale is in b. Adapters of a bank are separate products as well.
         """
         found = {}
         if isinstance(self.kernel, QuantizedKernel):

@@ -1,14 +1,13 @@
-"""Low-rank adapters of products with weights.
+"""Low-rank adapters (LoRA) of products with weights.
 
 A product x W becomes x W + s (x A) B, where A has r columns and B has r rows, and s is alpha / r. B
-begins at 0, so that a model with new adapters is the one without them, bit for bit. With
-magnitudes,
-the length of the weights of each output is a parameter of its own, m: the product is x (W + s A B)
-m / |W + s A B|, whose lengths count as constants for gradients. In training, what A is multiplied
-with may have dropout.
+begins at 0, so that a model with new adapters equals the one without them, bit for bit. With
+magnitudes (DoRA), the norm of the weights of each output is a parameter of its own, m: the product
+is x (W + s A B) m / |W + s A B|, whose norms are constants for gradients. In training, the inputs
+of A may have dropout.
 
 Sources: Hu et al. 2021, https://arxiv.org/abs/2106.09685; s = alpha / sqrt(r): Kalajdzievski 2023,
-https://arxiv.org/abs/2312.03732; magnitudes: Liu et al. 2024, https://arxiv.org/abs/2402.09353.
+    https://arxiv.org/abs/2312.03732; magnitudes: Liu et al. 2024, https://arxiv.org/abs/2402.09353.
 """
 
 import math
@@ -30,7 +29,7 @@ class AdapterParam(nnx.Param):
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """s."""
+    """Return s."""
     assert lora.rank is not None
     if lora.scaling == "root":
         return lora.alpha / math.sqrt(lora.rank)
@@ -40,16 +39,16 @@ def scale_of(lora: LoraConfig) -> float:
 
 
 class Adapter(nnx.Module):
-    """What is added to one product, or to that of each expert.
+    """The low-rank adapter of one product, or of that product of each expert.
 
     Args:
         kernel: the weights of the product, [*stacked, *inputs, *outputs].
-        axes: their logical names, without that of what is stacked over layers.
-        num_inputs: of the dims that the product sums over.
+        axes: their logical axes, without that of stacked layers.
+        num_inputs: number of dims that the product sums over.
         lora: rank, scaling and dropout.
         init: draws A.
-        key: that A is drawn from.
-        place: a number that no other product of its layer has, for what is random.
+        key: random key of A.
+        place: a number that is unique in its layer, for random keys.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class Adapter(nnx.Module):
         place: int,
     ):
         assert lora.rank is not None
-        # Experts, if there are any, and layers.
+        # Leading dims of experts, if any, and of layers.
         experts = axes[:1] if axes[0] == "exp" else ()
         inputs = axes[len(experts) : len(experts) + num_inputs]
         outputs = axes[len(experts) + num_inputs :]
         stacked = kernel.shape[: kernel.ndim - len(inputs) - len(outputs)]
         input_shape = kernel.shape[len(stacked) : len(stacked) + num_inputs]
         output_shape = kernel.shape[len(stacked) + num_inputs :]
-        # That of a uniform distribution between -1 / sqrt(inputs) and 1 / sqrt(inputs).
+        # The deviation of a uniform distribution between -1 / sqrt(inputs) and 1 / sqrt(inputs).
         deviation = 1 / math.sqrt(3 * math.prod(input_shape))
         shape = (*stacked, *input_shape, lora.rank)
         self.a = AdapterParam(
@@ -93,7 +92,7 @@ class Adapter(nnx.Module):
         self.place = place
 
     def seen(self, x: Float[Array, "B *s"], noise: TrainNoise | None) -> Float[Array, "B *s"]:
-        """What A is multiplied with: x itself, or in training what dropout leaves of it."""
+        """Return the inputs of A: x itself, or in training x after dropout."""
         if noise is None or not self.dropout:
             return x
         return noise.of_adapter(x, self.place, self.dropout)
@@ -101,12 +100,12 @@ class Adapter(nnx.Module):
     def added(
         self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], recipe: MatmulPrecision
     ) -> Float[Array, "*b o"]:
-        """The product with s (x A) B, float32.
+        """Add s (x A) B to a product, float32.
 
         Args:
-            x: what is multiplied, its inputs as one dim.
-            out: the product without it.
-            recipe: of the product.
+            x: inputs of the product, as one dim.
+            out: the product without the adapter.
+            recipe: types of the product.
         """
         a, b = self._matrices()
         exact = MatmulPrecision.of(recipe.inputs)
@@ -115,23 +114,23 @@ class Adapter(nnx.Module):
     def scaled(
         self, out: Float[Array, "*b o"], kernel: Float[Array, "i o"]
     ) -> Float[Array, "*b o"]:
-        """The product with the lengths that magnitudes say.
+        """Scale a product to the norms that magnitudes say.
 
         Args:
-            out: with s (x A) B.
-            kernel: of the product.
+            out: the product including s (x A) B.
+            kernel: the kernel of the product.
         """
         assert self.magnitude is not None
         changed = jax.lax.stop_gradient(kernel.astype(jnp.float32) + self.change())
         return out * _ratio(self.magnitude[...].reshape(-1), lengths(changed, (0,)))
 
     def change(self) -> Float[Array, "*e i o"]:
-        """s A B, float32, of one layer's product."""
+        """Return s A B, float32, of one layer's product."""
         a, b = self._matrices()
         return self.scale * jnp.matmul(a, b, precision="highest")
 
     def adapted(self, kernel: Array) -> Array:
-        """The kernel of one layer with all that the adapter does to it, float32, of its shape."""
+        """Return the kernel of one layer merged with the adapter, float32, in its shape."""
         changed = kernel.astype(jnp.float32) + self.change().reshape(kernel.shape)
         if self.magnitude is None:
             return changed
@@ -148,11 +147,11 @@ class Adapter(nnx.Module):
 
 
 def _ratio(magnitude: Array, length: Array) -> Array:
-    """m / |W|; 1 where all weights of an output are 0, which no factor changes."""
+    """Return m / |W|; 1 for outputs whose weights are all 0, which no factor changes."""
     is_there = length > 0
     return jnp.where(is_there, magnitude / jnp.where(is_there, length, 1), 1)
 
 
 def lengths(kernel: Array, summed: tuple[int, ...]) -> Array:
-    """Of the weights of each output, float32."""
+    """Return the Euclidean norm of the weights of each output, float32."""
     return jnp.sqrt(jnp.square(kernel.astype(jnp.float32)).sum(summed))

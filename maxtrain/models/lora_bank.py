@@ -1,8 +1,8 @@
-"""Adapters of several fine-tunings of one product, of which each row of a batch has its own.
+"""Adapters of several fine-tunings of one product, one per row of a batch.
 
-The weights of a model are there once. To the product of a row, two small ones are added, with
-matrices that are taken from a bank by the number of the row's adapters; number 0 adds nothing. So
-rows without adapters and rows with any of them are made together.
+The weights of the model exist once. Two small products are added for each row, with matrices from a
+bank by the number of the row's adapter set; set 0 adds nothing. So rows without adapters and rows
+with any of them are computed together.
 
 Source: Sheng et al. 2023, https://arxiv.org/abs/2311.03285.
 """
@@ -16,20 +16,20 @@ from maxtrain.ops.einsum import contract
 
 
 class BankParam(nnx.Variable):
-    """Weights of adapters."""
+    """Weights of the adapters in a bank."""
 
 
 class ChosenAdapters(nnx.Variable):
-    """The number of each row's adapters, [*L, B], or [*L, 1] for all of them; 0: none."""
+    """The number of each row's adapter set, [*L, B], or [*L, 1] for all rows; 0: none."""
 
 
 class AdapterBank(nnx.Module):
-    """What is added to one product.
+    """Bank of adapters for one product.
 
     Args:
-        a, b: of each set of adapters; stacked over layers as the kernel is.
-        scale: that the product with both is multiplied with.
-        factor: that each output is multiplied with then (DoRA); None: none.
+        a, b: matrices of each adapter set; stacked over layers like the kernel.
+        scale: factor of the product with both.
+        factor: factor of each output afterwards (DoRA); None: there is none.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class AdapterBank(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T I"], out: Float[Array, "B T O"], recipe: MatmulPrecision
     ) -> Float[Array, "B T O"]:
-        """The product with the adapters of each row.
+        """Add the adapters of each row to the product.
 
         Args:
-            x: what is multiplied.
+            x: inputs of the product.
             out: the product without adapters.
-            recipe: of the product.
+            recipe: types of the product.
         """
         chosen = jnp.broadcast_to(self.chosen[...], x.shape[:1])
         dtype = recipe.inputs
@@ -72,7 +72,7 @@ class AdapterBank(nnx.Module):
 
 
 def with_chosen(variables: nnx.State, numbers: Int[Array, " B"]) -> nnx.State:
-    """The variables of a model, in which these are the numbers of the rows' adapters."""
+    """Set the numbers of the rows' adapter sets in the variables of a model."""
     flat = dict(nnx.to_flat_state(variables))
     for path, variable in flat.items():
         if isinstance(variable, ChosenAdapters):
@@ -83,7 +83,7 @@ def with_chosen(variables: nnx.State, numbers: Int[Array, " B"]) -> nnx.State:
 
 
 def num_sets(variables: nnx.State) -> int:
-    """How many sets of adapters a model has side by side; 0: none."""
+    """Return the number of adapter sets of a model; 0: none."""
     for path, variable in nnx.to_flat_state(variables):
         if isinstance(variable, BankParam) and path[-1] == "a":
             return variable.get_value().shape[-3] - 1

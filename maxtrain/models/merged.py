@@ -1,4 +1,4 @@
-"""A model whose weights have taken in what its adapters do, and a model without its adapters."""
+"""Merging of adapters into the weights of a model, and models without their adapters."""
 
 import dataclasses
 
@@ -14,12 +14,12 @@ from maxtrain.models.quantized import kernel_dtype
 
 
 def merged(model: Decoder) -> Decoder:
-    """The model without adapters that computes the same, to rounding: changes are added in float32,
-    and the sums rounded once to the type of the weights. Weights without an adapter are the same
-    arrays.
+    """Merge the adapters into the weights: the result computes the same, up to rounding. Changes
+    are added in float32, and the sums rounded once to the type of the weights. Weights without an
+    adapter are the same arrays.
 
     Args:
-        model: with its arrays; one without adapters comes back as it is.
+        model: a model with arrays; one without adapters is returned unchanged.
     """
     if model.config.lora.rank is None:
         return model
@@ -45,7 +45,7 @@ def merged(model: Decoder) -> Decoder:
 
 
 def adapters_off(model: Decoder) -> Decoder:
-    """The model as it is without its adapters, of the same arrays."""
+    """Return the model without its adapters, with the same arrays."""
     other = nnx.merge(*nnx.split(model))
     for _, product in products(other.layers):
         product.adapter = None
@@ -53,7 +53,7 @@ def adapters_off(model: Decoder) -> Decoder:
 
 
 def _taken_in(module: Linear | ExpertLinear) -> Array:
-    """The kernel of a product, of each layer if they are stacked."""
+    """Return the merged kernel of a product, for each layer if layers are stacked."""
     graphdef, state = nnx.split(module)
     assert module.adapter is not None
     a = module.adapter.a

@@ -1,4 +1,5 @@
-"""Attention over latents: keys and values are made of one short vector of each token."""
+"""Multi-head latent attention (MLA): keys and values are computed from one short vector of each
+token."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,14 +21,14 @@ from maxtrain.parallel.sharding import constrain
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention.
+    """A multi-head latent attention block.
 
-    In training, keys and values of all heads are made of the latents. In generation latents alone
-    are kept, and instead of making keys of them, queries are brought into the space of latents:
-    (q up_k) latent is q (up_k latent), so that all heads share one key, which is the value, too.
+    In training, keys and values of all heads are computed from the latents. In generation only
+    latents are cached. Instead of computing keys, queries are projected into the latent space: (q
+    up_k) latent = q (up_k latent). So all heads share one key, which is also the value.
 
     Args:
-        as of `Attention`.
+        as for `Attention`.
 
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.1.
     """
@@ -109,8 +110,8 @@ class LatentAttention(nnx.Module):
         return self.o(out.astype(self.recipe.result), noise), cache
 
     def _rotated(self, heads: Float[Array, "B T N P"], context: Context) -> Float[Array, "B T N P"]:
-        """Heads turned by their positions, float32. Of interleaved ones, the even numbers come
-        first then: queries and keys alike, which changes no score."""
+        """Rotate heads by their positions, float32. Interleaved heads are reordered with even dims
+        first, for queries and keys alike, which changes no score."""
         if self.rope is None:
             return heads.astype(jnp.float32)
         if self.mixer.interleaved:
@@ -127,7 +128,7 @@ class LatentAttention(nnx.Module):
         context: Context,
         kernel: str,
     ) -> Float[Array, "B T N Hv"]:
-        """With keys and values of every head."""
+        """Attend with keys and values of every head."""
         q = jnp.concatenate([plain.astype(jnp.float32), turned], axis=-1)
         keys = named(self.k(latent, context.noise), QKV).astype(jnp.float32)
         shared = jnp.broadcast_to(shared, (*keys.shape[:-1], shared.shape[-1]))
@@ -153,7 +154,7 @@ class LatentAttention(nnx.Module):
         keys: Float[Array, "B S 1 RP"],
         extension: Extension,
     ) -> Float[Array, "B T N Hv"]:
-        """With the cache as the one key of all heads, and its latents as their value."""
+        """Attend with the cache as the one key of all heads, and its latents as their value."""
         dtype = self.recipe.inputs
         to_latents = self.k.weights().astype(dtype)
         of_latents = self.v.weights().astype(dtype)

@@ -22,16 +22,16 @@ from maxtrain.parallel.sharding import constrain
 
 
 class MlpOut(NamedTuple):
-    """What a feed-forward block gives back."""
+    """The result of a feed-forward block."""
 
     x: Float[Array, "B T D"]
-    # Of the loss, each times its factor, and summed over tokens: the sum over layers is divided by
+    # Auxiliary losses, each times its factor, summed over tokens. The sum over layers is divided by
     # the number of the batch's tokens.
     aux_losses: dict[str, WeightedSum]
-    # What is recorded.
+    # Metrics of the block.
     metrics: dict[str, WeightedSum]
-    # What buffers are updated from, by their path in the block, and summaries are made of, by their
-    # names; summed over tokens.
+    # Inputs of buffers, by their path in the block, and of summaries, by their names; summed over
+    # tokens.
     buffer_inputs: dict[str, Array]
 
 
@@ -40,18 +40,18 @@ _ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# Of clamped_swiglu, as in gpt-oss.
+# Constants of clamped_swiglu, as in gpt-oss.
 SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
 
 
 def _activated(activation: Activation, x: Array) -> Array:
-    """activation(x), float32."""
+    """Return activation(x), float32."""
     return _ACTIVATIONS[activation](x.astype(jnp.float32))
 
 
 def gated(activation: Activation, gate: Array, up: Array) -> Array:
-    """activation(gate) * up, float32; clamped_swiglu bounds both, and takes up + 1."""
+    """Return activation(gate) * up, float32; clamped_swiglu clamps both, and uses up + 1."""
     up = up.astype(jnp.float32)
     if activation == "clamped_swiglu":
         gate = jnp.minimum(gate.astype(jnp.float32), SWIGLU_LIMIT)
@@ -61,7 +61,8 @@ def gated(activation: Activation, gate: Array, up: Array) -> Array:
 
 
 class Mlp(nnx.Module):
-    """Feed-forward: (activation(x gate) * (x up)) down, or without gates activation(x up) down.
+    """Feed-forward block: (activation(x gate) * (x up)) down, or without gates activation(x up)
+    down.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """

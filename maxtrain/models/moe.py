@@ -1,4 +1,4 @@
-"""A feed-forward block of experts, of which each token goes to a few."""
+"""A mixture of experts (MoE): a feed-forward block whose experts each process a few tokens."""
 
 import dataclasses
 import functools
@@ -50,8 +50,8 @@ from maxtrain.parallel.sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class LoadBalanceUpdate:
-    """How the correction of each expert changes with the choices that fell on it in a step: by one
-    rate, up where it had less than an equal share, down where it had more.
+    """Update of the router's correction bias of each expert: a fixed rate up if the expert got less
+    than an equal share of choices in a step, down if it got more.
 
     Source: Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1.
     """
@@ -64,13 +64,13 @@ class LoadBalanceUpdate:
 
 
 def load_numbers(choices: Int[Array, "L E"]) -> tuple[Array, ...]:
-    """How evenly the choices of a whole batch fall on experts, in the order of LOAD."""
+    """Return how evenly the choices of a whole batch fall on experts, in the order of LOAD."""
     num_experts = choices.shape[-1]
     counts = choices.astype(jnp.float32)
     total = counts.sum(-1, keepdims=True)
     shares = counts / jnp.where(total > 0, total, 1.0)
     logs = jnp.log(jnp.where(shares > 0, shares, 1.0))
-    # Of one expert, the only share is an equal one.
+    # With a single expert the shares are always equal.
     most = math.log(num_experts) or 1.0
     entropy = -(shares * logs).sum(-1) / most
     return (
@@ -93,12 +93,12 @@ LOAD = Summary(
 
 
 class Moe(nnx.Module):
-    """sum over a token's experts of weight * (activation(x gate) * (x up)) down, and perhaps one
-    more that all tokens go to.
+    """The sum over a token's experts of weight * (activation(x gate) * (x up)) down, plus an
+    optional shared expert.
 
-    Where experts are split over the mesh (`exp`), tokens go to the devices that have theirs, and
-    come back; see ops/expert_all_to_all.py. Otherwise they stay on their device, which has the
-    weights of all experts gathered for them as those of any other block are.
+    If experts are sharded over the mesh (`exp`), tokens are sent to the devices of their experts,
+    and results come back; see ops/expert_all_to_all.py. Otherwise tokens stay on their device,
+    which gathers the weights of all experts like those of any other block.
 
     Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
     """
@@ -127,10 +127,10 @@ class Moe(nnx.Module):
         correction = None
         if moe.corrected:
             update = LoadBalanceUpdate(moe.routing.correction_rate)
-            # Each device routes by those of all experts.
+            # Each device needs the corrections of all experts for routing.
             correction = Buffer(jnp.zeros(E, jnp.float32), axes=("router",), update=update)
         self.correction = correction
-        # Given to it by `with_loads` where it sees a part of a batch.
+        # Set by `with_loads` if the model sees a part of a batch.
         self.whole_load: nnx.Variable | None = None
         out_role: Role = "residual"
         if "mlp_out" in spec.norms:
@@ -161,7 +161,7 @@ class Moe(nnx.Module):
         moe = self.spec
         is_token = context.mask.q_segments > 0
         logits = self._logits(x, context.noise)
-        # As x is: else choices are made, and moved, in parts.
+        # Sharded like x. Otherwise choices would be computed in parts and moved.
         logits = constrain(logits, "activation_batch", LENGTH, None)
         routing = self._route(logits, is_token)
         load = choices_of(routing.experts, moe.num_experts).sum(0)
@@ -171,7 +171,7 @@ class Moe(nnx.Module):
         sets = self._sets(x.shape[0], x.shape[1])
         taken = ExpertAssignment(routing.experts, routing.weights, places, sets)
         capacity = None
-        # Generation drops nothing: a token would be alone in what it is judged by.
+        # Generation drops nothing, because a token would be the only one of its row.
         if moe.routing.capacity_factor is not None and context.extension is None:
             capacity = capacity_of(
                 x.shape[1], moe.num_choices, moe.num_experts, moe.routing.capacity_factor
@@ -192,17 +192,17 @@ class Moe(nnx.Module):
         return MlpOut(out.astype(self.recipe.result), aux_losses, metrics, buffer_inputs)
 
     def _sets(self, num_rows: int, length: int) -> Int[Array, "B T 1"]:
-        """The number of the adapters that each token's row has; 0 where rows have none of their
+        """Return the number of each token's adapter set; 0 if rows have no adapters of their
         own."""
         numbers = jnp.zeros(num_rows, jnp.int32)
         for linear in (self.gate, self.up, self.down):
-            # The same in all banks.
+            # All banks have the same numbers.
             if isinstance(linear.adapter, ExpertBank):
                 numbers = linear.adapter.of_rows(num_rows)
         return jnp.broadcast_to(numbers[:, None, None], (num_rows, length, 1))
 
     def _logits(self, x: Float[Array, "B T D"], noise: TrainNoise | None) -> Float[Array, "B T E"]:
-        """The router's, with noise in training."""
+        """Compute the router's logits, with noise in training."""
         inputs = x.astype(jnp.float32)
         if noise is None or noise.config.router_noise == "none":
             return self.router(inputs, noise)
@@ -233,7 +233,7 @@ class Moe(nnx.Module):
     def _aux_losses(
         self, routing: Routing, logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]
     ) -> dict[str, WeightedSum]:
-        """What the router adds to the loss."""
+        """Return the auxiliary losses of the router."""
         choice = self.spec.routing
         count = is_token.sum().astype(jnp.float32)
         aux_losses = {}
@@ -254,10 +254,10 @@ class Moe(nnx.Module):
         capacity: int | None,
         generates: bool,
     ) -> Float[Array, "B T D"]:
-        """What tokens get from their experts, float32."""
+        """Return the experts' results for all tokens, float32."""
         moe = self.spec
         if generates and moe.routing.kernel == "tokamax":
-            # Its tiles are of more rows than a token a text fills, and texts are made on any
+            # Its tiles have more rows than one token per text fills, and generation must run on any
             # device.
             routing = dataclasses.replace(moe.routing, kernel="blocks")
             moe = dataclasses.replace(moe, routing=routing)
@@ -271,8 +271,8 @@ class Moe(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             return share(work, ExpertSharding(), x, taken, weights)
-        # XLA would sort the tokens of all devices together: each device is given its rows, and its
-        # part of the experts and of their hidden units.
+        # XLA would sort the tokens of all devices together. With shard_map, each device gets its
+        # rows, and its part of the experts and of their hidden units.
         length = None
         if capacity is None and x.shape[1] % length_shards() == 0:
             length = LENGTH
@@ -281,7 +281,7 @@ class Moe(nnx.Module):
         if not is_split:
             rows = PartitionSpec(None, None, None)
         units = _axis_of("mlp", mesh.shape)
-        # As the residual stream, that this is added to.
+        # The result is sharded like the residual stream.
         dealt = rows
         deals_out = units is not None and is_split and capacity is None
         deals_out = deals_out and x.shape[1] % residual_shards() == 0
@@ -304,13 +304,12 @@ class Moe(nnx.Module):
 
 
 def _axis_of(name: str, mesh_shape: Mapping[str, int]) -> str | None:
-    """The mesh axis that dims of this name are split over; None: they are whole."""
+    """Return the mesh axis of dims with this name; None: they are not sharded."""
     (axis,) = partition_spec((name,), mesh_shape)
     return axis
 
 
 def _while_used(axes: Axes, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Where the weights of experts are while they are used: split over experts and hidden units
-    alone."""
+    """Return the sharding of expert weights during use: over experts and hidden units only."""
     kept = [axis if axis in ("exp", "mlp") else None for axis in axes]
     return partition_spec(tuple(kept), mesh_shape)

@@ -1,4 +1,4 @@
-"""A model with the adapters of several fine-tunings, side by side."""
+"""A model with the adapters of several fine-tunings (multi-LoRA)."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -26,10 +26,10 @@ class AdapterSet(NamedTuple):
     """The adapters of one fine-tuning.
 
     Args:
-        name: for errors.
-        lora: their rank and scaling.
-        arrays: by their paths in a model that has them, such as `layers.0.attention.q.adapter.a`,
-            in which layers that are alike are stacked.
+        name: name for error messages.
+        lora: rank and scaling.
+        arrays: arrays by their paths in a model with stacked layers, such as
+            `layers.0.attention.q.adapter.a`.
     """
 
     name: str
@@ -38,28 +38,29 @@ class AdapterSet(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """The adapter of one layer's product: a [*inputs, R] and b [R, *outputs]; of experts, with a
-    dim of them in front."""
+    """The adapter of one layer's product: a [*inputs, R] and b [R, *outputs], with a leading dim
+    for experts."""
 
     a: np.ndarray
     b: np.ndarray
     magnitude: Float[np.ndarray, " O"] | None
 
 
-# By the number of a layer, and the path of a product in it, such as `attention.q`.
+# Adapters by the number of a layer, and the path of a product in it, such as `attention.q`.
 _OfLayers = dict[tuple[int, str], _Matrices]
 
 
 def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
-    """The model with the adapters of all sets, numbered from 1 on. Its weights are the same arrays.
+    """Return the model with the adapters of all sets, numbered from 1 on. Its weights are the same
+    arrays.
 
     Args:
-        model: without adapters, its layers stacked or apart.
-        sets: for models of its config.
+        model: a model without adapters, with stacked or separate layers.
+        sets: adapter sets for models of its config.
 
     Raises:
-        UsageError: the model has adapters, or one of a set is of a product that can't have others
-            for each row.
+        UsageError: the model has adapters, or a set adapts a product that cannot have adapters per
+            row.
     """
     if model.config.lora.rank is not None:
         raise UsageError(
@@ -74,7 +75,7 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         numbers.setdefault(place.name, []).append(number)
     graphdef, variables = nnx.split(model)
     model = nnx.merge(graphdef, variables)
-    # All of them first: what they get is inside them.
+    # Products are collected first, because the banks are added inside them.
     for path, module in list(products(model.layers)):
         _, place, product = path.split(".", 2)
         keys = [(number, product) for number in numbers[place]]
@@ -100,14 +101,14 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
 
 
 def _goes_to_latents(path: str, model: Decoder) -> bool:
-    """Whether a product is also made with the latents of all tokens that are kept."""
+    """Return whether a product is also applied to the cached latents of all tokens."""
     mixers = [layer.mixer for layer in model.spec.stack.layers()]
     has_latents = any(isinstance(mixer, LatentSpec) for mixer in mixers)
     return has_latents and path.endswith((".attention.k", ".attention.v"))
 
 
 def _of_layers(adapters: AdapterSet, config: ModelConfig) -> _OfLayers:
-    """The adapters of a set, layer by layer."""
+    """Return the adapters of a set, layer by layer."""
     found = {}
     places = layer_names(FAMILIES[config.family].spec(config).stack)
     for path, stacked_a in adapters.arrays.items():
@@ -128,7 +129,7 @@ def _of_layers(adapters: AdapterSet, config: ModelConfig) -> _OfLayers:
 
 
 def _layer(array: np.ndarray, repeat: int | None) -> np.ndarray:
-    """What one layer has of an array that may be stacked."""
+    """Return one layer of an array that may be stacked."""
     if repeat is None:
         return array
     return array[repeat]
@@ -137,7 +138,8 @@ def _layer(array: np.ndarray, repeat: int | None) -> np.ndarray:
 def _bank(
     module: Linear, matrices: Sequence[Sequence[_Matrices | None]], sets: Sequence[AdapterSet]
 ) -> AdapterBank:
-    """The bank of one product; `matrices` of each layer that is stacked there, and of each set."""
+    """Build the bank of one product; `matrices` has the adapters of each stacked layer, and of each
+    set."""
     # Quantised weights have adapters of their own.
     assert not isinstance(module.kernel, QuantizedKernel)
     is_stacked = module.kernel.ndim > len(module.kernel.get_metadata("axes"))
@@ -185,7 +187,7 @@ def _expert_bank(
     matrices: Sequence[Sequence[_Matrices | None]],
     sets: Sequence[AdapterSet],
 ) -> ExpertBank:
-    """As `_bank`, of one product of every expert."""
+    """Build the bank of one product of every expert."""
     # Quantised weights have adapters of their own.
     assert not isinstance(module.kernel, QuantizedKernel)
     is_stacked = module.kernel.ndim > len(module.kernel.get_metadata("axes"))

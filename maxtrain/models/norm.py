@@ -1,4 +1,4 @@
-"""Norms, and which of them a layer has."""
+"""Norm modules, and which of them a layer has."""
 
 import functools
 
@@ -13,11 +13,11 @@ from maxtrain.ops.recompute import elementwise
 
 
 class Norm(nnx.Module):
-    """A norm with a learned scale, and perhaps a bias, in the type that comes in; see ops.norm."""
+    """A norm with a learned scale, and an optional bias, in the type of its input; see ops.norm."""
 
     def __init__(self, size: int, spec: NormSpec, init: Initializer, role: Role = "norm"):
         self.scale = init.scale(size, role, spec.offset)
-        # Assigned once: what is first None stays out of the module's parameters.
+        # Assigned once, because an attribute that is None first is not registered as a parameter.
         bias = None
         if spec.kind == "layer":
             bias = init.bias((size,), ("norm",), role)
@@ -27,7 +27,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         scale = self.scale[...]
         if self.spec.offset:
-            # In float32, where 1 and a small scale are not rounded to 1.
+            # The sum is float32, so that 1 plus a small scale is not rounded to 1.
             scale = self.spec.offset + scale.astype(jnp.float32)
         if self.bias is None:
             norm = functools.partial(rms_norm, eps=self.spec.eps)
@@ -39,7 +39,7 @@ class Norm(nnx.Module):
 def norm_of(
     spec: LayerSpec, what: str, size: int, init: Initializer, role: Role = "norm"
 ) -> Norm | None:
-    """The norm of one thing in a layer, if its spec has one."""
+    """Create the norm of one thing in a layer, if its spec has one."""
     if what not in spec.norms:
         return None
     return Norm(size, spec.norm, init, role)
@@ -48,7 +48,8 @@ def norm_of(
 def head_norm(
     spec: LayerSpec, one: str, whole: str, num_heads: int, init: Initializer, role: Role = "norm"
 ) -> Norm | None:
-    """The norm of each head, or of all heads of a token as one, if the layer's spec has one."""
+    """Create the norm of each head, or of all heads of a token as one, if the layer's spec has
+    one."""
     size = spec.mixer.head_dim
     if whole in spec.norms:
         return norm_of(spec, whole, num_heads * size, init, role)
@@ -56,7 +57,7 @@ def head_norm(
 
 
 def normalised(norm: Norm | None, heads: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Heads, each for itself or all of a token as one, by the size of the norm."""
+    """Normalise each head, or all heads of a token as one, according to the size of the norm."""
     if norm is None:
         return heads
     if norm.scale.shape[-1] == heads.shape[-1]:

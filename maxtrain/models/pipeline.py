@@ -1,19 +1,19 @@
-"""Layers in stages: each part of the mesh axis `stage` has some of them, and rows go through all
-parts in micro-batches, of which several are on their way at a time.
+"""Pipeline parallelism (GPipe): each part of the mesh axis `stage` has some of the layers, and rows
+go through all parts in micro-batches.
 
 The layers are cut into blocks, which stages have in turn: with R rounds, stage s of S has the
 blocks s, s + S, ..., s + (R - 1) S, and a micro-batch goes around R times. Stage s works on the
-n-th piece of work that stage 0 began, s iterations later, so that M micro-batches take R M + S - 1
-iterations, of which a stage waits in S - 1. What it computes then is of other micro-batches once
-more, and is used nowhere.
+n-th piece of work of stage 0, s iterations later. So M micro-batches take R M + S - 1 iterations,
+of which a stage idles in S - 1. During these it repeats other micro-batches, and the results are
+discarded.
 
-After each iteration, each stage gives its result to the next one: B T D / M numbers of the type of
-activations for each device, forward, and as many backward. At the end all stages get what the last
-one has found. With more than one round, parameters of a block lie elsewhere than they are stored,
-and are sent there in each pass.
+After each iteration, each stage sends its result to the next one: B T D / M numbers of the type of
+activations for each device forward, and the same number backward. At the end all stages get the
+result of the last one. With more than one round, the parameters of a block are stored on other
+devices than they are used on, and are sent there in each pass.
 
 Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965; rounds: Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 2.2.
+    https://arxiv.org/abs/2104.04473, section 2.2.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,13 @@ from maxtrain.parallel.sharding import (
     stages,
 )
 
-# x [B, T, D] through some layers, whose inputs are stacked, [L, ...]; with what is kept of each.
+# Maps x [B, T, D] through some layers, whose inputs are stacked, [L, ...], to the result and the
+# kept values of each layer.
 Block = Callable[[Array, Context, Any], tuple[Array, Any]]
 
 
 class PipelineLayout(NamedTuple):
-    """How rows go through the stages.
+    """The pipeline layout of rows.
 
     Attributes:
         stages: S.
@@ -57,44 +58,45 @@ class PipelineLayout(NamedTuple):
         return self.rounds * self.micro_batches + self.stages - 1
 
     def waiting(self) -> float:
-        """The share of iterations in which a stage does nothing that is used."""
+        """Return the bubble: the share of iterations in which a stage does no useful work."""
         return (self.stages - 1) / self.iterations()
 
 
-def micro_batches_of(rows: int, asked: int | None) -> int:
-    """M, for so many rows of each device.
+def micro_batches_of(rows: int, requested: int | None) -> int:
+    """Return M for this number of rows per device.
 
     Args:
-        rows: of each device.
-        asked: None: one row of each device in a micro-batch. A number that does not divide the
-            rows, such as those of an evaluation, is lowered to one that does.
+        rows: rows of each device.
+        requested: number of micro-batches; None: one row of each device per micro-batch. A number
+            that does not divide the rows, such as those of an evaluation, is lowered to a divisor.
     """
-    if asked is None:
+    if requested is None:
         return rows
-    return max(count for count in range(1, rows + 1) if rows % count == 0 and count <= asked)
+    return max(count for count in range(1, rows + 1) if rows % count == 0 and count <= requested)
 
 
 def pipelined(
     block: Block, x: Float[Array, "B T D"], context: Context, inputs: Any, form: PipelineLayout
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x through all blocks, and what is kept of each layer, [N, ...], added up over micro-batches.
+    """Pass x through all blocks, and return the kept values of each layer, [N, ...], summed over
+    micro-batches.
 
     Args:
         block: runs the layers of one block.
-        x: what the first layer gets.
-        context: of all rows.
-        inputs: of the N layers, or periods of layers, [N, ...]; S R divides N.
+        x: the input of the first layer.
+        context: the context of all rows.
+        inputs: inputs of the N layers, or periods of layers, [N, ...]; S R divides N.
     """
     S, R, M = form
     rows = micro_batches(rows_of(context), M)
     weights = jax.tree.map(lambda leaf: in_blocks(leaf, form), inputs)
-    # What is on its way into stage 0, by micro-batch; the other stages' are not used.
+    # The inputs of stage 0, by micro-batch; those of other stages are not used.
     waiting = micro_batches(x, M)
     waiting = on_stages(jnp.broadcast_to(waiting, (S, *waiting.shape)))
     places = jnp.arange(S)
 
     def at_stage(x: Array, item: Array, weights: Any) -> tuple[Array, Any]:
-        """A block, for the n-th piece of work."""
+        """Run a block for the n-th piece of work."""
         micro = item % M
         number = jnp.clip(item // M, 0, R - 1)
         of_rows = jax.tree.map(lambda leaf: leaf[micro], rows)
@@ -108,7 +110,7 @@ def pipelined(
         own = jax.lax.dynamic_index_in_dim(waiting, number % M, axis=1, keepdims=False)
         x = on_stages(with_stage(given, 0, own))
         out, kept = jax.vmap(at_stage, spmd_axis_name=STAGE)(x, number - places, weights)
-        # The last stage gives to the first one.
+        # The last stage sends to the first one.
         given = on_stages(jnp.roll(out, 1, axis=0))
         place = (number - S + 1) % M
         before = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
@@ -123,29 +125,29 @@ def pipelined(
 
 
 def on_stages(x: Array) -> Array:
-    """[S, ..., b, T, D] split over stages, and as activations are."""
+    """Shard [S, ..., b, T, D] over stages, and otherwise like activations."""
     between = (None,) * (x.ndim - 4)
     return constrain_residual(x, "layers", *between)
 
 
 def with_stage(x: Shaped[Array, "S *s"], number: int, own: Array) -> Shaped[Array, "S *s"]:
-    """What stages have, with that of one of them replaced."""
+    """Replace the part of one stage."""
     return jnp.where(_is_of_stage(x, number), own, x)
 
 
 def of_stage(x: Shaped[Array, "S *s"], number: int) -> Shaped[Array, "*s"]:
-    """What one stage has, for all: numbers and zeros add up to the numbers."""
+    """Broadcast the part of one stage to all: the sum with zeros is exact."""
     return jnp.where(_is_of_stage(x, number), x, 0).sum(0, dtype=x.dtype)
 
 
 def _is_of_stage(x: Shaped[Array, "S *s"], number: int) -> Array:
-    """Whether elements are of a stage; it broadcasts to them."""
+    """Return whether elements belong to a stage, in a shape that broadcasts."""
     is_it = jnp.arange(x.shape[0]) == number
     return is_it.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def in_blocks(leaf: Shaped[Array, "N *s"], form: PipelineLayout) -> Shaped[Array, "S R L *s"]:
-    """The layers of each stage, by round."""
+    """Split layers by stage and round."""
     S, R, _ = form
     N = leaf.shape[0]
     assert N % (S * R) == 0, f"{N} layers or periods in {R} rounds of {S} stages"
@@ -155,11 +157,11 @@ def in_blocks(leaf: Shaped[Array, "N *s"], form: PipelineLayout) -> Shaped[Array
 
 
 def split_as_used(weights: Any) -> Any:
-    """The layers of a block, whose gradients of each micro-batch are split as they are: XLA would
-    add them up whole on all devices."""
+    """Shard the layers of a block, so that their gradients for each micro-batch are sharded as
+    well. XLA would accumulate them whole on all devices."""
 
     def split(variable: Any) -> Any:
-        # What is given to layers for one pass has no names of its dims, and no gradient.
+        # Inputs of layers for a single pass have no logical axes, and no gradient.
         if not isinstance(variable, nnx.Variable) or "axes" not in variable.get_metadata():
             return variable
         axes = variable.get_metadata("axes")
@@ -170,7 +172,7 @@ def split_as_used(weights: Any) -> Any:
 
 
 def _of_layers(leaf: Shaped[Array, "I S L *s"], form: PipelineLayout) -> Shaped[Array, "N *s"]:
-    """What was kept in each iteration, of each layer; without that of waiting stages."""
+    """Sum the kept values of each layer over iterations, without those of idle stages."""
     S, R, M = form
     used = jnp.stack([leaf[stage : stage + R * M, stage] for stage in range(S)], axis=1)
     by_round = used.reshape(R, M, *used.shape[1:])
@@ -180,7 +182,7 @@ def _of_layers(leaf: Shaped[Array, "I S L *s"], form: PipelineLayout) -> Shaped[
 
 
 class RowInputs(NamedTuple):
-    """What each row has of its own in a pass, [B, ...]."""
+    """The inputs that differ between rows in a pass, [B, ...]."""
 
     rotations: list[Rotation]
     segments: Int[Array, "B T"]
@@ -189,6 +191,7 @@ class RowInputs(NamedTuple):
 
 
 def rows_of(context: Context) -> RowInputs:
+    """Return the row inputs of a context."""
     mask = context.mask
     assert context.extension is None, "nothing is generated in stages"
     assert mask.q_columns.ndim == 1, "columns are those of all rows"
@@ -202,7 +205,7 @@ def rows_of(context: Context) -> RowInputs:
 
 
 def with_rows(context: Context, rows: RowInputs) -> Context:
-    """The context of some rows."""
+    """Return the context of some rows."""
     mask = context.mask
     some = Mask(
         mask.q_columns,
@@ -223,9 +226,9 @@ def with_rows(context: Context, rows: RowInputs) -> Context:
 
 
 def form_for(rows: int, config: PipelineConfig) -> PipelineLayout:
-    """The form on the current mesh, of batches of so many rows.
+    """Return the pipeline layout on the current mesh, for batches of this number of rows.
 
-    Rows that devices can't have equal numbers of, such as those of a prompt, are all on each.
+    If devices cannot have equal numbers of rows, as for a prompt, each device has all of them.
     """
     shards = batch_shards()
     of_device = rows

@@ -1,10 +1,10 @@
 """Attention over rows that are split over devices: keys and values go around a ring.
 
-Each device keeps its queries. Keys and values, with the columns and segments of their tokens, go
-from device to device until all queries have met all keys; while one part is being multiplied, the
-next one is on its way. Parts are met in blocks, with a running maximum and sum for each query, and
-a block that no query of another block sees by their columns is left out. With the tokens in
-`Zigzag`'s order, every device has as much to do as the others.
+Each device keeps its queries. Keys and values, with the columns and segments of their tokens,
+rotate between devices until all queries have met all keys; the next part is sent while one part is
+multiplied. Parts are met in blocks, with a running maximum and sum for each query, and a block that
+no query of another block sees by their columns is left out. With tokens in zigzag order
+(context_split.py), the work of all devices is balanced.
 
 Memory of a device: two parts of keys and values, and the scores of one block. Sent, by each device
 and layer: its keys and values C - 1 times forward, and with their gradients C times backward.
