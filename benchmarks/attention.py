@@ -37,7 +37,7 @@ _WINDOW = 1024
 HEADS = ((32, 8, 128), (32, 8, 64), (14, 2, 64))
 
 
-class Rows(NamedTuple):
+class AttentionCase(NamedTuple):
     """What is attended to."""
 
     name: str
@@ -61,15 +61,15 @@ class Rows(NamedTuple):
         return total
 
 
-def kinds_of_rows(rows: int, length: int) -> list[Rows]:
+def kinds_of_rows(rows: int, length: int) -> list[AttentionCase]:
     whole = np.ones((rows, length), np.int32)
     rng = np.random.default_rng(0)
     begins = rng.random((rows, length)) < 1 / _MEAN_DOCUMENT
     packed = 1 + np.cumsum(begins, axis=1).astype(np.int32)
     return [
-        Rows("one document", whole, None),
-        Rows(f"documents of {_MEAN_DOCUMENT}", packed, None),
-        Rows(f"a window of {_WINDOW:,}", whole, _WINDOW),
+        AttentionCase("one document", whole, None),
+        AttentionCase(f"documents of {_MEAN_DOCUMENT}", packed, None),
+        AttentionCase(f"a window of {_WINDOW:,}", whole, _WINDOW),
     ]
 
 
@@ -120,7 +120,7 @@ def table(rows: int, length: int, repeats: int) -> Iterator[str]:
 
 
 def cells_of(
-    kernels: list[str], kind: Rows, arrays: tuple[Any, ...], repeats: int, flops: float
+    kernels: list[str], kind: AttentionCase, arrays: tuple[Any, ...], repeats: int, flops: float
 ) -> list[str]:
     """Milliseconds and TFLOP/s of each kernel."""
     steps = {}

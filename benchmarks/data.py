@@ -149,7 +149,7 @@ def first_fit(shards: TokenShards, rows: int, length: int) -> list[float]:
     return speeds(read_some, read_some())
 
 
-class Windows:
+class TokenWindows:
     """Rows of so many tokens, as grain's loader asks for them."""
 
     def __init__(self, shards: TokenShards, length: int):
@@ -166,7 +166,7 @@ class Windows:
 def data_loader(shards: TokenShards, rows: int, length: int) -> list[float]:
     """The speed of grain's own DataLoader: rows are shuffled, and batched in this process. Its rows
     have tokens alone."""
-    source = Windows(shards, length)
+    source = TokenWindows(shards, length)
     sampler = grain.samplers.IndexSampler(len(source), shuffle=True, seed=0)
     loader = grain.DataLoader(
         data_source=source,

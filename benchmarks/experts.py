@@ -60,7 +60,7 @@ MOE = MoeConfig(num_experts=8, experts_per_token=2, expert_dim=32)
 LATENT = {"head_dim": 12, "num_heads": 2, "num_kv_heads": 2}
 
 
-class Kind(NamedTuple):
+class BalanceKind(NamedTuple):
     """What keeps experts busy."""
 
     family: str
@@ -71,20 +71,20 @@ class Kind(NamedTuple):
 
 NOTHING = RoutingConfig(balance=0.0, correction_rate=0.0)
 KINDS = {
-    "nothing": Kind("qwen3_moe", NOTHING),
-    "balance, of each sequence": Kind("qwen3_moe", RoutingConfig(balance=0.3)),
-    "balance, of each of 4 micro-batches": Kind(
+    "nothing": BalanceKind("qwen3_moe", NOTHING),
+    "balance, of each sequence": BalanceKind("qwen3_moe", RoutingConfig(balance=0.3)),
+    "balance, of each of 4 micro-batches": BalanceKind(
         "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="micro_batch"), 4
     ),
-    "balance, of the whole batch": Kind(
+    "balance, of the whole batch": BalanceKind(
         "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="global")
     ),
-    "nothing, by sigmoid": Kind("deepseek_v3", NOTHING),
-    "correction": Kind("deepseek_v3", RoutingConfig(balance=0.0, correction_rate=0.01)),
+    "nothing, by sigmoid": BalanceKind("deepseek_v3", NOTHING),
+    "correction": BalanceKind("deepseek_v3", RoutingConfig(balance=0.0, correction_rate=0.01)),
 }
 
 
-class Trained(NamedTuple):
+class TrainingCurves(NamedTuple):
     """What a run recorded, a number for each step."""
 
     loss: np.ndarray
@@ -133,7 +133,7 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def train(kind: Kind, steps: int) -> Trained:
+def train(kind: BalanceKind, steps: int) -> TrainingCurves:
     """A run from the same weights on the same batches, whatever keeps experts busy."""
     config = model_of(kind.family, kind.routing)
     optimizer_config = OptimizerConfig(learning_rate=RATE, weight_decay=0.0)
@@ -155,7 +155,7 @@ def train(kind: Kind, steps: int) -> Trained:
             state, metrics = step(state, batch_of(number))
             names = ("loss", "expert_max_load", "expert_load_entropy")
             found.append([float(metrics[name]) for name in names])
-    return Trained(*np.array(found).T)
+    return TrainingCurves(*np.array(found).T)
 
 
 def balance_table(steps: int) -> list[str]:

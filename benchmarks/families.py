@@ -2,9 +2,10 @@
 
     python -m benchmarks.families [--only gemma2 gemma3] [--write]
 
-prints the table of benchmarks/results/families.md, in half an hour on two busy cores. What transformers and torch found lies beside
-each model: logits, loss and gradients of two rows in reference.npz, twenty steps of AdamW in
-trajectory.npz. The tests hold the same measurements to their tolerances.
+prints the table of benchmarks/results/families.md, in half an hour on two busy cores. What
+transformers and torch found lies beside each model: logits, loss and gradients of two rows in
+reference.npz, twenty steps of AdamW in trajectory.npz. The tests hold the same measurements to
+their tolerances.
 """
 
 import argparse
@@ -87,8 +88,8 @@ Batch = Mapping[str, np.ndarray]
 
 
 def apart(found: Any, expected: Any) -> float:
-    """The largest difference of two arrays, as a share of the largest number expected; infinite where
-    a number is not finite, or where all should be 0 and are not."""
+    """The largest difference of two arrays, as a share of the largest number expected; infinite
+    where a number is not finite, or where all should be 0 and are not."""
     found = np.asarray(found, np.float64)
     expected = np.asarray(expected, np.float64)
     assert found.shape == expected.shape
@@ -111,13 +112,14 @@ def worst(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float,
 # One pass
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """What one pass forward and backward gives.
 
     Attributes:
         logits: [B, T, V].
         loss: nats per target.
-        gradients: of the parameters, as the tensors that they are in files of Hugging Face, by name.
+        gradients: of the parameters, as the tensors that they are in files of Hugging Face, by
+            name.
     """
 
     logits: np.ndarray
@@ -130,7 +132,7 @@ class Passed(NamedTuple):
         return float(np.sqrt(sum(squares)))
 
 
-def passed(model: Decoder, batch: Batch) -> Passed:
+def passed(model: Decoder, batch: Batch) -> PassResult:
     """A pass of a model in float32."""
     graphdef, params = nnx.split(model)
     (loss, logits), grads = _loss_and_gradients(graphdef, params, dict(batch))
@@ -138,7 +140,7 @@ def passed(model: Decoder, batch: Batch) -> Passed:
     named = {name: in_memory(np.asarray(leaf)) for name, leaf in leaves}
     tensors = tensors_in_order(FAMILIES[model.config.family].table(model.config), named)
     gradients = {name: tensor.whole() for name, tensor in tensors.items()}
-    return Passed(np.asarray(logits), float(loss), gradients)
+    return PassResult(np.asarray(logits), float(loss), gradients)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -161,7 +163,7 @@ def reference_batch(tokens: np.ndarray) -> Batch:
     return {"inputs": tokens, "targets": np.roll(tokens, -1, axis=1), "loss_mask": mask}
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The same documents twice.
 
     Attributes:
@@ -176,7 +178,7 @@ class Documents(NamedTuple):
     places: list[list[tuple[int, int]]]
 
 
-def documents() -> Documents:
+def documents() -> PackedDocuments:
     rng = np.random.default_rng(3)
     tokens = rng.integers(1, 160, (len(DOCUMENTS), ROW + 1)).astype(np.int32)
     alone = _empty_rows()
@@ -199,7 +201,7 @@ def documents() -> Documents:
             packed["segment_ids"][row, there] = place + 1
             places[number].append((row, start))
             start += length
-    return Documents(packed, alone, places)
+    return PackedDocuments(packed, alone, places)
 
 
 def _empty_rows() -> dict[str, np.ndarray]:
@@ -209,7 +211,7 @@ def _empty_rows() -> dict[str, np.ndarray]:
     return rows | {"loss_mask": np.zeros(shape, np.float32)}
 
 
-class Apart(NamedTuple):
+class PassDifference(NamedTuple):
     """How far two ways to compute the same are apart, as a share of the largest number.
 
     Attributes:
@@ -222,7 +224,7 @@ class Apart(NamedTuple):
     where: str
 
 
-def packed_against_separate(config: ModelConfig) -> Apart:
+def packed_against_separate(config: ModelConfig) -> PassDifference:
     """Documents that share a row, against each in a row of its own."""
     packed, alone, places = documents()
     model = repeated(config)
@@ -234,17 +236,17 @@ def packed_against_separate(config: ModelConfig) -> Apart:
         for row, start in places[number]:
             logits.append(apart(together.logits[row, start : start + length], expected))
     gradients, where = worst(together.gradients, separate.gradients)
-    return Apart(max(logits), gradients, where)
+    return PassDifference(max(logits), gradients, where)
 
 
-def scan_against_unrolled(config: ModelConfig) -> Apart:
+def scan_against_unrolled(config: ModelConfig) -> PassDifference:
     """Layers as one loop, against layers one after another, on rows of several documents."""
     packed, _, _ = documents()
     scanned = passed(repeated(config), packed)
     unrolled = passed(repeated(dataclasses.replace(config, scan_layers=False)), packed)
     real = packed["segment_ids"] > 0
     gradients, where = worst(scanned.gradients, unrolled.gradients)
-    return Apart(apart(scanned.logits[real], unrolled.logits[real]), gradients, where)
+    return PassDifference(apart(scanned.logits[real], unrolled.logits[real]), gradients, where)
 
 
 def repeated(config: ModelConfig, repeats: int = 2) -> Decoder:
@@ -316,7 +318,7 @@ def whole_rows(tokens: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-class Steps(NamedTuple):
+class StepsResult(NamedTuple):
     """What some steps gave."""
 
     state: TrainState
@@ -324,7 +326,7 @@ class Steps(NamedTuple):
     norms: list[float]
 
 
-def make_steps(parts: Training, state: TrainState, batches: np.ndarray) -> Steps:
+def make_steps(parts: Training, state: TrainState, batches: np.ndarray) -> StepsResult:
     """Steps from a state, which is donated. batches: tokens, [steps, B, T + 1]."""
     losses = []
     norms = []
@@ -333,10 +335,10 @@ def make_steps(parts: Training, state: TrainState, batches: np.ndarray) -> Steps
             state, metrics = parts.step(state, parts.layout.to_global(whole_rows(tokens)))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-    return Steps(state, losses, norms)
+    return StepsResult(state, losses, norms)
 
 
-class Twenty(NamedTuple):
+class TrajectoryResult(NamedTuple):
     """What the steps of trajectory.npz gave."""
 
     losses: list[float]
@@ -347,7 +349,7 @@ class Twenty(NamedTuple):
 
 def twenty_steps(
     case: str, axes: Mapping[str, Any], accumulation: int = 1, **changes: Any
-) -> Twenty:
+) -> TrajectoryResult:
     """The case's steps on a mesh; `changes`: keys of the model."""
     theirs = np.load(PARITY / case / "trajectory.npz")
     mesh_config = MeshConfig(**axes)
@@ -360,7 +362,7 @@ def twenty_steps(
     with jax.set_mesh(parts.mesh):
         trained = nnx.merge(parts.graphdef, policy_variables(made.state))
         logits = jax.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(theirs["probe"]))
-    return Twenty(made.losses, made.norms, logits)
+    return TrajectoryResult(made.losses, made.norms, logits)
 
 
 def unlike_after_resuming(config: ModelConfig, folder: Path) -> list[str]:
@@ -416,8 +418,8 @@ def greedy_is_theirs(case: str) -> bool:
 
 
 def files_come_back(case: str, folder: Path) -> bool:
-    """Whether the file that is read is the file that is written, byte for byte, and is read again as
-    the same parameters."""
+    """Whether the file that is read is the file that is written, byte for byte, and is read again
+    as the same parameters."""
     model, config = load_pretrained(PARITY / case)
     params = nnx.state(model)
     write_weights(folder, params, config, "float32", 1 << 30, lambda line: None)

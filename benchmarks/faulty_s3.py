@@ -1,5 +1,5 @@
-"""moto's S3 server on this machine, with faults on demand: requests that are denied, fail, are slow,
-lose bytes or are lost themselves."""
+"""moto's S3 server on this machine, with faults on demand: requests that are denied, fail, are
+slow, lose bytes or are lost themselves."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ _ERROR = (
 
 
 @dataclasses.dataclass
-class Fault:
+class RequestFault:
     """What happens to requests whose method and path, as in `PUT /bucket/key`, match.
 
     Attributes:
@@ -64,15 +64,16 @@ class Fault:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class Faults:
-    """What is to happen to requests: `faults` may change at any time, and `seen` has all requests."""
+class RequestFaults:
+    """What is to happen to requests: `faults` may change at any time, and `seen` has all
+    requests."""
 
     def __init__(self) -> None:
-        self.faults: list[Fault] = []
+        self.faults: list[RequestFault] = []
         self.seen: list[str] = []
         self._counting = threading.Lock()
 
-    def fault_of(self, request: str) -> Fault | None:
+    def fault_of(self, request: str) -> RequestFault | None:
         """What happens to a request, which was seen; None: it is done."""
         with self._counting:
             self.seen.append(request)
@@ -86,7 +87,7 @@ class Faults:
                 return fault
         return None
 
-    def begin(self, faults: list[Fault]) -> None:
+    def begin(self, faults: list[RequestFault]) -> None:
         """Has these faults from now on, and has seen nothing."""
         with self._counting:
             self.seen.clear()
@@ -98,7 +99,7 @@ class Faults:
             return list(self.seen)
 
 
-class FaultyS3(Faults):
+class FaultyS3(RequestFaults):
     """A server with a bucket, named by the usual variables while the `with` lasts, for child
     processes too.
 
@@ -214,7 +215,7 @@ class FaultyS3Process:
         theirs.close()
         self.environment: dict[str, str] = self._pipe.recv()
 
-    def begin(self, faults: list[Fault]) -> None:
+    def begin(self, faults: list[RequestFault]) -> None:
         self._call("begin", faults)
 
     def requests(self) -> list[str]:

@@ -53,7 +53,7 @@ _MEMORY = "| run | devices | mesh | step | memory, GiB | of limit | limited by |
 _COLLECTIVES = "| run | devices | collective | over | count | a device sends, GiB | at least, s |"
 
 
-class Case(NamedTuple):
+class MemoryCase(NamedTuple):
     """A row: a config with overrides, and devices."""
 
     name: str
@@ -77,46 +77,46 @@ _LARGEST = (
     "mesh.rules.embed=[fsdp, context]",
 )
 CASES = (
-    Case("sft_qwen2_5_0_5b", "h200:1"),
-    Case("sft_lora_qwen2_5_1_5b", "h200:1"),
-    Case("grpo_qwen2_5_1_5b", "h200:1"),
-    Case("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
-    Case("llama3_8b", "v5e:16x16:2", (*_FLASH, "data.batch_size=512", "mesh.dcn_data=2")),
-    Case("llama3_8b", "v5p:2x4x4", _FLASH),
-    Case("llama3_8b", "v5p:4x4x4", _FLASH),
-    Case("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
-    Case("llama3_8b", "b200:8", ("optimizer.accumulation=4",)),
-    Case("llama3_8b", "h100:8x8"),
-    Case("llama3_8b", "h100:8x8", ("model.attention=triton",)),
-    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
-    Case("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
-    Case("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
-    Case("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
-    Case("llama3_70b", "v5p:4x8x8", _FLASH),
-    Case("llama3_70b", "v5p:8x8x8", _FLASH),
-    Case("llama3_70b", "v5p:8x8x8:2", (*_FLASH, "data.batch_size=1024", "mesh.dcn_data=2")),
-    Case(
+    MemoryCase("sft_qwen2_5_0_5b", "h200:1"),
+    MemoryCase("sft_lora_qwen2_5_1_5b", "h200:1"),
+    MemoryCase("grpo_qwen2_5_1_5b", "h200:1"),
+    MemoryCase("llama3_8b", "v5e:16x16", (*_FLASH, "data.batch_size=256")),
+    MemoryCase("llama3_8b", "v5e:16x16:2", (*_FLASH, "data.batch_size=512", "mesh.dcn_data=2")),
+    MemoryCase("llama3_8b", "v5p:2x4x4", _FLASH),
+    MemoryCase("llama3_8b", "v5p:4x4x4", _FLASH),
+    MemoryCase("llama3_8b", "h100:8", ("optimizer.accumulation=16",)),
+    MemoryCase("llama3_8b", "b200:8", ("optimizer.accumulation=4",)),
+    MemoryCase("llama3_8b", "h100:8x8"),
+    MemoryCase("llama3_8b", "h100:8x8", ("model.attention=triton",)),
+    MemoryCase("llama3_8b", "v5p:4x4x4", (*_PARTED, "model.attention=ring")),
+    MemoryCase("llama3_8b", "v5p:4x4x4", (*_PARTED, *_FLASH)),
+    MemoryCase("llama3_8b", "h100:8x8", (*_PARTED, "model.attention=ring")),
+    MemoryCase("llama3_8b", "h100:8x8", (*_PARTED, *_XLA)),
+    MemoryCase("llama3_70b", "v5p:4x8x8", _FLASH),
+    MemoryCase("llama3_70b", "v5p:8x8x8", _FLASH),
+    MemoryCase("llama3_70b", "v5p:8x8x8:2", (*_FLASH, "data.batch_size=1024", "mesh.dcn_data=2")),
+    MemoryCase(
         "llama3_70b",
         "v6e:16x16",
         (*_FLASH, "precision.activations=bfloat16", "data.batch_size=256"),
     ),
-    Case("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
-    Case("llama3_405b", "v5p:8x8x8", (*_FLASH, "precision.activations=bfloat16")),
-    Case("llama3_405b", "h100:64x8", (*_LARGEST, "data.batch_size=256")),
-    Case("llama3_405b", "h100:128x8", _LARGEST),
-    Case("llama3_405b", "h100:256x8", (*_LARGEST, "data.batch_size=1024")),
-    Case("mixtral_8x7b", "v5p:4x4x4", _FLASH),
-    Case("mixtral_8x7b", "h100:8x8"),
-    Case("qwen3_30b_a3b", "v5p:4x4x4", _FLASH),
-    Case("qwen3_30b_a3b", "h100:8x8"),
-    Case("deepseek_v3", "v5p:8x8x8", _XLA),
-    Case("deepseek_v3", "h200:64x8"),
-    Case("deepseek_v3", "h100:64x8"),
-    Case("deepseek_v3", "h100:64x8", ("precision.activations=bfloat16",)),
+    MemoryCase("llama3_70b", "h100:32x8", ("optimizer.accumulation=2",)),
+    MemoryCase("llama3_405b", "v5p:8x8x8", (*_FLASH, "precision.activations=bfloat16")),
+    MemoryCase("llama3_405b", "h100:64x8", (*_LARGEST, "data.batch_size=256")),
+    MemoryCase("llama3_405b", "h100:128x8", _LARGEST),
+    MemoryCase("llama3_405b", "h100:256x8", (*_LARGEST, "data.batch_size=1024")),
+    MemoryCase("mixtral_8x7b", "v5p:4x4x4", _FLASH),
+    MemoryCase("mixtral_8x7b", "h100:8x8"),
+    MemoryCase("qwen3_30b_a3b", "v5p:4x4x4", _FLASH),
+    MemoryCase("qwen3_30b_a3b", "h100:8x8"),
+    MemoryCase("deepseek_v3", "v5p:8x8x8", _XLA),
+    MemoryCase("deepseek_v3", "h200:64x8"),
+    MemoryCase("deepseek_v3", "h100:64x8"),
+    MemoryCase("deepseek_v3", "h100:64x8", ("precision.activations=bfloat16",)),
 )
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: MemoryCase) -> dict[str, Any]:
     """The record of `maxtrain fit`.
 
     Raises:
@@ -139,7 +139,7 @@ def measure(case: Case) -> dict[str, Any]:
         return json.loads(written.read_text())
 
 
-def memory_row(case: Case, found: dict[str, Any]) -> str:
+def memory_row(case: MemoryCase, found: dict[str, Any]) -> str:
     """Of the first table."""
     axes = [f"{axis}={count}" for axis, count in found["mesh"].items() if count > 1]
     step = f"{found['rows']:,} x {found['seq_length']:,}"
@@ -162,7 +162,7 @@ def memory_row(case: Case, found: dict[str, Any]) -> str:
     return _row(*cells, estimate["limit"], time)
 
 
-def collective_rows(case: Case, found: dict[str, Any]) -> list[str]:
+def collective_rows(case: MemoryCase, found: dict[str, Any]) -> list[str]:
     """Of the second table: collectives of more than a thousandth of what is sent, and all that is
     sent between slices."""
     lines = found["collectives"]

@@ -79,7 +79,7 @@ the line is mostly nearer: what a step needs is no line where another part of it
 that needs most, as with few tokens, or with a large vocabulary."""
 
 
-class Case(NamedTuple):
+class StepCase(NamedTuple):
     """A step."""
 
     name: str
@@ -95,19 +95,19 @@ class Case(NamedTuple):
         words = {word.partition("=")[0]: word for word in (*self.base, *self.words, *shape)}
         return load_config(list(words.values()))
 
-    def with_rows(self, rows: int) -> "Case":
+    def with_rows(self, rows: int) -> "StepCase":
         return self._replace(batch=self.batch._replace(rows=rows))
 
 
 CASES = (
-    Case("dense", (), RowBatchShape(8, 512)),
-    Case("dense, wide", ("model.embed_dim=512", "model.mlp_dim=2048"), RowBatchShape(8, 512)),
-    Case("dense, long rows", (), RowBatchShape(2, 2048)),
-    Case("dense, few tokens", (), RowBatchShape(1, 64)),
-    Case("remat=full", ("model.remat=full",), RowBatchShape(8, 512)),
-    Case("accumulation=4", ("optimizer.accumulation=4",), RowBatchShape(16, 512)),
-    Case("large vocabulary", ("model.vocab_size=32768",), RowBatchShape(4, 512)),
-    Case("experts", _EXPERTS, RowBatchShape(8, 512)),
+    StepCase("dense", (), RowBatchShape(8, 512)),
+    StepCase("dense, wide", ("model.embed_dim=512", "model.mlp_dim=2048"), RowBatchShape(8, 512)),
+    StepCase("dense, long rows", (), RowBatchShape(2, 2048)),
+    StepCase("dense, few tokens", (), RowBatchShape(1, 64)),
+    StepCase("remat=full", ("model.remat=full",), RowBatchShape(8, 512)),
+    StepCase("accumulation=4", ("optimizer.accumulation=4",), RowBatchShape(16, 512)),
+    StepCase("large vocabulary", ("model.vocab_size=32768",), RowBatchShape(4, 512)),
+    StepCase("experts", _EXPERTS, RowBatchShape(8, 512)),
 )
 
 _LLAMA = ("config=llama3_1b", "precision.activations=bfloat16", "mesh.fsdp=1")
@@ -120,19 +120,19 @@ _FEW_EXPERTS = (
     "mesh.expert=1",
 )
 GPU_CASES = (
-    Case("xla", ("model.attention=xla",), RowBatchShape(4, 4096), _LLAMA),
-    Case("triton", ("model.attention=triton",), RowBatchShape(4, 4096), _LLAMA),
-    Case("mosaic", ("model.attention=mosaic",), RowBatchShape(4, 4096), _LLAMA),
-    Case("cudnn", _CUDNN, RowBatchShape(4, 4096), _LLAMA),
-    Case(
+    StepCase("xla", ("model.attention=xla",), RowBatchShape(4, 4096), _LLAMA),
+    StepCase("triton", ("model.attention=triton",), RowBatchShape(4, 4096), _LLAMA),
+    StepCase("mosaic", ("model.attention=mosaic",), RowBatchShape(4, 4096), _LLAMA),
+    StepCase("cudnn", _CUDNN, RowBatchShape(4, 4096), _LLAMA),
+    StepCase(
         "triton, remat=none",
         ("model.attention=triton", "model.remat=none"),
         RowBatchShape(4, 4096),
         _LLAMA,
     ),
-    Case("cudnn, remat=none", (*_CUDNN, "model.remat=none"), RowBatchShape(4, 4096), _LLAMA),
-    Case("triton, 16 rows", ("model.attention=triton",), RowBatchShape(16, 4096), _LLAMA),
-    Case("experts, triton", ("model.attention=triton",), RowBatchShape(4, 4096), _FEW_EXPERTS),
+    StepCase("cudnn, remat=none", (*_CUDNN, "model.remat=none"), RowBatchShape(4, 4096), _LLAMA),
+    StepCase("triton, 16 rows", ("model.attention=triton",), RowBatchShape(16, 4096), _LLAMA),
+    StepCase("experts, triton", ("model.attention=triton",), RowBatchShape(4, 4096), _FEW_EXPERTS),
 )
 
 
@@ -149,13 +149,17 @@ def copied_per_second() -> float:
     return 2 * _COPIED_BYTES / min(seconds)
 
 
-def programs_of(case: Case) -> StepPrograms:
+def programs_of(case: StepCase) -> StepPrograms:
     """On one device of this CPU."""
     return StepPrograms(case.config, jax.devices()[:1])
 
 
 def estimate(
-    case: Case, programs: StepPrograms, compiled: jax.stages.Compiled, peak: float, memory: Links
+    case: StepCase,
+    programs: StepPrograms,
+    compiled: jax.stages.Compiled,
+    peak: float,
+    memory: Links,
 ) -> Roofline:
     """As `maxtrain fit` makes it for devices that are not here."""
     work = work_of(parse(compiled.as_text() or ""), has_small_memories=False)
@@ -163,7 +167,7 @@ def estimate(
     return roofline(work, model_flops(case, programs), peak, [], memory)
 
 
-def model_flops(case: Case, programs: StepPrograms) -> float:
+def model_flops(case: StepCase, programs: StepPrograms) -> float:
     """Of a step, as causal attention needs them."""
     model = token_flops(programs.parts.config.model, case.batch.length, 0).causal
     return model * case.batch.rows * case.batch.length
@@ -202,7 +206,7 @@ def random_batch(programs: StepPrograms, shape: RowBatchShape) -> dict[str, jax.
     return arrays
 
 
-def time_row(case: Case, steps: int, peak: float, copied: float) -> str:
+def time_row(case: StepCase, steps: int, peak: float, copied: float) -> str:
     """Of the first table."""
     programs = programs_of(case)
     compiled = programs.compile(*case.batch)
@@ -233,7 +237,7 @@ def apart(needed: dict[int, int], one: int, two: int, units: int) -> float:
     return (needed[one] + (units - one) * slope) / needed[units] - 1
 
 
-def needed_by_units(case: Case, numbers: Sequence[int] = UNITS) -> dict[int, int]:
+def needed_by_units(case: StepCase, numbers: Sequence[int] = UNITS) -> dict[int, int]:
     """Bytes of the compiled steps of so many units of rows."""
     unit = programs_of(case).unit
     needed = {}
@@ -244,7 +248,7 @@ def needed_by_units(case: Case, numbers: Sequence[int] = UNITS) -> dict[int, int
     return needed
 
 
-def memory_row(case: Case) -> str:
+def memory_row(case: StepCase) -> str:
     """Of the second table."""
     needed = needed_by_units(case)
     cells = [case.name, f"{programs_of(case).unit} x {case.batch.length:,}"]
@@ -283,7 +287,7 @@ def tables(steps: int) -> Sequence[str]:
     return lines
 
 
-def gpu_row(case: Case, steps: int) -> str:
+def gpu_row(case: StepCase, steps: int) -> str:
     """Of the table of a GPU; in a process of its own."""
     device = jax.devices()[0]
     programs = programs_of(case)

@@ -8,8 +8,8 @@ ranges. Keys of the other objectives are drawn rarely, since they are refused. I
 the config, their message must say what to change. The key that they name is then removed, until the
 config is accepted, or none of the keys is left to remove.
 
-What an objective reads (pairs of answers, prompts, a teacher) is made when the first trial needs it.
-A trial with `mesh.dcn_...` runs as two processes, each of which counts as a slice.
+What an objective reads (pairs of answers, prompts, a teacher) is made when the first trial needs
+it. A trial with `mesh.dcn_...` runs as two processes, each of which counts as a slice.
 
 An accepted config trains for about two steps, with a checkpoint after each. Then the last
 checkpoint is removed, and the same command must end with the same numbers and arrays, bit for bit.
@@ -512,14 +512,14 @@ THEMES: Sequence[Sequence[str]] = (
 )
 
 
-class Key(NamedTuple):
+class FuzzedKey(NamedTuple):
     """A key that is drawn, and its values as one would type them."""
 
     path: str
     values: Sequence[str]
 
 
-class Outcome(NamedTuple):
+class FuzzOutcome(NamedTuple):
     """What came of a trial."""
 
     # "ended": with a message. "refused": nothing was left to remove. "found": a bug.
@@ -531,7 +531,7 @@ class Outcome(NamedTuple):
     refusals: int
 
 
-def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
+def drawn_keys(section: Any = None, prefix: str = "") -> list[FuzzedKey]:
     """Every key of the schema that trials draw, with candidates for its value."""
     found = []
     for field in dataclasses.fields(section or RunConfig):
@@ -539,7 +539,7 @@ def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
         if dataclasses.is_dataclass(field.type):
             found += drawn_keys(field.type, f"{path}.")
         elif not NOT_DRAWN.fullmatch(path) and (path in HINTS or element(field.type) is None):
-            found.append(Key(path, HINTS.get(path) or _values(path, field)))
+            found.append(FuzzedKey(path, HINTS.get(path) or _values(path, field)))
     return found
 
 
@@ -639,7 +639,7 @@ def first_run(
     name: str,
     overrides: Sequence[str],
     run: Callable[[Sequence[str]], tuple[int | str, str]],
-) -> Outcome:
+) -> FuzzOutcome:
     """Trains a config once, without the overrides that are refused; the arguments are those of
     `trial`."""
     left = list(overrides)
@@ -650,19 +650,19 @@ def first_run(
             agreed, more = accepted(words, left)
         except Exception as error:
             # Anything but a ConfigError is a bug.
-            return Outcome("found", f"loading: {type(error).__name__}: {error}", left, refusals)
+            return FuzzOutcome("found", f"loading: {type(error).__name__}: {error}", left, refusals)
         refusals += more
         if agreed is None:
-            return Outcome("refused", "", left, refusals)
+            return FuzzOutcome("refused", "", left, refusals)
         left = agreed
         code, said = run([*words, f"run_name={name}", *left])
         if wrong := _wrong(code, said):
-            return Outcome("found", wrong, left, refusals)
+            return FuzzOutcome("found", wrong, left, refusals)
         if not code:
-            return Outcome("trained", "", left, refusals)
+            return FuzzOutcome("trained", "", left, refusals)
         words_of_end = f"exit {code}: {_message(said)}"
         if code != 78:
-            return Outcome("ended", words_of_end, left, refusals)
+            return FuzzOutcome("ended", words_of_end, left, refusals)
         named = [override for override in left if _is_named(override, _message(said))]
         if not named:
             break
@@ -670,7 +670,7 @@ def first_run(
         left.remove(named[-1])
         refusals += 1
         shutil.rmtree(runs / name, ignore_errors=True)
-    return Outcome("refused", words_of_end, left, refusals)
+    return FuzzOutcome("refused", words_of_end, left, refusals)
 
 
 def trial(
@@ -679,7 +679,7 @@ def trial(
     name: str,
     overrides: Sequence[str],
     run: Callable[[Sequence[str]], tuple[int | str, str]],
-) -> Outcome:
+) -> FuzzOutcome:
     """Trains a config, and then resumes it from the checkpoint before its last; with one alone, it
     begins again.
 
@@ -712,9 +712,11 @@ def trial(
             shutil.rmtree(place.parent)
     code, said = run(command)
     if code:
-        return Outcome("found", f"the resumed run: exit {code}: {_message(said)}", left, refusals)
+        return FuzzOutcome(
+            "found", f"the resumed run: exit {code}: {_message(said)}", left, refusals
+        )
     if "Nothing to do" in said:
-        return Outcome("found", "the resumed run had nothing to do", left, refusals)
+        return FuzzOutcome("found", "the resumed run had nothing to do", left, refusals)
     different = [
         field.name
         for field in compare_records(read_metrics(first), read_metrics(folder))
@@ -725,10 +727,10 @@ def trial(
     )
     if different or arrays or (step, bool(count)) != (last, True):
         words_of = f"records {different}, arrays {arrays[:5]}, step {step} with {count} arrays"
-        return Outcome("found", f"the resumed run is another one: {words_of}", left, refusals)
+        return FuzzOutcome("found", f"the resumed run is another one: {words_of}", left, refusals)
     for done in (folder, first, *(place.parent for place in places)):
         shutil.rmtree(done, ignore_errors=True)
-    return Outcome("trained", "", left, refusals)
+    return FuzzOutcome("trained", "", left, refusals)
 
 
 def _wrong(code: int | str, said: str) -> str:

@@ -11,9 +11,9 @@ the file with limits of memory and CPU time. It must end with a result or a User
 a signal or a limit is a finding.
 
 With transformers (`--oracle-python`, or installed here), what both read must mean the same: sizes,
-windows and angles of a model, token ids, and the text of a conversation. The last lines say how many
-files of each kind of `MEANINGS` transformers reads, and how many of these are refused here. The exit
-code is 1 if something was found.
+windows and angles of a model, token ids, and the text of a conversation. The last lines say how
+many files of each kind of `MEANINGS` transformers reads, and how many of these are refused here.
+The exit code is 1 if something was found.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from data_pipeline.base.terminal import visible
 from data_pipeline.chat import template_process
 from data_pipeline.chat.chat import load_template, render
 from data_pipeline.sources import chat, preferences
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
@@ -147,7 +147,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
-class Trial(NamedTuple):
+class MutatedFile(NamedTuple):
     """A mutated file: its number, kind, folder and the names of the mutations."""
 
     number: int
@@ -413,7 +413,7 @@ def _template(rng: random.Random) -> str:
     )
 
 
-def make_meaning(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
+def make_meaning(number: int, kind: str, folder: Path, rng: random.Random) -> MutatedFile:
     """Write the files of a trial that changes only what they mean."""
     folder.mkdir()
     mutations = []
@@ -423,17 +423,17 @@ def make_meaning(number: int, kind: str, folder: Path, rng: random.Random) -> Tr
         (folder / "tokenizer" / "tokenizer.json").write_text(base_tokenizer())
         settings = {"eos_token": "<|endoftext|>"}
         (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
-        return Trial(number, kind, folder, ["template"])
+        return MutatedFile(number, kind, folder, ["template"])
     is_config = kind == "config meaning"
     tree = copy.deepcopy(CONFIG) if is_config else json.loads(base_tokenizer())
     for _ in range(rng.randint(1, 4)):
         mutations.append((_change_config if is_config else _change_tokenizer)(tree, rng))
     name = "config.json" if is_config else "tokenizer.json"
     (folder / name).write_text(json.dumps(tree))
-    return Trial(number, kind, folder, mutations)
+    return MutatedFile(number, kind, folder, mutations)
 
 
-def make(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
+def make(number: int, kind: str, folder: Path, rng: random.Random) -> MutatedFile:
     """Write the files of a trial."""
     if kind in MEANINGS:
         return make_meaning(number, kind, folder, rng)
@@ -475,10 +475,10 @@ def make(number: int, kind: str, folder: Path, rng: random.Random) -> Trial:
         (folder / "tokenizer" / "tokenizer.json").write_text(base_tokenizer())
         if kind != "template":
             (folder / "a.jinja").write_text(TEMPLATE)
-    return Trial(number, kind, folder, mutations)
+    return MutatedFile(number, kind, folder, mutations)
 
 
-def read(trial: Trial) -> Any:
+def read(trial: MutatedFile) -> Any:
     """Read the files of a trial; the result is a value that JSON has."""
     folder = trial.folder
     if trial.kind in ("config", "config meaning"):
@@ -499,7 +499,7 @@ def read(trial: Trial) -> Any:
         except ValueError as error:
             # A ChatError is a conversation that the template refuses.
             return str(error)
-    options = Options(
+    options = InputOptions(
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         tokenizer=str(folder / "tokenizer"),
@@ -526,7 +526,7 @@ def _describe(c: ModelConfig) -> list[Any]:
     ]  # fmt: skip
 
 
-def run(trial: Trial) -> tuple[str, Any]:
+def run(trial: MutatedFile) -> tuple[str, Any]:
     """Read a trial's files in a process of its own: "read" with the result, "refused" with the
     message, or "found" with what is wrong."""
     answer, theirs = os.pipe()
@@ -547,7 +547,7 @@ def run(trial: Trial) -> tuple[str, Any]:
     return outcome, result
 
 
-def _child(trial: Trial, descriptor: int) -> None:
+def _child(trial: MutatedFile, descriptor: int) -> None:
     """Write the outcome of reading to the descriptor, and end the process."""
     # A bomb in a template takes all the time that it may.
     template_process.CPU_SECONDS = TEMPLATE_SECONDS

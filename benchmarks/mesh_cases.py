@@ -44,7 +44,7 @@ ELSEWHERE = RulesConfig(
 )
 
 
-class Case(NamedTuple):
+class MeshCase(NamedTuple):
     """A mesh, and what else is asked for.
 
     Attributes:
@@ -84,37 +84,39 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(DENSE, {"data": 8}, is_shared=True),
-    Case(DENSE, {"fsdp": 8}, is_shared=True),
-    Case(DENSE, {"tensor": 8}, is_shared=True),
-    Case(DENSE, {"context": 8}, RING, is_shared=True),
-    Case(DENSE, {"context": 8}, is_shared=True),
-    Case(DEEP, {"stage": 8}),
-    Case(DENSE, {"stage": 4, "data": 2}),
-    Case(DENSE, {"data": 2, "fsdp": 4}, {"remat": "full"}, is_shared=True),
-    Case(DENSE, {"fsdp": 4, "tensor": 2}),
-    Case(DENSE, {"fsdp": 2, "tensor": 4}, {"scan_layers": False}, is_shared=True),
-    Case(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, accumulation=2),
-    Case(DENSE, {"fsdp": 4, "context": 2}, RING),
-    Case(DENSE, {"fsdp": 2, "context": 2, "tensor": 2}, is_shared=True),
-    Case(DENSE, {"data": 2, "context": 2, "tensor": 2}, RING, 2, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 4}, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, 2, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "context": 2}, RING),
-    Case(DENSE, {"stage": 2, "tensor": 4}, is_shared=True),
-    Case(DENSE, {"stage": 2, "data": 4}, {"pipeline": PipelineConfig(rounds=2)}, is_shared=True),
-    Case(DENSE, {"stage": 4, "data": 2}, {"pipeline": TURNS}, is_shared=True),
-    Case(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"pipeline": TURNS}, 2, is_shared=True),
-    Case(EXPERTS, {"fsdp": 8}),
-    Case(EXPERTS, {"expert": 8}, is_shared=True),
-    Case(EXPERTS, {"fsdp": 2, "expert": 4}),
-    Case(EXPERTS, {"data": 2, "expert": 4}, accumulation=2),
-    Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, is_shared=True),
-    Case(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING, is_shared=True),
-    Case(EXPERTS, {"fsdp": 4, "tensor": 2}, is_shared=True),
-    Case(EXPERTS, {"stage": 2, "fsdp": 4}),
-    Case(EXPERTS, {"stage": 2, "fsdp": 4}, {"pipeline": TURNS}),
-    Case(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, rules=ELSEWHERE, is_shared=True),
-    Case(DENSE, {"stage": 2, "context": 2, "tensor": 2}, rules=ELSEWHERE),
-    Case(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, rules=ELSEWHERE),
+    MeshCase(DENSE, {"data": 8}, is_shared=True),
+    MeshCase(DENSE, {"fsdp": 8}, is_shared=True),
+    MeshCase(DENSE, {"tensor": 8}, is_shared=True),
+    MeshCase(DENSE, {"context": 8}, RING, is_shared=True),
+    MeshCase(DENSE, {"context": 8}, is_shared=True),
+    MeshCase(DEEP, {"stage": 8}),
+    MeshCase(DENSE, {"stage": 4, "data": 2}),
+    MeshCase(DENSE, {"data": 2, "fsdp": 4}, {"remat": "full"}, is_shared=True),
+    MeshCase(DENSE, {"fsdp": 4, "tensor": 2}),
+    MeshCase(DENSE, {"fsdp": 2, "tensor": 4}, {"scan_layers": False}, is_shared=True),
+    MeshCase(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, accumulation=2),
+    MeshCase(DENSE, {"fsdp": 4, "context": 2}, RING),
+    MeshCase(DENSE, {"fsdp": 2, "context": 2, "tensor": 2}, is_shared=True),
+    MeshCase(DENSE, {"data": 2, "context": 2, "tensor": 2}, RING, 2, is_shared=True),
+    MeshCase(DENSE, {"stage": 2, "fsdp": 4}, is_shared=True),
+    MeshCase(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, 2, is_shared=True),
+    MeshCase(DENSE, {"stage": 2, "fsdp": 2, "context": 2}, RING),
+    MeshCase(DENSE, {"stage": 2, "tensor": 4}, is_shared=True),
+    MeshCase(
+        DENSE, {"stage": 2, "data": 4}, {"pipeline": PipelineConfig(rounds=2)}, is_shared=True
+    ),
+    MeshCase(DENSE, {"stage": 4, "data": 2}, {"pipeline": TURNS}, is_shared=True),
+    MeshCase(DENSE, {"stage": 2, "fsdp": 2, "tensor": 2}, {"pipeline": TURNS}, 2, is_shared=True),
+    MeshCase(EXPERTS, {"fsdp": 8}),
+    MeshCase(EXPERTS, {"expert": 8}, is_shared=True),
+    MeshCase(EXPERTS, {"fsdp": 2, "expert": 4}),
+    MeshCase(EXPERTS, {"data": 2, "expert": 4}, accumulation=2),
+    MeshCase(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, is_shared=True),
+    MeshCase(EXPERTS, {"fsdp": 2, "context": 2, "expert": 2}, RING, is_shared=True),
+    MeshCase(EXPERTS, {"fsdp": 4, "tensor": 2}, is_shared=True),
+    MeshCase(EXPERTS, {"stage": 2, "fsdp": 4}),
+    MeshCase(EXPERTS, {"stage": 2, "fsdp": 4}, {"pipeline": TURNS}),
+    MeshCase(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, rules=ELSEWHERE, is_shared=True),
+    MeshCase(DENSE, {"stage": 2, "context": 2, "tensor": 2}, rules=ELSEWHERE),
+    MeshCase(EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}, rules=ELSEWHERE),
 )

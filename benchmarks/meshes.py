@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.families import FLOAT32, PLAIN, Training, training
-from benchmarks.mesh_cases import CASES, DENSE, Case, T
+from benchmarks.mesh_cases import CASES, DENSE, MeshCase, T
 from benchmarks.one_core import processor
 from maxtrain.commands.launch.processes import SETTLE, Processes, addresses, start_process
 from maxtrain.config.schema import InitConfig, MeshConfig, ModelConfig
@@ -54,7 +54,7 @@ SEVERAL = (2, 4)
 _MOST_SAID = 4000
 
 
-class Found(NamedTuple):
+class MeshResult(NamedTuple):
     """What a mesh computes; gradients by the path of their array."""
 
     losses: np.ndarray
@@ -67,14 +67,14 @@ class Found(NamedTuple):
         np.savez(file, **scalars, **self.gradients)
 
     @classmethod
-    def read(cls, file: Path) -> "Found":
+    def read(cls, file: Path) -> "MeshResult":
         with np.load(file) as stored:
             arrays = dict(stored)
         seconds = float(arrays.pop("seconds"))
         return cls(arrays.pop("losses"), arrays.pop("norms"), arrays, seconds)
 
 
-class Apart(NamedTuple):
+class MeshDifference(NamedTuple):
     """How far a mesh is from one device, relative."""
 
     losses: float
@@ -106,7 +106,7 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def computed(case: Case) -> Found:
+def computed(case: MeshCase) -> MeshResult:
     """The steps of a case on its mesh, of the devices of all processes."""
     began = time.perf_counter()
     config = dataclasses.replace(case.model, **case.changes)
@@ -127,7 +127,7 @@ def computed(case: Case) -> Found:
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
     seconds = time.perf_counter() - began
-    return Found(np.array(losses), np.array(norms), grads, seconds)
+    return MeshResult(np.array(losses), np.array(norms), grads, seconds)
 
 
 def _placed(parts: Training, step: int) -> dict[str, jax.Array]:
@@ -167,7 +167,7 @@ def _first_gradients(
     return found
 
 
-def on_processes(cases: Sequence[Case], count: int) -> Iterator[Found]:
+def on_processes(cases: Sequence[MeshCase], count: int) -> Iterator[MeshResult]:
     """The steps of cases on the devices of several processes, one case after the other.
 
     RuntimeError: a process failed; with what they said last.
@@ -189,10 +189,10 @@ def on_processes(cases: Sequence[Case], count: int) -> Iterator[Found]:
             said = log.read_text(errors="replace")[-_MOST_SAID:]
             raise RuntimeError(f"of {count} processes, some ended with {ended.failed}:\n{said}")
         for case in cases:
-            yield Found.read(Path(folder, f"{case.name}.npz"))
+            yield MeshResult.read(Path(folder, f"{case.name}.npz"))
 
 
-def work(cases: Sequence[Case], folder: Path) -> None:
+def work(cases: Sequence[MeshCase], folder: Path) -> None:
     """What each process of a job does; the first one writes what was found."""
     count = int(os.environ["JAX_NUM_PROCESSES"])
     mesh = MeshConfig(platform="cpu", simulated_devices=DEVICES // count)
@@ -204,19 +204,19 @@ def work(cases: Sequence[Case], folder: Path) -> None:
 
 
 @functools.cache
-def on_one_device(model: ModelConfig) -> Found:
+def on_one_device(model: ModelConfig) -> MeshResult:
     """The steps that all meshes of a model are held to."""
-    return computed(Case(model, {"fsdp": 1}))
+    return computed(MeshCase(model, {"fsdp": 1}))
 
 
-def apart(case: Case, found: Found) -> Apart:
+def apart(case: MeshCase, found: MeshResult) -> MeshDifference:
     """What a mesh has found for a case, against one device."""
     expected = on_one_device(case.model)
     worst = 0.0
     for path, gradient in expected.gradients.items():
         difference = np.abs(found.gradients[path] - gradient).max()
         worst = max(worst, float(difference / np.abs(gradient).max()))
-    return Apart(
+    return MeshDifference(
         _relative(found.losses, expected.losses),
         _relative(found.norms, expected.norms),
         worst,

@@ -34,7 +34,7 @@ from data_pipeline.prepare.build import (
 from data_pipeline.prepare.dedupe import Digests
 from data_pipeline.prepare.runner import run_local
 from data_pipeline.shards import TOKENIZER, Manifest
-from data_pipeline.sources.document import Options, Piece
+from data_pipeline.sources.document import InputOptions, InputRange
 from data_pipeline.sources.text import python_stdlib
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,7 +43,7 @@ INPUT_BYTES = 6_000_000
 REPEATS = 5
 
 
-def trained(pieces: list[Piece]) -> Tokenizer:
+def trained(pieces: list[InputRange]) -> Tokenizer:
     """The tokenizer of this benchmark, trained if it is not there yet."""
     name = f"maxtrain-benchmark-bpe-{ENTRIES}-{version('tokenizers')}"
     folder = Path(tempfile.gettempdir()) / name
@@ -112,7 +112,7 @@ def prepare(root: Path, units: list[Unit], tokenizer: Tokenizer, dedupe: bool) -
 
 def report() -> str:
     """Measure everything; Markdown."""
-    library = python_stdlib("", Options())
+    library = python_stdlib("", InputOptions())
     tokenizer = trained(library)
     pieces = []
     size = 0

@@ -39,7 +39,7 @@ REGEX = "[13]$"
 LEARNING_RATE = 1e-5
 
 
-class Size(NamedTuple):
+class BenchmarkSize(NamedTuple):
     """What is measured.
 
     Attributes:
@@ -62,7 +62,7 @@ class Size(NamedTuple):
     steps: int = 3
 
 
-class Turn(NamedTuple):
+class SpeedResult(NamedTuple):
     """Tokens of completions per second, of each step but the first: while they were sampled, and of
     the whole step; and what else is told of the turn."""
 
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
     about: dict[str, Any]
 
 
-def write_inputs(folder: Path, size: Size) -> None:
+def write_inputs(folder: Path, size: BenchmarkSize) -> None:
     """A tokenizer of whole words, prompts, and what the other stack has to know."""
     words = {END: 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
     model = tokenizers.models.WordLevel(words, unk_token=END)
@@ -103,7 +103,7 @@ def write_inputs(folder: Path, size: Size) -> None:
     (folder / "ours.yaml").write_text(yaml.safe_dump(our_config(folder, size)))
 
 
-def our_config(folder: Path, size: Size) -> dict[str, Any]:
+def our_config(folder: Path, size: BenchmarkSize) -> dict[str, Any]:
     """The config of our run."""
     return {
         "output_dir": str(folder / "runs"),
@@ -151,7 +151,7 @@ def our_config(folder: Path, size: Size) -> dict[str, Any]:
     }
 
 
-def our_turn(folder: Path, size: Size, number: int) -> Turn:
+def our_turn(folder: Path, size: BenchmarkSize, number: int) -> SpeedResult:
     """A run of ours."""
     name = f"turn-{number}"
     words = [f"config={folder / 'ours.yaml'}", f"run_name={name}"]
@@ -166,10 +166,10 @@ def our_turn(folder: Path, size: Size, number: int) -> Turn:
         parts = ("rollout_seconds", "step_seconds", "data_wait_seconds")
         whole.append(tokens / sum(record[part] for part in parts))
     length = statistics.mean(record["completion_length"] for record in records)
-    return Turn(sampling, whole, {"length": length})
+    return SpeedResult(sampling, whole, {"length": length})
 
 
-def their_turn(folder: Path, size: Size, python: str) -> Turn:
+def their_turn(folder: Path, size: BenchmarkSize, python: str) -> SpeedResult:
     """A run of TRL."""
     script = Path(__file__).with_name("trl_grpo.py")
     said = json.loads(_run([python, str(script), str(folder)]).splitlines()[-1])
@@ -177,7 +177,7 @@ def their_turn(folder: Path, size: Size, python: str) -> Turn:
     sampling = [count / took for count, took in zip(tokens[1:], said["generating"][1:])]
     whole = [count / took for count, took in zip(tokens[1:], said["steps"][1:])]
     length = statistics.mean(tokens) / size.prompts / size.samples
-    return Turn(sampling, whole, said | {"length": length})
+    return SpeedResult(sampling, whole, said | {"length": length})
 
 
 def _run(command: Sequence[str]) -> str:
@@ -188,7 +188,7 @@ def _run(command: Sequence[str]) -> str:
     return result.stdout
 
 
-def row(name: str, turns: Sequence[Turn]) -> str:
+def row(name: str, turns: Sequence[SpeedResult]) -> str:
     """A line of the table: medians over all steps, and the least and most."""
     cells = [name]
     for rates in (
@@ -212,7 +212,7 @@ def has_trl(python: str | None) -> bool:
         return False
 
 
-def measure(size: Size, turns: int, python: str | None) -> list[str]:
+def measure(size: BenchmarkSize, turns: int, python: str | None) -> list[str]:
     """The table, and what is to be said below it."""
     ours = []
     theirs = []
@@ -252,11 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--other-python", metavar="PYTHON", help="that has torch and TRL")
     parser.add_argument("--turns", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
-    for name, value in Size()._asdict().items():
+    for name, value in BenchmarkSize()._asdict().items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, default=value, help="(default: %(default)s)")
     asked = parser.parse_args(argv)
-    size = Size(**{name: getattr(asked, name) for name in Size._fields})
+    size = BenchmarkSize(**{name: getattr(asked, name) for name in BenchmarkSize._fields})
     lines = measure(size, asked.turns, asked.other_python)
     print("\n".join(lines))
     if asked.write:

@@ -61,7 +61,7 @@ _SHARD_BYTES = 1 << 30
 _WAIT_SECONDS = 600
 
 
-class Answer(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """One stream, seen by its client."""
 
     first_seconds: float
@@ -69,10 +69,10 @@ class Answer(NamedTuple):
     tokens: int
 
 
-class Measured(NamedTuple):
+class LoadResult(NamedTuple):
     """Streams of several clients, and the time from the first request to the last answer."""
 
-    answers: list[Answer]
+    answers: list[StreamedAnswer]
     seconds: float
 
 
@@ -107,7 +107,7 @@ def serving(folder: Path) -> Iterator[str]:
         process.stdout.close()
 
 
-def ask(url: str, prompts: list[list[int]], seed: int) -> Answer:
+def ask(url: str, prompts: list[list[int]], seed: int) -> StreamedAnswer:
     """A stream of what follows these prompts, read to its end."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.netloc), timeout=_WAIT_SECONDS)
@@ -141,7 +141,7 @@ def ask(url: str, prompts: list[list[int]], seed: int) -> Answer:
     seconds = time.perf_counter() - begin
     connection.close()
     assert first_seconds is not None
-    return Answer(first_seconds, seconds, tokens)
+    return StreamedAnswer(first_seconds, seconds, tokens)
 
 
 def some_prompts(rng: np.random.Generator, count: int) -> list[list[int]]:
@@ -156,11 +156,11 @@ def warm_up(url: str) -> None:
         ask(url, some_prompts(rng, count), seed=count)
 
 
-def measure(url: str, streams: int, rounds: int, seed: int) -> Measured:
+def measure(url: str, streams: int, rounds: int, seed: int) -> LoadResult:
     """So many clients at one time, each with so many streams, one after the other; with another
     `seed`, other prompts."""
 
-    def client(number: int) -> list[Answer]:
+    def client(number: int) -> list[StreamedAnswer]:
         rng = np.random.default_rng((number, streams, seed))
         answers = []
         for _ in range(rounds):
@@ -171,10 +171,10 @@ def measure(url: str, streams: int, rounds: int, seed: int) -> Measured:
     with concurrent.futures.ThreadPoolExecutor(streams) as clients:
         of_clients = list(clients.map(client, range(streams)))
     seconds = time.perf_counter() - begin
-    return Measured([answer for answers in of_clients for answer in answers], seconds)
+    return LoadResult([answer for answers in of_clients for answer in answers], seconds)
 
 
-def row(streams: int, measured: Measured) -> str:
+def row(streams: int, measured: LoadResult) -> str:
     """A line of the table."""
     tokens = sum(answer.tokens for answer in measured.answers)
     first = [answer.first_seconds for answer in measured.answers]

@@ -68,14 +68,14 @@ HEAD_OF_SCHEDULES = (
 )
 
 
-class Took(NamedTuple):
+class StepTime(NamedTuple):
     """Of one step: wall time, and that of all cores together."""
 
     seconds: float
     cpu_seconds: float
 
 
-class Schedule(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """In which order micro-batches go, and what the backward pass computes again."""
 
     name: str = "gpipe"
@@ -84,19 +84,22 @@ class Schedule(NamedTuple):
 
 # Of these, steps of the form with most micro-batches are compared.
 SCHEDULES = (
-    Schedule("gpipe", "none"),
-    Schedule("gpipe", "full"),
-    Schedule("1f1b", "none"),
-    Schedule("1f1b", "full"),
+    PipelineSchedule("gpipe", "none"),
+    PipelineSchedule("gpipe", "full"),
+    PipelineSchedule("1f1b", "none"),
+    PipelineSchedule("1f1b", "full"),
 )
 MOST = FORMS[3]
 
 
-class Steps:
+class CompiledStep:
     """The compiled step of a form, with its state."""
 
     def __init__(
-        self, form: PipelineLayout, devices: Sequence[Any], schedule: Schedule = SCHEDULES[0]
+        self,
+        form: PipelineLayout,
+        devices: Sequence[Any],
+        schedule: PipelineSchedule = SCHEDULES[0],
     ):
         batch = RowBatchShape(ROWS * form.micro_batches, LENGTH)
         words = (
@@ -116,16 +119,16 @@ class Steps:
             self._state = programs.parts.initial_state()
             self._batch = random_batch(programs, batch)
 
-    def step(self) -> Took:
+    def step(self) -> StepTime:
         with jax.set_mesh(self._mesh):
             start = time.perf_counter()
             cpu = time.process_time()
             self._state, metrics = self._compiled(self._state, self._batch)
             jax.block_until_ready((self._state, metrics))
-            return Took(time.perf_counter() - start, time.process_time() - cpu)
+            return StepTime(time.perf_counter() - start, time.process_time() - cpu)
 
 
-def measured(made: Sequence[Steps], steps: int) -> list[Took]:
+def measured(made: Sequence[CompiledStep], steps: int) -> list[StepTime]:
     """The medians of each of them, after one step that does not count."""
     for one in made:
         took = one.step()
@@ -134,7 +137,7 @@ def measured(made: Sequence[Steps], steps: int) -> list[Took]:
     medians = []
     for of_form in zip(*rounds, strict=True):
         times = zip(*of_form, strict=True)
-        medians.append(Took(*(statistics.median(each) for each in times)))
+        medians.append(StepTime(*(statistics.median(each) for each in times)))
     return medians
 
 
@@ -150,7 +153,7 @@ def waiting(forms: Sequence[PipelineLayout], times: Sequence[float]) -> list[flo
     return [float(1 - of_one * form.micro_batches / each) for form, each in took]
 
 
-def rows(forms: Sequence[PipelineLayout], found: Sequence[Took]) -> list[str]:
+def rows(forms: Sequence[PipelineLayout], found: Sequence[StepTime]) -> list[str]:
     """Of the table."""
     by_seconds = waiting(forms, [each.seconds for each in found])
     by_cpu = waiting(forms, [each.cpu_seconds for each in found])
@@ -169,7 +172,7 @@ def rows(forms: Sequence[PipelineLayout], found: Sequence[Took]) -> list[str]:
     return lines
 
 
-def rows_of_schedules(made: Sequence[Steps], found: Sequence[Took]) -> list[str]:
+def rows_of_schedules(made: Sequence[CompiledStep], found: Sequence[StepTime]) -> list[str]:
     """Of the table of schedules."""
     least = found[0].cpu_seconds
     lines = []
@@ -193,10 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     devices = jax.devices()[:STAGES]
     print(processor())
-    found = measured([Steps(form, devices) for form in FORMS], asked.steps)
+    found = measured([CompiledStep(form, devices) for form in FORMS], asked.steps)
     print(HEAD)
     print("\n".join(rows(FORMS, found)), flush=True)
-    of_schedules = [Steps(MOST, devices, schedule) for schedule in SCHEDULES]
+    of_schedules = [CompiledStep(MOST, devices, schedule) for schedule in SCHEDULES]
     found = measured(of_schedules, asked.steps)
     print(HEAD_OF_SCHEDULES)
     print("\n".join(rows_of_schedules(of_schedules, found)))

@@ -44,7 +44,7 @@ MODEL = (
 UNIT = LAYERS // STAGES * LENGTH * WIDTH * 4
 
 
-class Case(NamedTuple):
+class StageCase(NamedTuple):
     """Rows of a step, each of them a micro-batch.
 
     Attributes:
@@ -90,22 +90,22 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(4, remat="none"),
-    Case(32, remat="none"),
-    Case(4),
-    Case(8),
-    Case(16),
-    Case(32),
-    Case(32, accumulation=2),
-    Case(32, accumulation=4),
-    Case(32, accumulation=4, rounds=2),
-    Case(32, accumulation=8, rounds=4),
-    Case(4, schedule="1f1b"),
-    Case(8, schedule="1f1b"),
-    Case(16, schedule="1f1b"),
-    Case(32, schedule="1f1b"),
-    Case(4, schedule="1f1b", remat="none"),
-    Case(32, schedule="1f1b", remat="none"),
+    StageCase(4, remat="none"),
+    StageCase(32, remat="none"),
+    StageCase(4),
+    StageCase(8),
+    StageCase(16),
+    StageCase(32),
+    StageCase(32, accumulation=2),
+    StageCase(32, accumulation=4),
+    StageCase(32, accumulation=4, rounds=2),
+    StageCase(32, accumulation=8, rounds=4),
+    StageCase(4, schedule="1f1b"),
+    StageCase(8, schedule="1f1b"),
+    StageCase(16, schedule="1f1b"),
+    StageCase(32, schedule="1f1b"),
+    StageCase(4, schedule="1f1b", remat="none"),
+    StageCase(32, schedule="1f1b", remat="none"),
 )
 HEAD = (
     "| schedule | remat | rows | accumulation | rounds | stages wait | keep | these, MiB "
@@ -113,7 +113,7 @@ HEAD = (
 )
 
 
-def temporaries(case: Case, devices: Sequence[Any]) -> int:
+def temporaries(case: StageCase, devices: Sequence[Any]) -> int:
     """Bytes on each device of the compiled step beside its arguments and results."""
     compiled = StepPrograms(case.config, devices).compile(case.rows, LENGTH)
     memory = compiled.memory_analysis()
@@ -121,7 +121,7 @@ def temporaries(case: Case, devices: Sequence[Any]) -> int:
     return memory.temp_size_in_bytes
 
 
-def row(case: Case, num_bytes: int) -> str:
+def row(case: StageCase, num_bytes: int) -> str:
     """Of the table."""
     cells = [
         case.schedule,

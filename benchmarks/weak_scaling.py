@@ -78,7 +78,7 @@ estimates** from data sheets, for the network alone and for the longest of produ
 """
 
 
-class Case(NamedTuple):
+class ScalingCase(NamedTuple):
     """A row: axes of the mesh beside `mesh.fsdp`, which has the devices that are left."""
 
     topology: str
@@ -96,31 +96,31 @@ class Case(NamedTuple):
         return load_config([*model, "mesh.fsdp=-1", *self.axes, rows])
 
 
-def cases() -> list[Case]:
+def cases() -> list[ScalingCase]:
     """All rows, in their order."""
     found = []
     for topologies in (TPUS, GPUS):
-        found += [Case(name, count) for count, name in topologies.items()]
+        found += [ScalingCase(name, count) for count, name in topologies.items()]
     for topologies in (TPUS, GPUS):
         split = (f"mesh.tensor={_TENSOR}",)
-        found += [Case(topologies[count], count, split) for count in (8, 64, 512)]
+        found += [ScalingCase(topologies[count], count, split) for count in (8, 64, 512)]
     # A slice is one network; replicas are parts of it.
     for count in (128, 512):
-        found.append(Case(TPUS[count], count, (f"mesh.data={count // _REPLICA}",)))
+        found.append(ScalingCase(TPUS[count], count, (f"mesh.data={count // _REPLICA}",)))
     # A host is a replica; between hosts there are gradients alone.
     for count in (16, 64, 128, 512):
-        found.append(Case(GPUS[count], count, (f"mesh.dcn_data={count // 8}",)))
+        found.append(ScalingCase(GPUS[count], count, (f"mesh.dcn_data={count // 8}",)))
     return found
 
 
-def measure(case: Case, model: tuple[str, ...] = MODEL) -> Fit:
+def measure(case: ScalingCase, model: tuple[str, ...] = MODEL) -> Fit:
     """The compiled step."""
     devices = described_devices(case.topology)
     limit = memory_limit(devices[0], described=True)
     return fit_step(case.config(model), devices, limit)
 
 
-def row(case: Case, found: Fit) -> str:
+def row(case: ScalingCase, found: Fit) -> str:
     """Of the table."""
     sent: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
     for line in found.lines:

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
-    Forked,
-    Left,
+    ForkedProcess,
+    RunFiles,
     Scene,
     end,
     ended_with,
@@ -34,7 +34,7 @@ from benchmarks.chaos.victim import (
     train_forked,
     wait_for,
 )
-from benchmarks.faulty_s3 import BUCKET, Fault, FaultyS3Process
+from benchmarks.faulty_s3 import BUCKET, FaultyS3Process, RequestFault
 from data_pipeline.base import remote
 from data_pipeline.base.extras import load_package
 from maxtrain.storage import lease
@@ -95,7 +95,7 @@ NOT_TO_ALL = ("an upload cut short", "no answer in time")
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class TrialStart:
     """What a trial begins with: objects below the URL, and whether the host has their copy."""
 
     name: str
@@ -117,12 +117,12 @@ class Bucket(Scene):
         self._half_disk = folder / "half"
         self.undisturbed = self.reference()
 
-    def launch(self, *overrides: str, fault: str = "") -> Forked:
+    def launch(self, *overrides: str, fault: str = "") -> ForkedProcess:
         """An attempt at the run at the URL."""
         places = [f"output_dir=s3://{BUCKET}/runs", f"local_dir={self.disk}"]
         words = self.words(RUN, *places, *overrides)
         environment = self.environment | {"MAXTRAIN_FAILPOINT": fault}
-        return Forked(lambda: self._train(words), self.log(RUN), environment)
+        return ForkedProcess(lambda: self._train(words), self.log(RUN), environment)
 
     def _train(self, words: list[str]) -> int:
         remote._PAUSE = PAUSE
@@ -136,7 +136,7 @@ class Bucket(Scene):
         self._fsspec.config.conf["s3"] = {"config_kwargs": client}
         return train_forked(words)
 
-    def look(self) -> Left:
+    def look(self) -> RunFiles:
         """What is at the URL now."""
         folder = self.folder / "looked" / RUN
         shutil.rmtree(folder, ignore_errors=True)
@@ -145,14 +145,14 @@ class Bucket(Scene):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        return Left(folder)
+        return RunFiles(folder)
 
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[TrialStart]:
         """What trials begin with: nothing, and a run that was stopped half way, with the disk of
         its host and without."""
         kept_half = self.folder / "half-at-the-url"
         if not kept_half.exists():
-            self.begin_with(Start("nothing", {}, disk=False))
+            self.begin_with(TrialStart("nothing", {}, disk=False))
             code = end(self.launch(f"steps={HALF}"))
             if code != 0:
                 raise RuntimeError(f"an undisturbed run ended with {code}; see {self.log(RUN)}")
@@ -162,12 +162,12 @@ class Bucket(Scene):
         files = [path for path in kept_half.rglob("*") if path.is_file()]
         contents = {path.relative_to(kept_half).as_posix(): path.read_bytes() for path in files}
         return [
-            Start("nothing", {}, disk=False),
-            Start("half a run", contents, disk=True),
-            Start("half a run, an empty disk", contents, disk=False),
+            TrialStart("nothing", {}, disk=False),
+            TrialStart("half a run", contents, disk=True),
+            TrialStart("half a run, an empty disk", contents, disk=False),
         ]
 
-    def begin_with(self, start: Start) -> None:
+    def begin_with(self, start: TrialStart) -> None:
         """Makes the URL and the disk those of a start, and has no faults."""
         self.server.begin([])
         self.server.fill(PREFIX, start.contents)
@@ -176,7 +176,7 @@ class Bucket(Scene):
             shutil.copytree(self._half_disk, self.disk)
         self.log(RUN).unlink(missing_ok=True)
 
-    def requests(self, start: Start) -> list[str]:
+    def requests(self, start: TrialStart) -> list[str]:
         """All requests of an undisturbed attempt, which is made once.
 
         RuntimeError: it does not come to the numbers of a run on a disk.
@@ -241,8 +241,8 @@ def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     starts = scene.starts()
     requests = {start.name: len(scene.requests(start)) for start in starts}
 
-    def begin(rng: random.Random) -> Chain:
-        return Chain(scene, rng.choice(starts), requests)
+    def begin(rng: random.Random) -> BucketVictim:
+        return BucketVictim(scene, rng.choice(starts), requests)
 
     kill_all(scene, tally, trials, begin)
     where = trials.places()
@@ -256,7 +256,7 @@ def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     )
 
 
-class Killed(Protocol):
+class KilledRun(Protocol):
     """One run, whose attempts are killed until one reaches the end."""
 
     def attempt(self, rng: random.Random) -> tuple[str, list[str]] | None:
@@ -269,10 +269,10 @@ class Killed(Protocol):
 
 
 def kill_all(
-    scene: Bucket, tally: Tally, trials: "Trials", begin: Callable[[random.Random], Killed]
+    scene: Bucket, tally: Tally, trials: "Trials", begin: Callable[[random.Random], KilledRun]
 ) -> None:
     """Makes the trials, with runs that begin one after the other, and closes the store."""
-    run: Killed | None = None
+    run: KilledRun | None = None
     for number, rng in trials.numbers():
         if run is None:
             run = begin(rng)
@@ -292,10 +292,10 @@ def kill_all(
     scene.server.close()
 
 
-class Chain:
+class BucketVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
-    def __init__(self, scene: Bucket, start: Start, requests: dict[str, int]):
+    def __init__(self, scene: Bucket, start: TrialStart, requests: dict[str, int]):
         self._scene = scene
         self._requests = requests[start.name]
         # The newest step whose checkpoint is known to be at the URL.
@@ -324,7 +324,7 @@ class Chain:
         if aim == "request":
             is_done = rng.random() < 0.5
             skip = rng.randrange(self._requests)
-            kill = Fault(".*", skip=skip, times=1, done=is_done, pid=process.pid, drop=True)
+            kill = RequestFault(".*", skip=skip, times=1, done=is_done, pid=process.pid, drop=True)
             scene.server.begin([kill])
             where = "when a request is done" if is_done else "before a request is done"
         code = end(process)
@@ -346,7 +346,7 @@ class Chain:
         here = self._scene.disk / "s3" / BUCKET / "runs" / RUN
         if not here.exists():
             return []
-        lost = Left(here).last - self._scene.look().newest
+        lost = RunFiles(here).last - self._scene.look().newest
         if lost <= 2 * self._scene.interval:
             return []
         return [f"{lost} steps lost, with an interval of {self._scene.interval}"]
@@ -384,7 +384,7 @@ def bucket_faults(folder: Path, tally: Tally, asked: argparse.Namespace) -> None
 
 
 def _with_fault(
-    scene: Bucket, start: Start, requests: list[str], kind: str, rng: random.Random
+    scene: Bucket, start: TrialStart, requests: list[str], kind: str, rng: random.Random
 ) -> tuple[str, list[str]]:
     """An attempt with a fault, and another without it, if that is needed: what came of it, and what
     is wrong."""
@@ -395,7 +395,7 @@ def _with_fault(
         times = min(times, 4)
     skip = rng.randrange(count)
     scene.begin_with(start)
-    scene.server.begin([Fault(pattern, skip=skip, times=times, **marks)])
+    scene.server.begin([RequestFault(pattern, skip=skip, times=times, **marks)])
     code = end(scene.launch())
     made = len(scene.server.requests())
     scene.server.begin([])

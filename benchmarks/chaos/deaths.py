@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.chaos.report import Tally, failure, quantile
 from benchmarks.chaos.victim import (
     PATIENCE,
-    Forked,
-    Left,
-    Progress,
+    AttemptProgress,
+    ForkedProcess,
+    RunFiles,
     Scene,
     ended_with,
     put_away,
@@ -56,7 +56,7 @@ CHANGES = {
 }
 
 
-class Forking(supervise.Supervisor):
+class ForkingSupervisor(supervise.Supervisor):
     """A supervisor that forks its processes, and writes down their numbers."""
 
     def __init__(self, scene: Scene, name: str, *overrides: str):
@@ -67,12 +67,12 @@ class Forking(supervise.Supervisor):
         super().__init__(options, ["maxtrain", "train", *self._words], load_config(self._words))
 
     # A Forked has as much of Popen as the supervisor uses.
-    def _start(self, extra: dict[str, str]) -> Forked:  # pyright: ignore
+    def _start(self, extra: dict[str, str]) -> ForkedProcess:  # pyright: ignore
         words = self._words
         environment = self._scene.environment | extra
         # Each process compiles everything itself, which must not take long.
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        child = Forked(lambda: train_forked(words), self._scene.log(self._name), environment)
+        child = ForkedProcess(lambda: train_forked(words), self._scene.log(self._name), environment)
         with open(members(self._scene, self._name), "a") as file:
             print(json.dumps([int(extra["MAXTRAIN_ATTEMPT"]), child.pid]), file=file)
         return child
@@ -83,19 +83,19 @@ def members(scene: Scene, name: str) -> Path:
     return scene.folder / f"{name}.members"
 
 
-def supervised(scene: Scene, name: str, *overrides: str) -> Forked:
+def supervised(scene: Scene, name: str, *overrides: str) -> ForkedProcess:
     """A supervised job, in processes of its own."""
 
     def job() -> int:
         codes = []
 
         def supervise_it() -> None:
-            codes.append(Forking(scene, name, *overrides).run())
+            codes.append(ForkingSupervisor(scene, name, *overrides).run())
 
         return run_command(supervise_it) or codes[0]
 
     members(scene, name).unlink(missing_ok=True)
-    return Forked(job, scene.log(name), scene.environment)
+    return ForkedProcess(job, scene.log(name), scene.environment)
 
 
 def deaths(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
@@ -120,7 +120,7 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
                 f"the reference itself ended with {job.returncode}, or needed more than one "
                 f"attempt; see {scene.log('reference')}"
             )
-    reference = Left(scene.runs / "reference")
+    reference = RunFiles(scene.runs / "reference")
     while not tally.done():
         name = f"{tally.name}-{runs}"
         job = supervised(scene, name)
@@ -131,14 +131,14 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
             if found is None:
                 break
             took, problems = found
-            problems += Left(scene.runs / name).unlike(reference, whole=False)
+            problems += RunFiles(scene.runs / name).unlike(reference, whole=False)
             seconds.append(took)
             of_rank[rank] += 1
             where = f"{name}, process {rank}"
             tally.count(failure(where, problems), f"process {rank}, {took:.1f} s")
         if not problems:
             code = job.wait(2 * PATIENCE)
-            problems = Left(scene.runs / name).unlike(reference, whole=True)
+            problems = RunFiles(scene.runs / name).unlike(reference, whole=True)
             problems += ended_with(code, 0)
             if problems:
                 tally.fail(failure(f"{name}, its end", problems))
@@ -163,7 +163,7 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
 
 
 def _strike(
-    scene: Scene, name: str, job: Forked, rank: int, number: int, rng: random.Random
+    scene: Scene, name: str, job: ForkedProcess, rank: int, number: int, rng: random.Random
 ) -> tuple[float, list[str]] | None:
     """Sends a signal to one process, up to two checkpoints after the last one.
 
@@ -172,7 +172,7 @@ def _strike(
     """
     run = scene.runs / name
     done = len(read_attempts(run))
-    progress = Progress(run, Left(run).newest + rng.randrange(2 * scene.interval))
+    progress = AttemptProgress(run, RunFiles(run).newest + rng.randrange(2 * scene.interval))
     wait_for(progress.has_made_a_step, job, 2 * PATIENCE)
     wait_for(lambda: False, job, rng.uniform(0, 0.3))
     if job.poll() is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.chaos.report import Tally, failure
-from benchmarks.chaos.victim import Left, Scene, end, ended_with, put_away
+from benchmarks.chaos.victim import RunFiles, Scene, end, ended_with, put_away
 from maxtrain.commands.checkpoint import check
 
 PLACES = ("during_save", "before_commit", "after_step", "eval")
@@ -76,7 +76,12 @@ def disk(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
 
 
 def _trial(
-    scene: Scene, reference: Left, place: Path, mounted: bool, rng: random.Random, commands: float
+    scene: Scene,
+    reference: RunFiles,
+    place: Path,
+    mounted: bool,
+    rng: random.Random,
+    commands: float,
 ) -> tuple[str, list[str]]:
     """One run on a small disk, and then with more space.
 
@@ -91,7 +96,7 @@ def _trial(
     is_command = rng.random() < commands
     code = end(scene.start(_NAME, f"output_dir={place}", fault=fault, command=is_command))
     text = scene.log(_NAME).read_text(errors="replace")
-    left = Left(run)
+    left = RunFiles(run)
     if code == 0 and mounted:
         return "it was enough", left.unlike(reference, whole=True)
     problems = left.unlike(reference, whole=False) + ended_with(code, 74)
@@ -113,7 +118,7 @@ def _trial(
         problems.append("remount failed")
     code = end(scene.start(_NAME, f"output_dir={place}", command=rng.random() < commands))
     problems += [f"with space it {what}" for what in ended_with(code, 0)]
-    problems += Left(run).unlike(reference, whole=True)
+    problems += RunFiles(run).unlike(reference, whole=True)
     if left.newest:
         return "full after some checkpoints", problems
     return "no room for a checkpoint", problems

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks.chaos.report import Tally, failure
-from benchmarks.chaos.victim import Left, Scene, apart, end, ended_with, put_away
+from benchmarks.chaos.victim import RunFiles, Scene, apart, end, ended_with, put_away
 from data_pipeline.base.errors import DamagedError, DataError, StorageError, UserError
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader.loader import open_training
@@ -100,7 +100,7 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
         shutil.copytree(reference.run, scene.runs / name)
         what = damage(scene.runs / name / "checkpoints" / sound_name(reference.newest), rng, kinds)
         code = end(scene.start(name, command=rng.random() < asked.commands))
-        left = Left(scene.runs / name)
+        left = RunFiles(scene.runs / name)
         problems = left.unlike(reference, whole=True) + ended_with(code, 0)
         if len(left.aside()) != 1:
             problems.append(f"put aside: {left.aside()}")
@@ -224,7 +224,7 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
         name = f"{tally.name}-{number}"
         is_command = rng.random() < asked.commands
         code = end(scene.start(name, f"data.sources.text.path={copy}", command=is_command))
-        left = Left(scene.runs / name)
+        left = RunFiles(scene.runs / name)
         problems = left.unlike(reference, whole=False) + ended_with(code, 65)
         if Path(where).stem not in scene.log(name).read_text():
             problems.append("the message does not name it")

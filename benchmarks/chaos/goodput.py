@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import PATIENCE, Left, Progress, Scene, end, wait_for
+from benchmarks.chaos.victim import PATIENCE, AttemptProgress, RunFiles, Scene, end, wait_for
 from maxtrain.observe.goodput import read_clock
 
 CHANGES = {"steps": 1_000_000, "eval_interval": 0, "checkpoint": {"keep": 2}}
@@ -132,7 +132,7 @@ def _run(
     struck = 0.0
     for gap in [*gaps, math.inf]:
         start = time.monotonic()
-        progress = Progress(run, Left(run).newest)
+        progress = AttemptProgress(run, RunFiles(run).newest)
         process = scene.start(name, f"checkpoint_interval={interval}")
         patience = PATIENCE
         if struck:
@@ -150,7 +150,7 @@ def _run(
         struck = time.monotonic()
         end(process)
     clock = read_clock(run)
-    left = Left(run)
+    left = RunFiles(run)
     first = {launch["first"] + 1 for launch in clock}
     seconds = []
     for record in left.records:

@@ -20,8 +20,8 @@ from pathlib import Path
 from benchmarks.chaos.report import Tally, failure, quantile
 from benchmarks.chaos.victim import (
     PATIENCE,
-    Left,
-    Progress,
+    AttemptProgress,
+    RunFiles,
     Scene,
     end,
     ended_with,
@@ -85,7 +85,7 @@ class Victim:
         rng = self.rng
         command = rng.random() < self.commands
         aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
-        before = Left(self.run)
+        before = RunFiles(self.run)
         began = time.time()
         log = self.scene.log(self.name)
         log_bytes = size_of(log)
@@ -93,7 +93,7 @@ class Victim:
         fault = ""
         if aim == "place":
             place, fault = self._draw(before.newest)
-        progress = Progress(self.run, before.newest)
+        progress = AttemptProgress(self.run, before.newest)
         process = self.scene.start(self.name, *self.options, fault=fault, command=command)
         if aim == "instant":
             usual = statistics.median(self.recoveries[command] or [GUESSES[command]])
@@ -107,7 +107,7 @@ class Victim:
                 wait_for(lambda: bool(self._partial(began, before.newest)), process)
                 time.sleep(rng.uniform(0, 0.15))
         if aim != "place":
-            self.counted = max(self.counted, Left(self.run).newest)
+            self.counted = max(self.counted, RunFiles(self.run).newest)
             process.send_signal(signal.SIGKILL)
         code = end(process)
         said = None
@@ -148,7 +148,7 @@ class Victim:
             began: when it was started.
             said: its output; None: it did not get so far as to open its records.
         """
-        left = Left(self.run)
+        left = RunFiles(self.run)
         interval = self.scene.interval
         policy = self.scene.values["checkpoint"]
         problems = left.unlike(self.reference, whole=code == 0)
@@ -258,4 +258,4 @@ def _is_in_save(problem: str) -> bool:
 def _finish(victim: Victim) -> list[str]:
     """Lets the last run go on undisturbed; how its end differs from the reference."""
     code = end(victim.scene.start(victim.name, *victim.options), PATIENCE)
-    return ended_with(code, 0) + Left(victim.run).unlike(victim.reference, whole=True)
+    return ended_with(code, 0) + RunFiles(victim.run).unlike(victim.reference, whole=True)

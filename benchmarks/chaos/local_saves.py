@@ -13,10 +13,10 @@ import shutil
 import signal
 from pathlib import Path
 
-from benchmarks.chaos.bucket import BUCKET, RUN, Bucket, Start, Trials, kill_all
+from benchmarks.chaos.bucket import BUCKET, RUN, Bucket, Trials, TrialStart, kill_all
 from benchmarks.chaos.flips import damage
 from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import Forked, end, ended_with, size_of, wait_for
+from benchmarks.chaos.victim import ForkedProcess, end, ended_with, size_of, wait_for
 from maxtrain.checkpoint.integrity import survey
 
 # Steps between saves, and of these, which is uploaded.
@@ -44,7 +44,7 @@ class BetweenUploads(Bucket):
         super().__init__(folder)
         self.fast = folder / "fast"
 
-    def launch(self, *overrides: str, fault: str = "") -> Forked:
+    def launch(self, *overrides: str, fault: str = "") -> ForkedProcess:
         """An attempt at the run."""
         between = [
             f"checkpoint_interval={INTERVAL}",
@@ -53,7 +53,7 @@ class BetweenUploads(Bucket):
         ]
         return super().launch(*between, *overrides, fault=fault)
 
-    def begin_with(self, start: Start) -> None:
+    def begin_with(self, start: TrialStart) -> None:
         """As of a bucket, with an empty disk for the steps between uploads."""
         super().begin_with(start)
         shutil.rmtree(self.fast, ignore_errors=True)
@@ -70,10 +70,10 @@ class BetweenUploads(Bucket):
         return sorted(step for step, why in survey(self.place).items() if not why)
 
 
-class Chain:
+class LocalSavesVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
-    def __init__(self, scene: BetweenUploads, start: Start):
+    def __init__(self, scene: BetweenUploads, start: TrialStart):
         self._scene = scene
         self._uploaded = 0
         # The step that the next attempt has to begin with, at least.
@@ -164,8 +164,8 @@ def local_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """Kills the process of a run that saves on its disk between uploads, so many times."""
     scene = BetweenUploads(folder / "local")
     trials = Trials(folder, tally, asked)
-    start = Start("nothing", {}, disk=False)
-    kill_all(scene, tally, trials, lambda rng: Chain(scene, start))
+    start = TrialStart("nothing", {}, disk=False)
+    kill_all(scene, tally, trials, lambda rng: LocalSavesVictim(scene, start))
     tally.rows = [
         ("SIGKILL of a run that saves between uploads", tally.trials, len(tally.failures))
     ]

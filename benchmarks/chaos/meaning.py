@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     WORDS,
-    Forked,
-    Left,
+    ForkedProcess,
+    RunFiles,
     Scene,
     apart,
     end,
@@ -62,7 +62,7 @@ BOOKS = ("clock.jsonl", "launches.jsonl", "attempts.jsonl", "config.yaml")
 NAMES = re.compile(r"[\w.-]+/[\w.-]+|\b[a-z_]+(\.[\w-]+)+\b")
 
 
-class Fault(NamedTuple):
+class LaunchFault(NamedTuple):
     """What was done to a run between two launches.
 
     Args:
@@ -92,14 +92,14 @@ class Fault(NamedTuple):
     must_say: bool = False
     must_go_on: bool = False
     mend: tuple[str, ...] | None = None
-    beside: Callable[[Path], Forked] | None = None
+    beside: Callable[[Path], ForkedProcess] | None = None
     reference: str = "reference"
 
 
-Kind = Callable[["Stage", Path, random.Random], Fault]
+Kind = Callable[["MeaningScene", Path, random.Random], LaunchFault]
 
 
-class Stage(Scene):
+class MeaningScene(Scene):
     """A scene with runs that were killed at some steps, a run of another seed, and another
     evaluation set."""
 
@@ -142,11 +142,11 @@ def steps_of(run: Path) -> list[Path]:
     return sorted(path for path in (run / "checkpoints").glob("*") if path.name.isdecimal())
 
 
-def nan_in_training(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def nan_in_training(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """In the weights, or in a batch, of a step to come."""
     place = rng.choice(["before_step", "after_step", "data"])
     if place == "data":
-        return Fault(
+        return LaunchFault(
             f"a NaN in the batch of step {NAN}",
             failpoint=f"data:nan:{NAN}",
             names=("non_finite",),
@@ -155,14 +155,14 @@ def nan_in_training(stage: Stage, run: Path, rng: random.Random) -> Fault:
         )
     newest = int(steps_of(run)[-1].name)
     step = rng.randrange(newest + 1, stage.steps)
-    return Fault(
+    return LaunchFault(
         f"a NaN in the weights {place.replace('_', ' ')} {step}",
         failpoint=f"{place}:nan:{step}",
         must_say=True,
     )
 
 
-def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def worthless_weights(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """NaN or infinity in an array of the newest checkpoint, and all hashes and digests as if it had
     been saved so."""
     step = steps_of(run)[-1]
@@ -191,12 +191,12 @@ def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
     commit["arrays"][name]["digest"] = next(iter(apart(digested)))[name]
     commit["files"] |= hash_files(step, [file])
     (step / "commit.json").write_bytes(encode_commit(commit))
-    return Fault(
+    return LaunchFault(
         f"{value} in {name} of the newest checkpoint", names=(name,), must_say=True, must_go_on=True
     )
 
 
-def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def wrong_types(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """A commit record, or what is saved beside the arrays, is JSON with values of other types, and
     hashed as such."""
     step = steps_of(run)[-1]
@@ -223,10 +223,10 @@ def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
         where = f"commit.json: {name}={value}"
         must_say = True
     (step / "commit.json").write_bytes(encode_commit(commit))
-    return Fault(where, names=(step.name, "record.json", "commit.json"), must_say=must_say)
+    return LaunchFault(where, names=(step.name, "record.json", "commit.json"), must_say=must_say)
 
 
-def foreign_checkpoint(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def foreign_checkpoint(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """A checkpoint of another run, as a newer step than the run has, or in the place of one of its
     own."""
     theirs = steps_of(stage.foreign)
@@ -237,10 +237,12 @@ def foreign_checkpoint(stage: Stage, run: Path, rng: random.Random) -> Fault:
     target = run / "checkpoints" / source.name
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
-    return Fault(f"checkpoint {source.name} is of another run", names=(source.name,), must_say=True)
+    return LaunchFault(
+        f"checkpoint {source.name} is of another run", names=(source.name,), must_say=True
+    )
 
 
-def foreign_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def foreign_file(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """A file of another run."""
     books = [name for name in BOOKS if (stage.foreign / name).exists()]
     name = rng.choice([FILE_NAME, *books, "rollbacks.json"])
@@ -249,10 +251,10 @@ def foreign_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     else:
         rollback = {"step": 12, "kind": "loss_spike", "left_out": [11, 12]}
         (run / name).write_text(json.dumps([rollback]))
-    return Fault(f"{name} of another run", names=(name,), must_say=name != "config.yaml")
+    return LaunchFault(f"{name} of another run", names=(name,), must_say=name != "config.yaml")
 
 
-def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def torn_file(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """A file that is cut off, overwritten with noise, empty, or JSON of other types."""
     name = rng.choice([FILE_NAME, "rollbacks.json", *BOOKS])
     path = run / name
@@ -281,25 +283,27 @@ def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
             ]
         )
     path.write_bytes(content)
-    return Fault(f"{name}: {kind}", names=(f"{name}:",), gap=name == FILE_NAME)
+    return LaunchFault(f"{name}: {kind}", names=(f"{name}:",), gap=name == FILE_NAME)
 
 
-def metrics_cut(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def metrics_cut(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """metrics.jsonl ends before the step that the run goes on from, or is gone."""
     path = run / FILE_NAME
     newest = int(steps_of(run)[-1].name)
     lines = path.read_bytes().splitlines(keepends=True)
     if rng.random() < 0.4:
         path.unlink()
-        return Fault("metrics.jsonl is gone", names=(f"{FILE_NAME}:",), gap=True, must_say=True)
+        return LaunchFault(
+            "metrics.jsonl is gone", names=(f"{FILE_NAME}:",), gap=True, must_say=True
+        )
     count = rng.randrange(1, max(2, newest - 1))
     path.write_bytes(b"".join(lines[:count]))
-    return Fault(
+    return LaunchFault(
         f"metrics.jsonl ends after {count} lines", names=(f"{FILE_NAME}:",), gap=True, must_say=True
     )
 
 
-def no_checkpoints(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def no_checkpoints(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """The folder of checkpoints is gone, or empty."""
     folder = run / "checkpoints"
     shutil.rmtree(folder)
@@ -308,13 +312,15 @@ def no_checkpoints(stage: Stage, run: Path, rng: random.Random) -> Fault:
     mend = None
     if rng.random() < 0.5:
         mend = ("checkpoint.start_over=true",)
-    return Fault("no checkpoint is left", names=("has no checkpoint",), must_say=True, mend=mend)
+    return LaunchFault(
+        "no checkpoint is left", names=("has no checkpoint",), must_say=True, mend=mend
+    )
 
 
-def another_set(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def another_set(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """The evaluation set is another one from here on."""
     words = (f"eval.sets.heldout.path={stage.other_set}",)
-    return Fault(
+    return LaunchFault(
         "another evaluation set",
         words,
         names=("eval.sets.heldout was",),
@@ -323,22 +329,22 @@ def another_set(stage: Stage, run: Path, rng: random.Random) -> Fault:
     )
 
 
-def pruned(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def pruned(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """`maxtrain checkpoint prune --apply` while the run goes on."""
 
-    def prune(run: Path) -> Forked:
+    def prune(run: Path) -> ForkedProcess:
         words = ["prune", str(run), "--keep", "1", "--apply"]
-        return Forked(lambda: checkpoint.main(words), stage.log(f"{run.name}-prune"), {})
+        return ForkedProcess(lambda: checkpoint.main(words), stage.log(f"{run.name}-prune"), {})
 
-    return Fault(
+    return LaunchFault(
         "pruned beside a training", failpoint="after_step:delay=0.02", beside=prune, must_go_on=True
     )
 
 
-def fewer_steps(stage: Stage, run: Path, rng: random.Random) -> Fault:
+def fewer_steps(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
     """The run is given fewer steps than it has, or was planned for, and then as many as before."""
     steps = rng.choice([10, 20, 30, 40, 50])
-    return Fault(f"{steps} steps", (f"steps={steps}",), steps=steps)
+    return LaunchFault(f"{steps} steps", (f"steps={steps}",), steps=steps)
 
 
 KINDS: dict[str, Kind] = {
@@ -356,10 +362,10 @@ KINDS: dict[str, Kind] = {
 }
 
 
-class Trial:
+class FaultTrial:
     """One fault, and the launches after it."""
 
-    def __init__(self, stage: Stage, name: str, rng: random.Random, commands: float):
+    def __init__(self, stage: MeaningScene, name: str, rng: random.Random, commands: float):
         self.stage = stage
         self.name = name
         self.rng = rng
@@ -388,7 +394,9 @@ class Trial:
             self._go_on(fault, code)
         return fault.what, ended, self.problems
 
-    def _launch(self, overrides: tuple[str, ...], fault: Fault | None) -> tuple[int | str, str]:
+    def _launch(
+        self, overrides: tuple[str, ...], fault: LaunchFault | None
+    ) -> tuple[int | str, str]:
         log = self.stage.log(self.name)
         begin = size_of(log)
         is_command = self.rng.random() < self.commands
@@ -406,12 +414,12 @@ class Trial:
         said = log.read_bytes()[begin:].decode(errors="replace")
         return code, said
 
-    def _judge_end(self, fault: Fault, said: str) -> None:
+    def _judge_end(self, fault: LaunchFault, said: str) -> None:
         """It ended with 0: numbers, records and the last checkpoint are the reference's, or what is
         missing was said."""
-        reference = Left(self.stage.runs / fault.reference)
+        reference = RunFiles(self.stage.runs / fault.reference)
         try:
-            left = Left(self.run)
+            left = RunFiles(self.run)
         except UserError as error:
             self.problems.append(f"SILENT: what it has left can't be read: {error}")
             return
@@ -442,7 +450,7 @@ class Trial:
             elif digests(read_commit(ours)) != digests(theirs):
                 self.problems.append("SILENT: the weights of the end are not the reference's")
 
-    def _judge_numbers(self, fault: Fault, left: Left, reference: Left) -> None:
+    def _judge_numbers(self, fault: LaunchFault, left: RunFiles, reference: RunFiles) -> None:
         """Every number on record is the reference's."""
         ours = left.records
         theirs = reference.records
@@ -471,7 +479,7 @@ class Trial:
         if lost:
             self.problems.append(f"LOST: checkpoints {lost}")
 
-    def _go_on(self, fault: Fault, code: int | str) -> None:
+    def _go_on(self, fault: LaunchFault, code: int | str) -> None:
         """Undoes the fault, or follows the advice of the message: the same command must end like
         the reference."""
         overrides = fault.mend or ()
@@ -482,7 +490,7 @@ class Trial:
         code, said = self._launch(overrides, None)
         if code == 75 and fault.failpoint:
             code, said = self._launch(overrides, None)
-        after = Fault(f"after {fault.what}")
+        after = LaunchFault(f"after {fault.what}")
         self.problems += judge_words(after, code, said)
         if code != 0:
             self.problems.append(f"with the fault undone it ended with {code}")
@@ -490,7 +498,7 @@ class Trial:
             self._judge_end(after, said)
 
 
-def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
+def judge_words(fault: LaunchFault, code: int | str, said: str) -> list[str]:
     """What is wrong with an exit code and with what is said beside it: no message, a traceback, or
     not a word of the fault."""
     problems = []
@@ -511,7 +519,7 @@ def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
     return problems
 
 
-def keys(left: Left) -> set[tuple[str, str, int]]:
+def keys(left: RunFiles) -> set[tuple[str, str, int]]:
     """Which records there are."""
     return {(record["kind"], record.get("set", ""), record["step"]) for record in left.records}
 
@@ -532,7 +540,7 @@ def digests(commit: dict[str, Any]) -> dict[str, str]:
 
 def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """So many faults, of each kind in turn."""
-    stage = Stage(folder / "meaning")
+    stage = MeaningScene(folder / "meaning")
     rng = random.Random(asked.seed)
     counts = collections.Counter[str]()
     failed = collections.Counter[str]()
@@ -540,7 +548,7 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     while not tally.done():
         kind = list(KINDS)[(tally.trials + asked.seed) % len(KINDS)]
         name = f"{tally.name}-{tally.trials}"
-        trial = Trial(stage, name, rng, asked.commands)
+        trial = FaultTrial(stage, name, rng, asked.commands)
         what, ended, problems = trial.make(KINDS[kind])
         counts[kind] += 1
         failed[kind] += bool(problems)

@@ -23,9 +23,9 @@ from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     CONFIG,
     PATIENCE,
-    Forked,
-    Left,
-    Progress,
+    AttemptProgress,
+    ForkedProcess,
+    RunFiles,
     Scene,
     end,
     put_away,
@@ -58,7 +58,7 @@ CHANGES = {
 }
 
 
-class Shape(NamedTuple):
+class JobShape(NamedTuple):
     """How a job is laid out: on how many processes, and how its batch and its weights are split."""
 
     processes: int
@@ -101,7 +101,7 @@ class Shape(NamedTuple):
         ]
 
 
-def shapes(processes: int) -> list[Shape]:
+def shapes(processes: int) -> list[JobShape]:
     """All layouts that fit the batch, the heads and the experts of the victims."""
     found = []
     for devices in DEVICES:
@@ -115,19 +115,19 @@ def shapes(processes: int) -> list[Shape]:
                 continue
             for accumulation in ACCUMULATIONS:
                 if ROWS % (data * fsdp * expert * accumulation) == 0:
-                    shape = Shape(processes, data, fsdp, context, expert, tensor, accumulation)
+                    shape = JobShape(processes, data, fsdp, context, expert, tensor, accumulation)
                     found.append(shape)
     return found
 
 
-class Job:
+class MeshJob:
     """The processes of an attempt."""
 
-    def __init__(self, scene: Scene, name: str, shape: Shape):
+    def __init__(self, scene: Scene, name: str, shape: JobShape):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
-        self.members: list[Forked | subprocess.Popen] = []
+        self.members: list[ForkedProcess | subprocess.Popen] = []
         for index in range(shape.processes):
             words = shape.overrides()
             if shape.processes > 1:
@@ -147,7 +147,7 @@ class Job:
         return [end(member, patience) for member in self.members]
 
 
-def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
+def unlike(left: RunFiles, reference: RunFiles) -> tuple[list[str], float]:
     """How a run differs from the reference, and the largest relative difference of a loss."""
     problems = []
     largest = 0.0
@@ -195,12 +195,12 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         name = f"{tally.name}-{runs}"
         problems: list[str] = []
         codes: list[int | str] = []
-        before: Shape | None = None
+        before: JobShape | None = None
         while not problems and codes != [0] * max(1, len(codes)):
             shape = _another_shape(before, rng)
             last = tally.done()
             codes, by = _attempt(scene, name, shape, rng, last)
-            left = Left(scene.runs / name)
+            left = RunFiles(scene.runs / name)
             problems, difference = unlike(left, reference)
             largest = max(largest, difference)
             if not set(codes) <= ALLOWED_CODES[by]:
@@ -232,7 +232,7 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     )
 
 
-def _another_shape(before: Shape | None, rng: random.Random) -> Shape:
+def _another_shape(before: JobShape | None, rng: random.Random) -> JobShape:
     """A layout that is not the one before."""
     processes = 1
     if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3):
@@ -241,16 +241,16 @@ def _another_shape(before: Shape | None, rng: random.Random) -> Shape:
 
 
 def _attempt(
-    scene: Scene, name: str, shape: Shape, rng: random.Random, last: bool
+    scene: Scene, name: str, shape: JobShape, rng: random.Random, last: bool
 ) -> tuple[list[int | str], str]:
     """Starts a job, and stops it some steps later, unless it is the last.
 
     Returns:
         The exit codes, and how it was stopped.
     """
-    newest = Left(scene.runs / name).newest
-    progress = Progress(scene.runs / name, newest + rng.randrange(3, 25))
-    job = Job(scene, name, shape)
+    newest = RunFiles(scene.runs / name).newest
+    progress = AttemptProgress(scene.runs / name, newest + rng.randrange(3, 25))
+    job = MeshJob(scene, name, shape)
     by = "nothing"
     if not last:
         by = rng.choice(list(SIGNALS))

@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     PATIENCE,
-    Forked,
-    Left,
-    Progress,
+    AttemptProgress,
+    ForkedProcess,
+    RunFiles,
     Scene,
     end,
     ended_with,
@@ -58,7 +58,7 @@ AIMS = {"instant": 1, "before": 2, "written": 4, "place": 4, "again": 2}
 PLACES = ("rollback", "during_removal", "restore", "data", "after_step", "after_commit")
 
 
-class Taken(Scene):
+class RollbackScene(Scene):
     """A scene whose run is rolled back three times."""
 
     def __init__(self, folder: Path):
@@ -74,16 +74,16 @@ class Taken(Scene):
 
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
-    ) -> Forked | subprocess.Popen:
+    ) -> ForkedProcess | subprocess.Popen:
         """With the NaN, and with another fault if there is one."""
         faults = ",".join(filter(None, [FAULT, fault]))
         return super().start(run, *overrides, fault=faults, command=command)
 
 
-class Victim:
+class RollbackVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
-    def __init__(self, scene: Taken, name: str, rng: random.Random, commands: float):
+    def __init__(self, scene: RollbackScene, name: str, rng: random.Random, commands: float):
         self.scene = scene
         self.name = name
         self.rng = rng
@@ -104,7 +104,7 @@ class Victim:
         place = ""
         if aim == "place":
             place = rng.choice(PLACES)
-        before = Left(self.run)
+        before = RunFiles(self.run)
         # The step of the next rollback, or the last step.
         upcoming = self.scene.steps
         if self.known < len(self.planned):
@@ -138,19 +138,19 @@ class Victim:
         return f"{place}:kill"
 
     def _wait(
-        self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int
+        self, aim: str, process: ForkedProcess | subprocess.Popen, before: RunFiles, upcoming: int
     ) -> None:
         """Waits until the instant that is aimed at."""
         rng = self.rng
         written = self.run / FILE_NAME
-        progress = Progress(self.run, before.newest)
+        progress = AttemptProgress(self.run, before.newest)
         changed = 0
         if written.exists():
             changed = written.stat().st_ino
         if aim == "instant":
             wait_for(lambda: False, process, rng.uniform(0, 4))
         elif aim == "before":
-            near = Progress(self.run, upcoming - 2)
+            near = AttemptProgress(self.run, upcoming - 2)
             wait_for(near.has_made_a_step, process)
             time.sleep(rng.uniform(0, 0.1))
         else:
@@ -162,7 +162,7 @@ class Victim:
     def _judge(self, code: int | str) -> list[str]:
         """What is wrong with what an attempt has left. It is compared with the reference up to the
         next rollback."""
-        left = Left(self.run)
+        left = RunFiles(self.run)
         found = read_rollbacks(self.run) or []
         problems = ended_with(code, 0, -signal.SIGKILL)
         if found != self.planned[: len(found)] or len(found) < self.known:
@@ -188,7 +188,9 @@ class Victim:
         return problems
 
 
-def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written: int) -> list[str]:
+def unlike_so_far(
+    left: RunFiles, reference: RunFiles, planned: list[Rollback], written: int
+) -> list[str]:
     """How records differ from the reference's, up to the first step that will be left out and was
     not left out yet.
 
@@ -222,13 +224,13 @@ def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written:
 
 def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """So many kills, over as many runs as that takes; the last run goes on to its end."""
-    scene = Taken(folder / "rollbacks")
+    scene = RollbackScene(folder / "rollbacks")
     rng = random.Random(asked.seed)
     where = collections.Counter[str]()
     taken = runs = 0
     scene.reference()
     while not tally.done():
-        victim = Victim(scene, f"{tally.name}-{runs}", rng, asked.commands)
+        victim = RollbackVictim(scene, f"{tally.name}-{runs}", rng, asked.commands)
         problems: list[str] = []
         while not tally.done() and not problems:
             struck = victim.attempt()
@@ -239,7 +241,7 @@ def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             tally.count(failure(f"{victim.name}, {aim}", problems), aim)
         if not problems:
             code = end(scene.start(victim.name), PATIENCE)
-            problems = Left(victim.run).unlike(victim.reference, whole=True)
+            problems = RunFiles(victim.run).unlike(victim.reference, whole=True)
             problems += ended_with(code, 0)
             if problems:
                 tally.fail(failure(f"{victim.name}, its end", problems))

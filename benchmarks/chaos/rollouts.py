@@ -26,8 +26,8 @@ from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.rollbacks import unlike_so_far
 from benchmarks.chaos.victim import (
     PATIENCE,
-    Forked,
-    Left,
+    ForkedProcess,
+    RunFiles,
     Scene,
     end,
     ended_with,
@@ -113,7 +113,7 @@ GUESS = 3.0
 ENDING = 10.0
 
 
-class Learning(Scene):
+class RolloutScene(Scene):
     """A scene whose run is of one of the variants."""
 
     def __init__(self, folder: Path, variant: str):
@@ -129,7 +129,7 @@ class Learning(Scene):
 
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
-    ) -> Forked | subprocess.Popen:
+    ) -> ForkedProcess | subprocess.Popen:
         """With a line for each place, the variant's own fault, and another one if there is one."""
         lines = [f"{place}:delay=0" for place in PLACES]
         faults = ",".join([*filter(None, [self.fault]), *lines, *filter(None, [fault])])
@@ -155,12 +155,12 @@ def write_prompts(folder: Path) -> None:
             raise RuntimeError(f"prepare failed; see {folder / 'prepare.log'}")
 
 
-class Victim:
+class RolloutVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
     def __init__(
         self,
-        scene: Learning,
+        scene: RolloutScene,
         name: str,
         rng: random.Random,
         commands: float,
@@ -233,12 +233,12 @@ class Victim:
         if not self.scene.values["grpo"].get("keep_rollouts"):
             since = min(self.reference.saved)
         reference = self.reference
-        problems = Left(self.run).unlike(reference, whole=True)
+        problems = RunFiles(self.run).unlike(reference, whole=True)
         return problems + rollouts_unlike(self.run, reference.run, whole=True, since=since)
 
     def _step_of(self, place: str) -> int:
         """A step at which a run that goes on passes a place, most of the time."""
-        left = Left(self.run)
+        left = RunFiles(self.run)
         newest = left.newest
         due = 1
         if place in ("during_save", "before_commit", "after_commit"):
@@ -274,7 +274,7 @@ class Victim:
 
     def _judge(self, code: int | str) -> list[str]:
         """What is wrong with what an attempt has left."""
-        left = Left(self.run)
+        left = RunFiles(self.run)
         written = read_rollbacks(self.run) or []
         problems = ended_with(code, 0, -signal.SIGKILL)
         if written != self.planned[: len(written)] or len(written) < self.known:
@@ -372,10 +372,10 @@ def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     runs = 0
     scenes = {}
     for number, variant in enumerate(VARIANTS):
-        scenes[variant] = Learning(folder / f"rollouts-{number}", variant)
+        scenes[variant] = RolloutScene(folder / f"rollouts-{number}", variant)
     while not tally.done():
         variant = list(VARIANTS)[runs % len(VARIANTS)]
-        victim = Victim(scenes[variant], f"victim-{runs}", rng, asked.commands, seconds)
+        victim = RolloutVictim(scenes[variant], f"victim-{runs}", rng, asked.commands, seconds)
         problems: list[str] = []
         while not tally.done() and not problems:
             struck = victim.attempt()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.chaos.report import Tally, failure, quantile
 from benchmarks.chaos.victim import (
-    Left,
-    Progress,
+    AttemptProgress,
+    RunFiles,
     Scene,
     end,
     ended_with,
@@ -97,7 +97,7 @@ def _trial(
     """
     run = scene.runs / name
     log = scene.log(name)
-    before = Left(run)
+    before = RunFiles(run)
     if phase == "restore" and not before.newest:
         phase = "compile"
     fault, text, most = PHASES[phase]
@@ -108,7 +108,7 @@ def _trial(
             return ""
         return log.read_bytes()[begin:].decode(errors="replace")
 
-    progress = Progress(run, before.newest)
+    progress = AttemptProgress(run, before.newest)
     step = min(scene.steps, before.newest + rng.randrange(1, 40))
     process = scene.start(name, fault=fault.format(step=step), command=rng.random() < commands)
     if phase == "step":
@@ -126,7 +126,7 @@ def _trial(
         process.send_signal(signal.SIGTERM)
     code = end(process)
     took = time.monotonic() - began
-    left = Left(run)
+    left = RunFiles(run)
     problems = left.unlike(scene.reference(), whole=code == 0)
     problems += [f"not whole: {what}" for what in left.bad]
     problems += [f"put aside: {what}" for what in left.aside()]

@@ -70,7 +70,7 @@ CONFIG = {
 }
 
 
-class Forked:
+class ForkedProcess:
     """A job in a process forked from this one: as much of `subprocess.Popen` as a supervisor
     uses."""
 
@@ -179,12 +179,12 @@ class Scene:
 
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
-    ) -> Forked | subprocess.Popen:
+    ) -> ForkedProcess | subprocess.Popen:
         """An attempt, in a session of its own; its output is added to RUN.log."""
         words = self.words(run, *overrides)
         environment = self.environment | {"MAXTRAIN_FAILPOINT": fault}
         if not command:
-            return Forked(lambda: train_forked(words), self.log(run), environment)
+            return ForkedProcess(lambda: train_forked(words), self.log(run), environment)
         with open(self.log(run), "ab") as log:
             program = [sys.executable, "-X", "faulthandler", "-m", "maxtrain.train", *words]
             environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
@@ -195,7 +195,7 @@ class Scene:
     def log(self, run: str) -> Path:
         return self.folder / f"{run}.log"
 
-    def reference(self) -> "Left":
+    def reference(self) -> "RunFiles":
         """What a run leaves that nobody disturbs; made once."""
         if not (self.runs / "reference").exists():
             code = end(self.start("reference"))
@@ -203,7 +203,7 @@ class Scene:
                 raise RuntimeError(
                     f"the reference itself ended with {code}; see {self.log('reference')}"
                 )
-        return Left(self.runs / "reference")
+        return RunFiles(self.runs / "reference")
 
 
 def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS) -> None:
@@ -249,7 +249,7 @@ def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any
         return 0
 
     log = Path(tempfile.gettempdir(), f"chaos-{os.getpid()}.log")
-    process = Forked(tell, log, {})
+    process = ForkedProcess(tell, log, {})
     os.close(write)
     try:
         with os.fdopen(read) as pipe:
@@ -263,7 +263,7 @@ def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any
         process.wait()
 
 
-def end(process: Forked | subprocess.Popen, patience: float = PATIENCE) -> int | str:
+def end(process: ForkedProcess | subprocess.Popen, patience: float = PATIENCE) -> int | str:
     """The exit code of an attempt. One that hangs is ended, with its stacks in the log; its code is
     "hangs"."""
     try:
@@ -278,7 +278,7 @@ def end(process: Forked | subprocess.Popen, patience: float = PATIENCE) -> int |
         process.wait()
 
 
-class Left:
+class RunFiles:
     """What a run has left on the disk: its records, and the checkpoints that count."""
 
     def __init__(self, run: Path):
@@ -298,7 +298,7 @@ class Left:
         """Checkpoints that were put aside."""
         return [path.name for path in (self.run / "checkpoints").glob("*.damaged-*")]
 
-    def unlike(self, reference: "Left", whole: bool) -> list[str]:
+    def unlike(self, reference: "RunFiles", whole: bool) -> list[str]:
         """How the records so far differ from those of a reference in any bit.
 
         Args:
@@ -325,7 +325,7 @@ class Left:
         """Which records there are, in order."""
         return [(record["kind"], record.get("set"), record["step"]) for record in self.records]
 
-    def _end_unlike(self, reference: "Left") -> list[str]:
+    def _end_unlike(self, reference: "RunFiles") -> list[str]:
         problems = []
         if self.keys() != reference.keys():
             problems.append("it has other records than the reference")
@@ -352,7 +352,9 @@ def kept(newest: int, interval: int, keep: int, every: int) -> set[int]:
 
 
 def wait_for(
-    condition: Callable[[], bool], process: Forked | subprocess.Popen, patience: float = PATIENCE
+    condition: Callable[[], bool],
+    process: ForkedProcess | subprocess.Popen,
+    patience: float = PATIENCE,
 ) -> bool:
     """Whether something became true before the process ended, and before patience did."""
     deadline = time.monotonic() + patience
@@ -363,7 +365,7 @@ def wait_for(
     return False
 
 
-class Progress:
+class AttemptProgress:
     """How far an attempt of a run has come: whether it has opened its records, from which it drops
     those after the step that it goes on from, and whether it has made a step."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.one_core import processor
 from benchmarks.word_problems.picture import draw
-from benchmarks.word_problems.run import ALL_KINDS, COMMANDS, GRPO, ROOT, Outcome, run_all
+from benchmarks.word_problems.run import ALL_KINDS, COMMANDS, GRPO, ROOT, ExperimentOutcome, run_all
 
 RESULTS = ROOT / "benchmarks" / "results" / "word_problems.md"
 PICTURE = ROOT / "docs" / "word_problems.png"
@@ -26,12 +26,12 @@ PICTURE = ROOT / "docs" / "word_problems.png"
 GAIN = 0.06
 
 
-def gain(outcome: Outcome) -> float:
+def gain(outcome: ExperimentOutcome) -> float:
     """How many more of the held-out questions are answered right, as a share."""
     return outcome.after[ALL_KINDS].share - outcome.before[ALL_KINDS].share
 
 
-def report(outcome: Outcome, load: float) -> str:
+def report(outcome: ExperimentOutcome, load: float) -> str:
     """The file of results."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "numpy"))
     questions = outcome.before[ALL_KINDS].questions

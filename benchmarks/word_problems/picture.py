@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.word_problems.run import ALL_KINDS, Outcome, Score
+from benchmarks.word_problems.run import ALL_KINDS, AccuracyScore, ExperimentOutcome
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.observe.series import columns, smooth
 
@@ -19,7 +19,7 @@ _INK = "#24292f"
 _QUIET = "#6e7781"
 
 
-def draw(outcome: Outcome, run: Path, path: Path) -> None:
+def draw(outcome: ExperimentOutcome, run: Path, path: Path) -> None:
     """Draws it as a PNG.
 
     Args:
@@ -86,7 +86,9 @@ def _draw_reward(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
     _title(axes, "Mean reward of sampled answers, at most 4")
 
 
-def _draw_kinds(axes: Any, before: Mapping[str, Score], after: Mapping[str, Score]) -> None:
+def _draw_kinds(
+    axes: Any, before: Mapping[str, AccuracyScore], after: Mapping[str, AccuracyScore]
+) -> None:
     """A line from before to after for each kind of problem."""
     names = [name for name in before if name != ALL_KINDS]
     names.sort(key=lambda name: after[name].share)

@@ -1,5 +1,5 @@
-"""The commands of "A run from end to end" in docs/posttraining.md, one after the other, and what the
-model has learnt from them."""
+"""The commands of "A run from end to end" in docs/posttraining.md, one after the other, and what
+the model has learnt from them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ _RIGHT = "gsm8k.correctness"
 _ALL = 1_000_000
 
 
-class Score(NamedTuple):
+class AccuracyScore(NamedTuple):
     """Of so many questions, how many were answered right."""
 
     right: int
@@ -53,7 +53,7 @@ class Score(NamedTuple):
         return (self.share * (1 - self.share) / self.questions) ** 0.5
 
 
-class Outcome(NamedTuple):
+class ExperimentOutcome(NamedTuple):
     """What came of all commands.
 
     Attributes:
@@ -63,15 +63,15 @@ class Outcome(NamedTuple):
     """
 
     seconds: dict[str, float]
-    before: dict[str, Score]
-    after: dict[str, Score]
+    before: dict[str, AccuracyScore]
+    after: dict[str, AccuracyScore]
     folder: Path
 
 
 ALL_KINDS = "all"
 
 
-def run_all(folder: Path, overrides: Sequence[str] = ()) -> Outcome:
+def run_all(folder: Path, overrides: Sequence[str] = ()) -> ExperimentOutcome:
     """Runs all commands in a folder.
 
     Args:
@@ -96,7 +96,7 @@ def run_all(folder: Path, overrides: Sequence[str] = ()) -> Outcome:
         if phase in (_BEFORE, _AFTER):
             sets = json.loads(shown)["sets"]
             scores[phase] = by_kind(sets["held_out"]["samples"], kinds(folder))
-    return Outcome(seconds, scores[_BEFORE], scores[_AFTER], folder)
+    return ExperimentOutcome(seconds, scores[_BEFORE], scores[_AFTER], folder)
 
 
 def _run(words: Sequence[str], folder: Path) -> str:
@@ -126,18 +126,22 @@ def kinds(folder: Path) -> dict[str, str]:
     return {record["prompt"]: record["kind"] for record in records}
 
 
-def by_kind(samples: Sequence[Mapping[str, Any]], kind_of: Mapping[str, str]) -> dict[str, Score]:
+def by_kind(
+    samples: Sequence[Mapping[str, Any]], kind_of: Mapping[str, str]
+) -> dict[str, AccuracyScore]:
     """The scores of all questions and of each kind.
 
     Args:
         samples: completions, as `maxtrain evaluate --json --show` has them.
         kind_of: questions.
     """
-    found = {ALL_KINDS: Score(0, 0)} | {kind: Score(0, 0) for kind in kind_of.values()}
+    found = {ALL_KINDS: AccuracyScore(0, 0)} | {
+        kind: AccuracyScore(0, 0) for kind in kind_of.values()
+    }
     for sample in samples:
         _, _, question = sample["texts"]["prompt"].partition("user: ")
         is_right = sample["rewards"][_RIGHT] > 0
         for name in (ALL_KINDS, kind_of[question.strip()]):
             before = found[name]
-            found[name] = Score(before.right + is_right, before.questions + 1)
+            found[name] = AccuracyScore(before.right + is_right, before.questions + 1)
     return found

@@ -84,7 +84,7 @@ def url_problem(url: str) -> str:
     return ""
 
 
-class Found(NamedTuple):
+class RemoteFile(NamedTuple):
     """A remote file: `stamp` changes when it does (its ETag, generation or time of change)."""
 
     path: "RemotePath"
@@ -142,10 +142,10 @@ class RemotePath:
     def read_bytes(self) -> bytes:
         return _persist(self, "reading", lambda fs, path: fs.cat_file(path))
 
-    def write_bytes(self, data: bytes) -> "Found":
+    def write_bytes(self, data: bytes) -> "RemoteFile":
         """Write an object as a whole, and check that all of it arrived."""
 
-        def write(fs: Any, path: str) -> Found:
+        def write(fs: Any, path: str) -> RemoteFile:
             self._make_folder(fs, path)
             fs.pipe_file(path, data)
             return self._arrived(fs, path, len(data))
@@ -179,10 +179,10 @@ class RemotePath:
 
         return self._write(write)
 
-    def upload(self, file: Path) -> "Found":
+    def upload(self, file: Path) -> "RemoteFile":
         """Copy a local file here as a whole, and check that all of it arrived."""
 
-        def write(fs: Any, path: str) -> Found:
+        def write(fs: Any, path: str) -> RemoteFile:
             self._make_folder(fs, path)
             fs.put_file(str(file), path)
             return self._arrived(fs, path, file.stat().st_size)
@@ -303,7 +303,7 @@ class RemotePath:
             return _persist(self, "looking at", _md5_of_s3)
         return _persist(self, "looking at", _md5_of_others)
 
-    def _arrived(self, fs: Any, path: str, size: int) -> "Found":
+    def _arrived(self, fs: Any, path: str, size: int) -> "RemoteFile":
         """What is there; OSError: it has another size than what was written."""
         try:
             found = _found(self, fs.info(path))
@@ -313,7 +313,7 @@ class RemotePath:
             raise OSError(f"{size} bytes were written, but {found.size} are there")
         return found
 
-    def found(self) -> Found:
+    def found(self) -> RemoteFile:
         """Size and stamp; FileNotFoundError: it is not there."""
         return _found(self, _persist(self, "looking at", lambda fs, path: fs.info(path)))
 
@@ -326,7 +326,7 @@ class RemotePath:
     def is_dir(self) -> bool:
         return _persist(self, "looking at", lambda fs, path: fs.isdir(path))
 
-    def files(self, depth: int | None = None) -> list[Found]:
+    def files(self, depth: int | None = None) -> list[RemoteFile]:
         """The files of this folder, and of those below it down to `depth` (None: all); none if
         there is no such folder."""
         try:
@@ -335,7 +335,7 @@ class RemotePath:
             return []
         return [_found(_at(self, name), info) for name, info in sorted(listing.items())]
 
-    def tree(self) -> dict[str, Found]:
+    def tree(self) -> dict[str, RemoteFile]:
         """All files of this folder and of those below it, by their names from here.
 
         StorageError: a name would lead out of a folder that it is copied to.
@@ -427,14 +427,14 @@ class RemotePath:
                 f"{self}: has changed since it was found. Let nobody write to the input, and start "
                 "again with --overwrite."
             )
-        return io.BufferedReader(_Reader(found), _BLOCK_BYTES)
+        return io.BufferedReader(_RemoteReader(found), _BLOCK_BYTES)
 
 
-class _Reader(io.RawIOBase):
+class _RemoteReader(io.RawIOBase):
     """A remote file, read in blocks, of which a few are kept. If reading fails it raises a
     StorageError, since a plain OSError would be taken for a damaged file."""
 
-    def __init__(self, found: Found):
+    def __init__(self, found: RemoteFile):
         self._found = found
         self._at = 0
         self._block = functools.lru_cache(_BLOCKS_KEPT)(self._read_block)
@@ -494,7 +494,7 @@ def address(path: Path | RemotePath) -> str:
     return str(path)
 
 
-def find(pattern: str) -> list[Found]:
+def find(pattern: str) -> list[RemoteFile]:
     """The files that match a URL with *, ?, [] or **, sorted."""
     path = RemotePath(pattern)
     glob_translate = load_package("fsspec.utils", "remote", str(path)).glob_translate
@@ -557,11 +557,11 @@ def _at(base: RemotePath, name: str) -> RemotePath:
     return RemotePath(f"{base.url.partition('://')[0]}://{name}")
 
 
-def _found(path: RemotePath, info: dict[str, Any]) -> Found:
+def _found(path: RemotePath, info: dict[str, Any]) -> RemoteFile:
     names = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated", "mtime", "created")
     stamp = repr([info.get("size"), *(str(info[name]) for name in names if info.get(name))])
     short = hashlib.sha256(stamp.encode()).hexdigest()[:16]
-    return Found(path, info.get("size") or 0, short)
+    return RemoteFile(path, info.get("size") or 0, short)
 
 
 def _md5_of(file: Path) -> str:

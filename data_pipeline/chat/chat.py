@@ -20,10 +20,10 @@ from data_pipeline.chat.template import (
     RANDOM_FILTERS,
     RANDOM_NAMES,
     ChatError,
-    Contents,
     Conversation,
     Span,
     Template,
+    TemplateNames,
 )
 from data_pipeline.chat.template_process import ask
 from data_pipeline.tokenizer import (
@@ -237,7 +237,7 @@ def _read_source(file: Path) -> str:
         ) from error
 
 
-def _examine(source: str, name: str) -> Contents:
+def _examine(source: str, name: str) -> TemplateNames:
     """The names that a template uses. DataError: it is not jinja, or would write something else
     each time."""
     # Where it is missing, the error names the extra that brings it.
@@ -245,7 +245,7 @@ def _examine(source: str, name: str) -> Contents:
     found = ask("examine", source, what=name)
     if isinstance(found, str):
         raise DataError(f"{name}: {found}. Mend the template.")
-    used = Contents(*found)
+    used = TemplateNames(*found)
     random = [f"the filter {filter}" for filter in used.filters if filter in RANDOM_FILTERS]
     random += [variable for variable in used.variables if variable in RANDOM_NAMES]
     if random:

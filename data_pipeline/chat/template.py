@@ -109,7 +109,7 @@ def is_marked(source: str) -> bool:
     return _GENERATION.search(source) is not None
 
 
-class Contents(NamedTuple):
+class TemplateNames(NamedTuple):
     """The names that a template uses: all names, the variables that are given from outside, and the
     filters; each sorted."""
 
@@ -118,7 +118,7 @@ class Contents(NamedTuple):
     filters: list[str]
 
 
-def examine(source: str) -> Contents | str:
+def examine(source: str) -> TemplateNames | str:
     """What a template uses, or why it is not a template."""
     jinja2 = load_package("jinja2", "chat", "--chat")
     meta = load_package("jinja2.meta", "chat", "--chat")
@@ -127,7 +127,7 @@ def examine(source: str) -> Contents | str:
         names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
         variables = meta.find_undeclared_variables(tree)
         filters = {node.name for node in tree.find_all(jinja2.nodes.Filter)}
-        contents = Contents(sorted(names), sorted(variables), sorted(filters))
+        contents = TemplateNames(sorted(names), sorted(variables), sorted(filters))
         _compiled(source, "")
         return contents
     except jinja2.TemplateSyntaxError as error:
@@ -146,7 +146,7 @@ def _environment(date: str) -> Any:
     sandbox = load_package("jinja2.sandbox", "chat", "--chat")
     ext = load_package("jinja2.ext", "chat", "--chat")
 
-    class Generation(ext.Extension):
+    class GenerationTag(ext.Extension):
         """{% generation %}: marks what it holds as said by the assistant."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's way
@@ -188,7 +188,7 @@ def _environment(date: str) -> Any:
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[Generation, ext.loopcontrols],
+        extensions=[GenerationTag, ext.loopcontrols],
         finalize=no_bytes,
     )
     # jinja2's own escapes HTML.

@@ -176,7 +176,7 @@ def _answer(request: bytes) -> tuple[str, Any]:
     try:
         if function == "examine":
             found = chat_template.examine(*arguments)
-            if isinstance(found, chat_template.Contents):
+            if isinstance(found, chat_template.TemplateNames):
                 return "result", tuple(found)
             return "result", found
         template = chat_template.Template(*arguments[0])

@@ -114,7 +114,7 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
     return int((of_rows * row_weights).sum()) & _MASK
 
 
-class Response(NamedTuple):
+class BatchVerdict(NamedTuple):
     """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if
     it is not empty.
 
@@ -198,7 +198,7 @@ class BatchGuard:
 
     def observe(
         self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool
-    ) -> Response | None:
+    ) -> BatchVerdict | None:
         """Check a step by the targets, the rows without one and the shape [B, T] of its global
         batch; None: all is well.
 
@@ -233,14 +233,14 @@ class BatchGuard:
             raise DataError(f"{what}. {fix}, or set {decides} to stop or warn.")
         if policy == "stop":
             message = f"{what}; the run stops here. {fix}, or set {decides}=warn to go on."
-            return Response(True, message)
+            return BatchVerdict(True, message)
         if policy != "warn":
-            return Response(False, f"{what}.", policy)
+            return BatchVerdict(False, f"{what}.", policy)
         # After the first three, only the 4th, 8th, 16th, ... is told.
         is_power_of_two = self.found & (self.found - 1) == 0
         if self.found > 3 and not is_power_of_two:
-            return Response(False, "")
+            return BatchVerdict(False, "")
         unchanged = "the run goes on"
         if targets <= 0:
             unchanged = "weights stay as they are"
-        return Response(False, f"{what}; {unchanged} ({self.found:,} such steps). {fix}.")
+        return BatchVerdict(False, f"{what}; {unchanged} ({self.found:,} such steps). {fix}.")

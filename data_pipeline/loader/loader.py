@@ -30,7 +30,7 @@ from data_pipeline.loader.corruption import corrupt, row_seed
 from data_pipeline.loader.one_tokenizer import require_one_tokenizer
 from data_pipeline.loader.packing import (
     VALUE,
-    Part,
+    HostSlice,
     Windows,
     count_rows,
     fold_documents,
@@ -40,7 +40,7 @@ from data_pipeline.loader.packing import (
 )
 from data_pipeline.loader.workers import watched
 from data_pipeline.plan.document_packing import Bins, document_sizes, open_bins
-from data_pipeline.plan.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
+from data_pipeline.plan.plan import BatchShape, Cursor, DataRead, Plan, PlanRows, PlanSource, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.shards.cache import Cache
 from data_pipeline.shards.teacher_logits import TeacherFiles, empty_arrays
@@ -56,10 +56,10 @@ _STEPS_COUNTED = 2_000
 _DOCUMENTS_COUNTED = 250_000
 
 # What a host holds of a batch: alike for all batches, or by their shape; None: the whole batch.
-Parts = Part | dict[tuple[int, int], Part] | None
+Parts = HostSlice | dict[tuple[int, int], HostSlice] | None
 
 
-class Made(NamedTuple):
+class DerivedBatch(NamedTuple):
     """A batch that is not what the plan reads, but made of it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Made(NamedTuple):
         numbers: to be recorded of the step.
     """
 
-    shape: Shape
+    shape: BatchShape
     unused_rows: int
     numbers: dict[str, float]
 
@@ -97,7 +97,7 @@ class HostBatch(NamedTuple):
     content: int
     place: str
     error: Exception | None = None
-    made: Made | None = None
+    made: DerivedBatch | None = None
 
 
 class _Dataset:
@@ -164,9 +164,9 @@ class _Dataset:
     def _read(
         self,
         step: int,
-        batch: Rows,
+        batch: PlanRows,
         phases: np.ndarray,
-        part: Part | None,
+        part: HostSlice | None,
         names: Sequence[str],
         length: int,
     ) -> HostBatch:
@@ -178,7 +178,7 @@ class _Dataset:
         else:
             place = _digest(batch.source, all_starts % self._sizes[batch.source])
 
-        rows, columns = part or Part(np.arange(len(all_starts)))
+        rows, columns = part or HostSlice(np.arange(len(all_starts)))
         first_column, _, _ = columns.indices(length)
         source = batch.source[rows]
         epoch = batch.epoch[rows]
@@ -424,9 +424,9 @@ class TrainingData(_Dataset):
         directory = shlex.quote(str(self.shards[source].path))
         return f"python -m data_pipeline.prepare show {directory} {words}"
 
-    def rows_at(self, step: int) -> Rows:
+    def rows_at(self, step: int) -> PlanRows:
         """Source, epoch and row of each row of a step."""
-        return Rows(*self._rows(step)[:3])
+        return PlanRows(*self._rows(step)[:3])
 
     def digest_at(self, step: int) -> str:
         """The `digest` of the batch of a step, without reading it."""
@@ -456,14 +456,14 @@ class TrainingData(_Dataset):
         """b of the cost n + b n^2 of a document."""
         return self.config.balance_quadratic or 0.0
 
-    def shape_at(self, step: int) -> Shape:
+    def shape_at(self, step: int) -> BatchShape:
         """The shape of the batch of a step."""
         span = self.plan.span(step)
         if self.is_balanced:
-            return Shape(self._num_rows(step), span.seq_length)
+            return BatchShape(self._num_rows(step), span.seq_length)
         return span.shape
 
-    def shapes(self) -> set[Shape]:
+    def shapes(self) -> set[BatchShape]:
         """Every shape that a batch may have."""
         if not self.is_balanced:
             return {span.shape for span in self.plan.spans}
@@ -471,10 +471,10 @@ class TrainingData(_Dataset):
         shapes = set()
         for span in self.plan.spans:
             for count in row_counts(span.batch_size, unit):
-                shapes.add(Shape(count, span.seq_length))
+                shapes.add(BatchShape(count, span.seq_length))
         return shapes
 
-    def largest_shapes(self, start: int) -> list[Shape]:
+    def largest_shapes(self, start: int) -> list[BatchShape]:
         """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
 
         Balanced batches are made of their documents: their rows are counted in steps evenly over
@@ -536,23 +536,23 @@ class TrainingData(_Dataset):
         """
         span = self.plan.span(step)
         source, epoch, row, phases = self._rows(step)
-        rows = Rows(source, epoch, row)
+        rows = PlanRows(source, epoch, row)
         if isinstance(part, dict):
             part = part[self.shape_at(step)]
         if self.is_balanced:
             return self._read_balanced(step, rows, part)
         result = self._read(step, rows, phases, part, self.plan.names, span.seq_length)
         if self.config.corruption.rate:
-            held = part or Part(np.arange(span.batch_size))
+            held = part or HostSlice(np.arange(span.batch_size))
             self._corrupt(result.arrays, rows, held, span.seq_length)
         return result
 
-    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> HostBatch:
+    def _read_balanced(self, step: int, batch: PlanRows, part: HostSlice | None) -> HostBatch:
         """This part of a balanced batch, which is made of these rows of one document or group
         each."""
         shape = self.shape_at(step)
         length = shape.seq_length
-        held, columns = part or Part(np.arange(shape.batch_size))
+        held, columns = part or HostSlice(np.arange(shape.batch_size))
         places = self.places_at(step)
         sizes = self._sizes_at(step)
         # The documents in rows of this part, and their rows in it.
@@ -581,7 +581,7 @@ class TrainingData(_Dataset):
             self._begins_of_sources,
         )
         if self.config.corruption.rate:
-            self._corrupt(documents, batch, Part(mine, first_columns), length)
+            self._corrupt(documents, batch, HostSlice(mine, first_columns), length)
         held_shape = (len(held), length)
         arrays = fold_documents(
             documents, sizes[mine], row, column, held_shape, restart, across, columns
@@ -610,7 +610,9 @@ class TrainingData(_Dataset):
         place = _digest(batch.source[order], batch.row[order])
         return _batch(step, arrays, batch, place, held, first_column)
 
-    def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:
+    def _corrupt(
+        self, arrays: dict[str, np.ndarray], batch: PlanRows, part: HostSlice, length: int
+    ) -> None:
         """Replaces inputs of this part of the batch, in place; padding and the marks between
         documents stay."""
         source = batch.source[part.rows]
@@ -675,18 +677,18 @@ class EvaluationData(_Dataset):
         if not shards.masked and self.num_tokens == self.manifest.num_targets:
             self.text_bytes = shards.text_bytes
 
-    def batch(self, step: int, part: Part | None = None) -> HostBatch:
+    def batch(self, step: int, part: HostSlice | None = None) -> HostBatch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See
         `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
-        batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
+        batch = PlanRows(np.zeros_like(row), np.zeros_like(row), row)
         # The first input of the set is the token before its first, so that the first is a target.
         phases = np.full_like(row, -1)
         return self._read(step, batch, phases, part, ["held out"], self.config.seq_length)
 
     def iterate(
-        self, part: Part | None = None, num_batches: int | None = None, start: int = 0
+        self, part: HostSlice | None = None, num_batches: int | None = None, start: int = 0
     ) -> Iterator[HostBatch]:
         """The first `num_batches` batches (None: all), from number `start` on, in order, read ahead
         by grain."""
@@ -716,7 +718,7 @@ def _eod_id(shards: TokenShards) -> int:
 def carry_errors(
     stream: Iterator[HostBatch],
     steps: range,
-    part: Callable[[int], Part],
+    part: Callable[[int], HostSlice],
     numbers: Iterable[str] = (),
     teacher: TeacherFiles | None = None,
 ) -> Iterator[HostBatch]:
@@ -755,7 +757,7 @@ def carry_errors(
 def _batch(
     step: int,
     arrays: dict[str, np.ndarray],
-    read: Rows,
+    read: PlanRows,
     place: str,
     rows: np.ndarray,
     first_column: int,
@@ -1005,7 +1007,7 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
     return shards
 
 
-def _is_exceeded(shape: Shape, shapes: Iterable[Shape]) -> bool:
+def _is_exceeded(shape: BatchShape, shapes: Iterable[BatchShape]) -> bool:
     """Whether one of the shapes has more rows or longer ones, and not less of either."""
     rows, length = shape
     others = [other for other in shapes if other != shape]

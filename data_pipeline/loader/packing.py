@@ -46,7 +46,7 @@ class Windows(NamedTuple):
     count: np.ndarray
 
 
-class Part(NamedTuple):
+class HostSlice(NamedTuple):
     """What a host holds of a global batch: these rows, int64 [b], and of each these columns,
     without a step."""
 

@@ -35,7 +35,7 @@ from data_pipeline.shards import (
 )
 from data_pipeline.shards.manifest import digest_of
 from data_pipeline.sources import FORMATS
-from data_pipeline.sources.document import HARMLESS, Document, Piece
+from data_pipeline.sources.document import HARMLESS, Document, InputRange
 from data_pipeline.tokenizer import CharTokenizer, Tokenizer, bpe_entries, load_tokenizer, train_bpe
 
 _MIN_UNIT_BYTES = 1 << 16
@@ -45,12 +45,12 @@ _TRAINING_BYTES = 1 << 30
 # Of each problem, so many documents are named.
 _EXAMPLES = 3
 _DECODED_TOKENS = 1 << 20
-Unit = list[Piece]
+Unit = list[InputRange]
 # By kind: count, how many of them were left out, examples.
 Problems = dict[str, dict[str, Any]]
 
 
-def make_units(pieces: list[Piece]) -> list[Unit]:
+def make_units(pieces: list[InputRange]) -> list[Unit]:
     """Group pieces, in order, into units of work of similar size; files of many documents are
     divided where they can be."""
     share = sum(piece.size for piece in pieces) // 32
@@ -64,7 +64,7 @@ def make_units(pieces: list[Piece]) -> list[Unit]:
     return units
 
 
-def _divided(piece: Piece, size: int) -> list[Piece]:
+def _divided(piece: InputRange, size: int) -> list[InputRange]:
     """A piece, cut into pieces of about `size` bytes where its format can be."""
     format = FORMATS[piece.format]
     if not format.many:
@@ -293,7 +293,7 @@ def _write_documents(
     return text_bytes
 
 
-class _Encoded(NamedTuple):
+class _EncodedDocument(NamedTuple):
     """A document in tokens: ids [T], loss mask [T] (None: all are targets), and the UTF-8 bytes of
     the text of its targets."""
 
@@ -307,7 +307,7 @@ class _Encoded(NamedTuple):
         return len(self.ids) > 0 and (self.mask is None or bool(self.mask.any()))
 
 
-def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_Encoded]:
+def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_EncodedDocument]:
     """A document, or both of a pair; with the id of the end mark (None: there is none) where that
     is a target beside others that are not."""
     if document.spans is not None:
@@ -318,7 +318,7 @@ def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_
             else:
                 ids, mask = tokenizer.encode_spans(spans)
             targets = [text for text, is_target in spans if is_target]
-            encoded.append(_Encoded(ids, mask, sum(len(text.encode()) for text in targets)))
+            encoded.append(_EncodedDocument(ids, mask, sum(len(text.encode()) for text in targets)))
         return encoded
     if document.tokens is not None:
         # Decoded in windows, so that the lists that this takes stay small.
@@ -327,9 +327,9 @@ def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_
         for at in range(0, len(ids), _DECODED_TOKENS):
             window = ids[at : at + _DECODED_TOKENS].tolist()
             text_bytes += len(tokenizer.decode(window).encode())
-        return [_Encoded(ids, None, text_bytes)]
+        return [_EncodedDocument(ids, None, text_bytes)]
     text = document.text or ""
-    return [_Encoded(tokenizer.encode(text), None, len(text.encode()))]
+    return [_EncodedDocument(tokenizer.encode(text), None, len(text.encode()))]
 
 
 def _encode_apart(

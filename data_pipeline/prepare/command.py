@@ -71,7 +71,7 @@ from data_pipeline.shards import (
 from data_pipeline.shards.cache import Cache
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.chat_map import NAMED, read_map, require_no_other_system
-from data_pipeline.sources.document import Options, Piece, PreferenceForm, held_out
+from data_pipeline.sources.document import InputOptions, InputRange, PreferenceForm, held_out
 from data_pipeline.sources.preferences import NAMES
 from data_pipeline.tokenizer import (
     BESIDE,
@@ -123,16 +123,16 @@ class _Request(NamedTuple):
     sources, settings and command; `tokenizer` is None if it is to be trained.
     """
 
-    parts: dict[str, list[Piece]]
+    parts: dict[str, list[InputRange]]
     origin: dict[str, Any]
     tokenizer: Tokenizer | None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[InputRange]:
         """The pieces of all folders."""
         return list(itertools.chain(*self.parts.values()))
 
 
-class _Parser(argparse.ArgumentParser):
+class _PrepareParser(argparse.ArgumentParser):
     """Without the usage of forty lines before an error of one."""
 
     def error(self, message: str) -> NoReturn:
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     """The options, and the command that gives this output, whatever its OUT."""
-    parser = _Parser(
+    parser = _PrepareParser(
         prog=_PROGRAM,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -469,7 +469,7 @@ def _beside_with_templates(
     return found
 
 
-def _default_eod(spec: str, pieces: list[Piece]) -> str:
+def _default_eod(spec: str, pieces: list[InputRange]) -> str:
     """Return whether documents end with an end-of-document token, where no option says so.
 
     Where a chat template wrote the documents, nothing is added: they begin with the template's
@@ -492,7 +492,7 @@ def _default_eod(spec: str, pieces: list[Piece]) -> str:
     return "append"
 
 
-def _check_prompts(pieces: list[Piece], eod: str, tokenizer: Tokenizer | None) -> None:
+def _check_prompts(pieces: list[InputRange], eod: str, tokenizer: Tokenizer | None) -> None:
     """UsageError: prompts do not go together with other documents, or their completions could not
     end."""
     others = sorted({piece.format for piece in pieces} - {"prompts"})
@@ -506,7 +506,7 @@ def _check_prompts(pieces: list[Piece], eod: str, tokenizer: Tokenizer | None) -
         raise UsageError(f"--prompts: {rule}. Give --eod append.")
 
 
-def _forms(pieces: list[Piece], margin: bool) -> list[PreferenceForm]:
+def _forms(pieces: list[InputRange], margin: bool) -> list[PreferenceForm]:
     """The forms of preferences that pieces have, each once; UsageError: they do not go together, or
     with the options."""
     forms = list(dict.fromkeys(p.options.preferences for p in pieces if p.options.preferences))
@@ -528,7 +528,7 @@ def _forms(pieces: list[Piece], margin: bool) -> list[PreferenceForm]:
 
 def _reading_options(
     arguments: argparse.Namespace, spec: str, tokenizer: Tokenizer | None
-) -> Options:
+) -> InputOptions:
     """What the formats are told about all input."""
     chat_map = None
     system = arguments.system
@@ -537,7 +537,7 @@ def _reading_options(
         if system is None:
             system = chat_map.system
         require_no_other_system(chat_map, system)
-    options = Options(
+    options = InputOptions(
         key=arguments.key,
         tokenizer=spec,
         chat_template=arguments.chat_template,
@@ -558,8 +558,8 @@ def _reading_options(
 
 
 def _find_input(
-    arguments: argparse.Namespace, options: Options
-) -> tuple[list[Piece], list[dict[str, Any]]]:
+    arguments: argparse.Namespace, options: InputOptions
+) -> tuple[list[InputRange], list[dict[str, Any]]]:
     """Every input file once, as a piece, and the manifest's entry for each option that names
     some."""
     found = []
@@ -569,7 +569,7 @@ def _find_input(
     # A glob may find the output of an earlier run.
     own = f"{_absolute(str(arguments.out))}/"
     sources = []
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, InputRange] = {}
     for kind, candidates in found:
         fresh = {}
         for piece in candidates:
@@ -595,11 +595,11 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path)
 
 
-def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list[Piece]]:
+def _divide(pieces: list[InputRange], share: float | None, by: str) -> dict[str, list[InputRange]]:
     """Which pieces go to which folder of the output."""
     if share is None:
         return {"": pieces}
-    parts: dict[str, list[Piece]] = {"train": [], "eval": []}
+    parts: dict[str, list[InputRange]] = {"train": [], "eval": []}
     for piece in pieces:
         format = FORMATS[piece.format]
         if by == "tail":
@@ -780,7 +780,7 @@ def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
     return wanted
 
 
-def _stamps(pieces: Iterable[Piece]) -> str:
+def _stamps(pieces: Iterable[InputRange]) -> str:
     """Changes if an input file was written to."""
     stamps = {piece.path: piece.stamp for piece in pieces if piece.stamp}
     for path in _input_paths(pieces) - stamps.keys():
@@ -791,7 +791,7 @@ def _stamps(pieces: Iterable[Piece]) -> str:
     return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest()
 
 
-def _input_paths(pieces: Iterable[Piece]) -> set[str]:
+def _input_paths(pieces: Iterable[InputRange]) -> set[str]:
     """All files that pieces are read from, or with."""
     paths = set()
     for piece in pieces:
@@ -956,9 +956,9 @@ def _build(
     return made
 
 
-def _reading_parser(verb: str) -> _Parser:
+def _reading_parser(verb: str) -> _PrepareParser:
     """The options that verify and show have both."""
-    parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
+    parser = _PrepareParser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
     parser.add_argument(
         "directory", metavar="DIR", type=_place, help="what prepare made: a directory or a URL"
     )

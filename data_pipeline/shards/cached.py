@@ -41,7 +41,7 @@ class _Mapping(NamedTuple):
     inode: int
 
 
-class _Removed(Exception):
+class _CacheFileRemovedError(Exception):
     """The file that is mapped is no longer the cache's."""
 
 
@@ -85,7 +85,7 @@ class CachedFiles(CheckedFiles):
             mappings = [self._mapping(number, suffix) for number, suffix, *_ in wanted]
             try:
                 self._fill(_missing(mappings, wanted))
-            except _Removed:
+            except _CacheFileRemovedError:
                 self._mapping.cache_clear()
                 continue
             return [mapping.data for mapping in mappings]
@@ -176,7 +176,7 @@ class CachedFiles(CheckedFiles):
         )
         if os.fstat(descriptor).st_ino != mapping.inode:
             os.close(descriptor)
-            raise _Removed
+            raise _CacheFileRemovedError
         return descriptor
 
     def _load_tables(self, numbers: list[int]) -> None:

@@ -41,7 +41,7 @@ TAIL = "teacher_tail"
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptFile:
+class TeacherFile:
     """A .top file: its name, its bytes, and the sha256 of its .crc."""
 
     name: str
@@ -73,7 +73,7 @@ class TeacherRecord:
     top: int
     temperature: float
     length: int
-    files: tuple[KeptFile, ...] = ()
+    files: tuple[TeacherFile, ...] = ()
     version: int = _VERSION
 
     def digest(self) -> str:
@@ -100,7 +100,7 @@ class TeacherRecord:
         try:
             values = strict_json.read(path)
             expected = values.pop("digest")
-            files = tuple(KeptFile(**file) for file in values.pop("files"))
+            files = tuple(TeacherFile(**file) for file in values.pop("files"))
             record = cls(**values, files=files)
             for file in files:
                 if not is_file_name(file.name):
@@ -260,7 +260,7 @@ class StoredTeacher:
             self._entries[number] = data.view(self.record.entry())
         return self._entries[number], self._pending[number]
 
-    def _read_checks(self, file: KeptFile) -> np.ndarray:
+    def _read_checks(self, file: TeacherFile) -> np.ndarray:
         path = self.folder / f"{file.name}.crc"
         try:
             content = path.read_bytes()

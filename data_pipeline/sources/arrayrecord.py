@@ -7,8 +7,8 @@ from data_pipeline.base.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     any_record,
     find_files,
     load_package,
@@ -22,7 +22,7 @@ _BATCH_BYTES = 1 << 22
 _PADDING_BYTES = 1 << 17
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, in records. DataError: one is no ArrayRecord. UsageError: the package is
     missing."""
     refuse_url("arrayrecord", pattern)
@@ -36,7 +36,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return pieces
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the records of the piece that belong to its part."""
     return record_documents(piece, _records(piece), RuntimeError, OSError)
 
@@ -62,7 +62,7 @@ def _open(path: str) -> Any:
     raise DataError(f"{path}: is not an ArrayRecord file ({reason}). {mend}.")
 
 
-def _records(piece: Piece) -> Iterator[bytes]:
+def _records(piece: InputRange) -> Iterator[bytes]:
     reader = _open(piece.path)
     step = max(int(_BATCH_BYTES / max(piece.scale, 1)), 1)
     try:

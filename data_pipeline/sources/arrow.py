@@ -24,8 +24,8 @@ from data_pipeline.sources.columns import (
 from data_pipeline.sources.document import (
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     any_record,
     find_files,
     open_piece,
@@ -39,7 +39,7 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a folder that save_to_disk made, or those that match a glob, in rows.
 
     Raises:
@@ -61,13 +61,13 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return pieces
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the rows of the piece that belong to its part."""
     pyarrow, errors = arrow("ipc", piece.path)
     return record_documents(piece, values(piece, 0, _columns(pyarrow, piece)), *errors)
 
 
-def find_records(piece: Piece, wanted_by: str) -> Piece:
+def find_records(piece: InputRange, wanted_by: str) -> InputRange:
     """A file whose rows are records, in rows.
 
     Raises:
@@ -93,13 +93,13 @@ def find_records(piece: Piece, wanted_by: str) -> Piece:
     return piece._replace(stop=rows, scale=piece.size / max(rows, 1))
 
 
-def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
+def errors_of_reading(piece: InputRange) -> tuple[type[Exception], ...]:
     """What `records` raises when a file is damaged."""
     _, errors = arrow("ipc", piece.path)
     return (*errors, EOFError)
 
 
-def records(piece: Piece) -> Iterator[bytes]:
+def records(piece: InputRange) -> Iterator[bytes]:
     """The rows of the piece, as of `columns.json_rows`."""
     pyarrow, _ = arrow("ipc", piece.path)
     step = batch_rows(piece)
@@ -115,7 +115,7 @@ def records(piece: Piece) -> Iterator[bytes]:
             return
 
 
-def saved_files(folder: str, options: Options, format: str) -> list[Piece]:
+def saved_files(folder: str, options: InputOptions, format: str) -> list[InputRange]:
     """The files that a dataset on disk consists of, for the option of a format; none if the folder
     is no dataset.
 
@@ -190,7 +190,7 @@ def _load(path: str, get: Callable[[Any], Any]) -> Any:
         raise damaged(path, error, "what save_to_disk writes") from error
 
 
-def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
+def _columns(pyarrow: Any, piece: InputRange) -> Iterator[Any]:
     """The arrays of the column --key, batch by batch, mapped into memory.
 
     Raises:
@@ -201,7 +201,7 @@ def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
         yield batch.column(0)
 
 
-def _batches(pyarrow: Any, piece: Piece, key: str | None) -> Iterator[Any]:
+def _batches(pyarrow: Any, piece: InputRange, key: str | None) -> Iterator[Any]:
     """The batches of a file with the column `key` alone (None: with all), mapped into memory.
 
     Raises:
@@ -227,7 +227,7 @@ def _batches(pyarrow: Any, piece: Piece, key: str | None) -> Iterator[Any]:
         yield from reader
 
 
-def _has_file_layout(piece: Piece) -> bool:
+def _has_file_layout(piece: InputRange) -> bool:
     """Whether a file has Arrow's layout of a file, and not that of a stream.
 
     Raises:

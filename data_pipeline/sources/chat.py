@@ -31,8 +31,8 @@ from data_pipeline.sources.document import (
     NO_WORDS,
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     checked_document,
 )
 from data_pipeline.sources.messages import (
@@ -44,7 +44,7 @@ from data_pipeline.sources.messages import (
 )
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, each with the template. UsageError: no tokenizer is given. DataError: no
     template is usable."""
     if options.vocab_size is None:
@@ -61,7 +61,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return [piece._replace(beside=beside) for piece in pieces]
 
 
-def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ...]]:
+def with_template(options: InputOptions, option: str) -> tuple[InputOptions, tuple[str, ...]]:
     """Options with their chat template, which `option` needs, and the files that it is made of.
 
     DataError: no template is usable.
@@ -72,12 +72,12 @@ def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ..
     return options._replace(template=template), tuple(map(address, files))
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Conversations of the records of the piece that belong to its part."""
     return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
-def _parse(lines: list[bytes], options: Options) -> list[Document]:
+def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
     """The documents of lines."""
     template = options.template
     assert template is not None, "find gives every piece one"
@@ -136,7 +136,9 @@ def _lacks_columns(record: dict[str, Any], error: ChatError, chat_map: ChatMap |
     return not has_pair and not any(is_filled(record.get(name)) for name in COLUMNS)
 
 
-def _messages(record: dict[str, Any], options: Options) -> tuple[list[dict[str, Any]], list[int]]:
+def _messages(
+    record: dict[str, Any], options: InputOptions
+) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the messages of a row, each with `role` and `content`, and the numbers of those that
     are not learnt. ChatError: there are none, or they can't be used."""
     if options.chat_map:

@@ -74,7 +74,7 @@ class _Message(NamedTuple):
     absent: str
 
 
-class _Each(NamedTuple):
+class _MessageLoop(NamedTuple):
     """Messages for each item of a column, or for the items of several columns side by side."""
 
     columns: tuple[str, ...]
@@ -94,7 +94,7 @@ class ChatMap(NamedTuple):
         text: all of it, in JSON: its identity.
     """
 
-    entries: tuple[_Message | _Each, ...]
+    entries: tuple[_Message | _MessageLoop, ...]
     answers: tuple[tuple[str, _Template], ...]
     tools: str
     system: str
@@ -163,7 +163,7 @@ def _of_values(values: Any, name: str) -> ChatMap:
             columns = [_require_text(c, "each", name) for c in _require_list(columns, name)]
             inner = _require_list(entry["messages"], name)
             messages = tuple(_read_message(message, name) for message in inner)
-            entries.append(_Each(tuple(columns), messages))
+            entries.append(_MessageLoop(tuple(columns), messages))
         else:
             entries.append(_read_message(entry, name))
     answers = []
@@ -262,7 +262,7 @@ def require_answer(chat_map: ChatMap) -> None:
     """UsageError: nothing of a map is the assistant's, so that there would be nothing to learn."""
     messages: list[_Message] = []
     for entry in chat_map.entries:
-        if isinstance(entry, _Each):
+        if isinstance(entry, _MessageLoop):
             messages += entry.messages
         else:
             messages.append(entry)
@@ -364,11 +364,11 @@ def read_list(value: Any, name: str) -> list[Any] | None:
 
 
 def _fill(
-    entries: Sequence[_Message | _Each], columns: Mapping[str, Any]
+    entries: Sequence[_Message | _MessageLoop], columns: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """The messages that entries become."""
     for entry in entries:
-        if isinstance(entry, _Each):
+        if isinstance(entry, _MessageLoop):
             for item in _items(entry, columns):
                 yield from _fill(entry.messages, item)
         elif _is_there(entry, columns):
@@ -393,7 +393,7 @@ def _has(columns: Mapping[str, Any], name: str) -> bool:
     return value not in (None, [], {})
 
 
-def _items(entry: _Each, columns: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _items(entry: _MessageLoop, columns: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The columns that the messages of `each` see, for each item."""
     lists = []
     for name in entry.columns:

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.base.errors import DataError, blame_storage
 from data_pipeline.base.remote import is_url
-from data_pipeline.sources.document import Piece, load_package, open_piece
+from data_pipeline.sources.document import InputRange, load_package, open_piece
 
 _BATCH_BYTES = 1 << 22
 # Of a batch whose rows become objects of Python together, and of one row.
@@ -30,7 +30,7 @@ def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
     return package, (OSError, package.ArrowException)
 
 
-def native(package: Any, piece: Piece, mapped: bool = False) -> Any:
+def native(package: Any, piece: InputRange, mapped: bool = False) -> Any:
     """What pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a URL,
     open."""
     if is_url(piece.path):
@@ -48,7 +48,7 @@ def damaged(path: str, error: Exception, what: str) -> DataError:
     return DataError(f"{path}: is not {what} ({reason}). Restore it from a copy, or leave it out.")
 
 
-def check_column(schema: Any, piece: Piece) -> None:
+def check_column(schema: Any, piece: InputRange) -> None:
     """DataError: the file has no column of text by this name."""
     key = piece.options.key
     if key not in schema.names:
@@ -64,12 +64,12 @@ def check_column(schema: Any, piece: Piece) -> None:
         raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. {mend}.")
 
 
-def batch_rows(piece: Piece) -> int:
+def batch_rows(piece: InputRange) -> int:
     """Rows to take up at a time, so that memory stays small whatever the length of documents."""
     return max(min(int(_BATCH_BYTES / max(piece.scale, 1)), 1 << 12), 1)
 
 
-def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes | None]:
+def values(piece: InputRange, first: int, columns: Iterable[Any]) -> Iterator[bytes | None]:
     """The rows of a piece out of consecutive arrays of a column, of which the first begins at row
     `first`."""
     step = batch_rows(piece)

@@ -53,7 +53,7 @@ class PreferenceForm(NamedTuple):
         return f"{kinds[self.kind]}, {self.content}"
 
 
-class Options(NamedTuple):
+class InputOptions(NamedTuple):
     """What a command says about all of its input; of the tokenizer only if one was given."""
 
     key: str = "text"  # of records: which field holds the document
@@ -71,7 +71,7 @@ class Options(NamedTuple):
     preferences: PreferenceForm | None = None  # the form of the first record
 
 
-class Piece(NamedTuple):
+class InputRange(NamedTuple):
     """A range of an input file, of whole documents or lines, of one format and one part of the
     data.
 
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
     path: str
     start: int
     stop: int
-    options: Options = Options()
+    options: InputOptions = InputOptions()
     scale: float = 1.0
     part: Literal["all", "train", "eval"] = "all"
     share: float = 0.0
@@ -157,13 +157,13 @@ class Format(NamedTuple):
     metavar: str  # of the option's values; empty: it takes none, and `find` gets an empty one
     help: str
     example: str  # arguments of `prepare` after OUT
-    find: Callable[[str, Options], list[Piece]]
-    documents: Callable[[Piece], Iterator[Document]]
-    cut: Callable[[Piece, int], int | None]
+    find: Callable[[str, InputOptions], list[InputRange]]
+    documents: Callable[[InputRange], Iterator[Document]]
+    cut: Callable[[InputRange, int], int | None]
     many: bool = True
 
 
-def open_piece(piece: Piece) -> BinaryIO:
+def open_piece(piece: InputRange) -> BinaryIO:
     """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it
     was found. StorageError: it can't be read now."""
     return open_file(piece.path, piece.stamp)
@@ -178,7 +178,7 @@ def refuse_url(option: str, pattern: str) -> None:
         )
 
 
-def line_start(piece: Piece, at: int) -> int:
+def line_start(piece: InputRange, at: int) -> int:
     """Where the first line from byte `at` on begins, at most the piece's stop."""
     with open_piece(piece) as file:
         file.seek(max(at - 1, 0))
@@ -187,7 +187,7 @@ def line_start(piece: Piece, at: int) -> int:
         return min(file.tell(), piece.stop)
 
 
-def any_record(piece: Piece, at: int) -> int:
+def any_record(piece: InputRange, at: int) -> int:
     """Where a piece that can be divided between any two records is: at `at` itself."""
     return min(at, piece.stop)
 
@@ -209,7 +209,9 @@ def _fixed_parts(parts: Iterable[str]) -> Iterator[str]:
         yield part
 
 
-def find_files(pattern: str, format: str, options: Options, ending: str = "") -> list[Piece]:
+def find_files(
+    pattern: str, format: str, options: InputOptions, ending: str = ""
+) -> list[InputRange]:
     """Whole files, in bytes, that match a path or a glob, sorted by name; DataError: nothing
     matches, or a folder was named."""
     if is_url(pattern):
@@ -228,12 +230,12 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
         mend = "Check the path; quote globs, and use ** to look into folders"
         raise DataError(f"--{format} {pattern}: matches no file. {mend}.")
     return [
-        Piece(format, name, found[name], 0, os.path.getsize(found[name]), options)
+        InputRange(format, name, found[name], 0, os.path.getsize(found[name]), options)
         for name in sorted(found)
     ]
 
 
-def _find_remote(pattern: str, format: str, options: Options, ending: str) -> list[Piece]:
+def _find_remote(pattern: str, format: str, options: InputOptions, ending: str) -> list[InputRange]:
     found = remote.find(pattern)
     if not found and remote.RemotePath(pattern).is_dir():
         quoted = shlex.quote(f"{pattern.rstrip('/')}/**/*{ending}")
@@ -246,13 +248,13 @@ def _find_remote(pattern: str, format: str, options: Options, ending: str) -> li
     fixed = "/".join(_fixed_parts(pattern.split("/")[:-1]))
     named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
     return [
-        Piece(format, name, f.path.url, 0, f.size, options, stamp=f.stamp)
+        InputRange(format, name, f.path.url, 0, f.size, options, stamp=f.stamp)
         for name, f in sorted(named.items())
     ]
 
 
 def record_documents(
-    piece: Piece, records: Iterable[Any], *damage: type[Exception]
+    piece: InputRange, records: Iterable[Any], *damage: type[Exception]
 ) -> Iterator[Document]:
     """The documents that are text, str or UTF-8, among the records of a piece, if they belong to
     its part.

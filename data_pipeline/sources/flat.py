@@ -15,7 +15,14 @@ import numpy as np
 
 from data_pipeline.base.errors import DataError, UsageError, UserError
 from data_pipeline.base.remote import is_url
-from data_pipeline.sources.document import Document, Format, Options, Piece, find_files, open_piece
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    InputOptions,
+    InputRange,
+    find_files,
+    open_piece,
+)
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 
 _NUMPY = b"\x93NUMPY"
@@ -27,17 +34,17 @@ _WINDOW = 1 << 20
 _LONGEST = 1 << 25
 
 
-def find_nanogpt(pattern: str, options: Options) -> list[Piece]:
+def find_nanogpt(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, in tokens."""
     return _find("nanogpt", ".bin", pattern, options)
 
 
-def find_olmo(pattern: str, options: Options) -> list[Piece]:
+def find_olmo(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, in tokens."""
     return _find("olmo", ".npy", pattern, options)
 
 
-def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]:
+def _find(name: str, ending: str, pattern: str, options: InputOptions) -> list[InputRange]:
     """The files that match a glob, in tokens.
 
     Raises:
@@ -57,7 +64,7 @@ def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]
     return pieces
 
 
-def _open(piece: Piece) -> Any:
+def _open(piece: InputRange) -> Any:
     """The ids of a file [T], mapped into memory or read where they are looked at."""
     with open_piece(piece) as file:
         head = file.read(_HEAD_BYTES)
@@ -84,7 +91,7 @@ def _width(head: bytes, vocab_size: int) -> int:
     return width
 
 
-def _open_numpy(piece: Piece, head: bytes) -> Any:
+def _open_numpy(piece: InputRange, head: bytes) -> Any:
     """The ids of a file with numpy's header.
 
     Raises:
@@ -104,7 +111,7 @@ def _open_numpy(piece: Piece, head: bytes) -> Any:
     return tokens
 
 
-def _load(piece: Piece, head: bytes) -> Any:
+def _load(piece: InputRange, head: bytes) -> Any:
     """The array of a file with numpy's header, of any shape.
 
     Raises:
@@ -128,7 +135,7 @@ def _load(piece: Piece, head: bytes) -> Any:
     return numbers(piece, piece.path, dtype, first_byte, count)
 
 
-def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
+def _ends(tokens: np.ndarray, start: int, piece: InputRange) -> Iterator[int]:
     """The positions of end-of-document ids from `start` to the piece's stop; one window of tokens
     is in memory at a time."""
     for at in range(start, piece.stop, _WINDOW):
@@ -138,7 +145,7 @@ def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
         yield from ends.tolist()
 
 
-def cut(piece: Piece, at: int) -> int:
+def cut(piece: InputRange, at: int) -> int:
     """The first place from token `at` on where a document begins, or the piece's stop."""
     start = max(at - 1, piece.start)
     for end in _ends(_open(piece), start, piece):
@@ -146,7 +153,7 @@ def cut(piece: Piece, at: int) -> int:
     return piece.stop
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the piece that belong to its part.
 
     Raises:

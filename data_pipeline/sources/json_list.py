@@ -9,7 +9,7 @@ from typing import Any
 from data_pipeline.base.errors import DataError
 from data_pipeline.base.remote import is_url
 from data_pipeline.base.strict_json import loads
-from data_pipeline.sources.document import BOM, Piece, open_piece
+from data_pipeline.sources.document import BOM, InputRange, open_piece
 from data_pipeline.sources.reading import open_file
 
 _SUFFIX = ".json"
@@ -17,7 +17,7 @@ _SUFFIX = ".json"
 _MOST_BYTES = 1 << 30
 
 
-def is_list(piece: Piece) -> bool:
+def is_list(piece: InputRange) -> bool:
     """Whether a file holds a list: its name ends in .json, and it begins with a bracket."""
     if not piece.path.endswith(_SUFFIX):
         return False
@@ -26,7 +26,7 @@ def is_list(piece: Piece) -> bool:
     return head.removeprefix(BOM).lstrip().startswith(b"[")
 
 
-def in_records(piece: Piece) -> Piece:
+def in_records(piece: InputRange) -> InputRange:
     """A piece of a whole file, in records. DataError: it holds no list of objects."""
     if piece.size > _MOST_BYTES:
         rule = f"is a list of {piece.size:,} bytes, and at most {_MOST_BYTES:,} are read at once"
@@ -37,13 +37,13 @@ def in_records(piece: Piece) -> Piece:
     return piece._replace(stop=count, scale=piece.size / count)
 
 
-def records(piece: Piece) -> Iterator[bytes]:
+def records(piece: InputRange) -> Iterator[bytes]:
     """The objects of the piece, in JSON. DataError: it holds no list of objects."""
     for record in _load(piece.path, _stamp(piece))[piece.start : piece.stop]:
         yield json.dumps(record).encode()
 
 
-def _stamp(piece: Piece) -> str:
+def _stamp(piece: InputRange) -> str:
     """Changes when the file does."""
     if is_url(piece.path):
         return piece.stamp

@@ -18,8 +18,8 @@ from data_pipeline.sources.document import (
     EMPTY,
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     checked_document,
     find_files,
     line_start,
@@ -38,7 +38,7 @@ _AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
 
 
-def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
+def find(pattern: str, options: InputOptions, format: str = "jsonl") -> list[InputRange]:
     """The files of a glob. UsageError: the package for .zst is needed and not installed."""
     pieces = find_files(pattern, format, options)
     for piece in pieces:
@@ -46,20 +46,22 @@ def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
     return pieces
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the lines of the piece that belong to its part."""
     key = piece.options.key
     return read_lines(piece, lambda lines: [_parse(raw, key) for raw in lines])
 
 
-def cut(piece: Piece, at: int) -> int | None:
+def cut(piece: InputRange, at: int) -> int | None:
     """The first line from byte `at` on; None: the file is compressed."""
     if piece.path.endswith(_PACKED):
         return None
     return line_start(piece, at)
 
 
-def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
+def read_lines(
+    piece: InputRange, parse: Callable[[list[bytes]], list[Document]]
+) -> Iterator[Document]:
     """See `parse_records`, for the lines of the piece."""
     reader, damage = _reader(piece.path)
     lines = _lines(piece, reader)
@@ -73,7 +75,7 @@ def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> 
 
 
 def parse_records(
-    piece: Piece,
+    piece: InputRange,
     records: Iterable[bytes],
     parse: Callable[[list[bytes]], list[Document]],
     place: Callable[[int, bool], str],
@@ -114,7 +116,7 @@ def parse_records(
 
 
 def _parse_batch(
-    piece: Piece,
+    piece: InputRange,
     batch: list[tuple[int, bytes]],
     parse: Callable[[list[bytes]], list[Document]],
     place: Callable[[int, bool], str],
@@ -134,7 +136,7 @@ def _parse_batch(
         yield document._replace(where=place(index, bool(document.problem)))
 
 
-def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
+def first_records(piece: InputRange) -> Iterator[dict[str, Any]]:
     """The objects among the first lines of a piece, to see what it holds; what can't be read is
     left to `read_lines`."""
     reader, damage = _reader(piece.path)
@@ -181,7 +183,7 @@ def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
     return contextlib.nullcontext, OSError
 
 
-def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
+def _lines(piece: InputRange, reader: Callable[..., Any]) -> Iterator[bytes]:
     """The lines from the piece's start on; of one that is too long, the beginning: a few packed
     bytes may hold any number."""
     packed = piece.path.endswith(_PACKED)
@@ -196,7 +198,7 @@ def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
 
 
 @functools.lru_cache(maxsize=1)
-def _before(piece: Piece) -> int:
+def _before(piece: InputRange) -> int:
     """Lines of the file before the piece: counted only when a message needs it."""
     step = 1 << 20
     count = 0

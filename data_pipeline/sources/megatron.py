@@ -15,7 +15,14 @@ import numpy as np
 
 from data_pipeline.base.errors import DataError
 from data_pipeline.base.remote import place
-from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    InputOptions,
+    InputRange,
+    any_record,
+    find_files,
+)
 from data_pipeline.sources.reading import open_file
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 
@@ -34,7 +41,7 @@ class _Index(NamedTuple):
     tokens: Any  # [T]
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The data sets of a glob of .bin or .idx, or of their common prefix, in documents.
 
     DataError: an .idx is missing, damaged or of another version. UsageError: no tokenizer.
@@ -53,7 +60,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return pieces
 
 
-def _open(piece: Piece) -> _Index:
+def _open(piece: InputRange) -> _Index:
     path = piece.path
     index = path.removesuffix(".bin") + ".idx"
     if not place(index).exists():
@@ -89,7 +96,7 @@ def _open(piece: Piece) -> _Index:
     return _Index(index, sizes, pointers, firsts, ids(piece, np.dtype(_TYPES[code])))
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the piece that belong to its part, without their end marks. DataError: damage,
     or an id too large."""
     index = _open(piece)

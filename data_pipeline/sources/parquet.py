@@ -21,8 +21,8 @@ from data_pipeline.sources.columns import (
 from data_pipeline.sources.document import (
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     any_record,
     find_files,
     open_piece,
@@ -50,7 +50,7 @@ _MOST_GROWTH = 256
 _BUFFER_BYTES = 1 << 20
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, in rows. DataError: one is not Parquet, or has no such column.
     UsageError: pyarrow is missing."""
     pyarrow, errors = arrow("parquet", f"--parquet {pattern}")
@@ -62,7 +62,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return pieces
 
 
-def find_records(piece: Piece, wanted_by: str) -> Piece:
+def find_records(piece: InputRange, wanted_by: str) -> InputRange:
     """A file whose rows are records, in rows.
 
     Raises:
@@ -80,19 +80,19 @@ def find_records(piece: Piece, wanted_by: str) -> Piece:
     return _in_rows(piece, metadata, columns)
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the rows of the piece that belong to its part."""
     pyarrow, errors = arrow("parquet", piece.path)
     return record_documents(piece, _rows(pyarrow, piece), *errors)
 
 
-def errors_of_reading(piece: Piece) -> tuple[type[Exception], ...]:
+def errors_of_reading(piece: InputRange) -> tuple[type[Exception], ...]:
     """What `records` raises when a file is damaged."""
     _, errors = arrow("parquet", piece.path)
     return errors
 
 
-def records(piece: Piece) -> Iterator[bytes]:
+def records(piece: InputRange) -> Iterator[bytes]:
     """The rows of the piece, as of `columns.json_rows`."""
     pyarrow, _ = arrow("parquet", piece.path)
     with _file(pyarrow, piece) as file:
@@ -103,7 +103,7 @@ def records(piece: Piece) -> Iterator[bytes]:
             yield from json_rows(batch.slice(low, max(high - low, 0)))
 
 
-def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tuple[Any, Any]:
+def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: InputRange) -> tuple[Any, Any]:
     """The schema and the metadata of a file. DataError: it is not Parquet."""
     try:
         with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
@@ -114,7 +114,7 @@ def _open(pyarrow: Any, errors: tuple[type[Exception], ...], piece: Piece) -> tu
         raise damaged(piece.path, error, "a Parquet file") from error
 
 
-def _in_rows(piece: Piece, metadata: Any, columns: Sequence[str]) -> Piece:
+def _in_rows(piece: InputRange, metadata: Any, columns: Sequence[str]) -> InputRange:
     """A piece of a whole file, in rows, each as large as these columns are on average."""
     size = 0
     for number in range(metadata.num_columns):
@@ -133,14 +133,14 @@ def _is_part(path: str, columns: Sequence[str]) -> bool:
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
-def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:
+def _rows(pyarrow: Any, piece: InputRange) -> Iterator[bytes | None]:
     """The values of the column --key in the piece."""
     with _file(pyarrow, piece) as file:
         for first, batch in _batches(piece, file, [piece.options.key]):
             yield from values(piece, first, [batch.column(0)])
 
 
-def _file(pyarrow: Any, piece: Piece) -> Any:
+def _file(pyarrow: Any, piece: InputRange) -> Any:
     """The file of a piece, open for reading."""
     settings = {
         "buffer_size": _BUFFER_BYTES,
@@ -150,7 +150,7 @@ def _file(pyarrow: Any, piece: Piece) -> Any:
     return pyarrow.parquet.ParquetFile(native(pyarrow, piece), **settings)
 
 
-def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+def _batches(piece: InputRange, file: Any, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Some rows at a time of the row groups that the piece has rows of, each with the number of its
     first row; nothing is held longer than a batch."""
     counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
@@ -173,7 +173,7 @@ def _batches(piece: Piece, file: Any, columns: Sequence[str]) -> Iterator[tuple[
 
 
 def _dictionary_bytes(
-    piece: Piece, metadata: Any, groups: Sequence[int], columns: Sequence[str]
+    piece: InputRange, metadata: Any, groups: Sequence[int], columns: Sequence[str]
 ) -> int:
     """Return the size of the largest dictionary of these columns in these row groups.
 

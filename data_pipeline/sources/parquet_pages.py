@@ -71,7 +71,7 @@ def _read_header(file: BinaryIO, at: int) -> tuple[Page, int]:
     while True:
         file.seek(at)
         content = file.read(count)
-        reader = _Reader(content)
+        reader = _ThriftReader(content)
         try:
             fields = reader.integers()
             break
@@ -87,7 +87,7 @@ def _read_header(file: BinaryIO, at: int) -> tuple[Page, int]:
     return page, reader.at
 
 
-class _Reader:
+class _ThriftReader:
     """A struct of Thrift's compact protocol, of which only 32-bit integers are kept.
 
     Its methods raise IndexError where more bytes are needed, and OSError where there can be no such

@@ -40,8 +40,8 @@ from data_pipeline.sources.document import (
     SAME,
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     PreferenceForm,
 )
 from data_pipeline.sources.messages import (
@@ -95,7 +95,7 @@ class _Example(NamedTuple):
     answers: list[Any]
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, each with the form of the first record and with the template, if one is
     needed.
 
@@ -136,7 +136,7 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def _first_form(pattern: str, pieces: list[Piece], columns: dict[str, str]) -> PreferenceForm:
+def _first_form(pattern: str, pieces: list[InputRange], columns: dict[str, str]) -> PreferenceForm:
     """The form of the first record that has one. DataError: none has."""
     keys = ""
     for piece in pieces:
@@ -149,7 +149,7 @@ def _first_form(pattern: str, pieces: list[Piece], columns: dict[str, str]) -> P
     raise DataError(f"{_OPTION} {pattern}: {what}{keys}. {_MEND}.")
 
 
-def _has_system(pieces: list[Piece]) -> bool:
+def _has_system(pieces: list[InputRange]) -> bool:
     """Whether the first record has a system message in a column of its own."""
     for piece in pieces:
         for record in records.first_records(piece):
@@ -190,12 +190,12 @@ def _continues(rows: list[Any]) -> bool:
     return role in ("assistant", "gpt")
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Pairs, or answers with a label, of the records of the piece that belong to its part."""
     return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
-def _parse(lines: list[bytes], options: Options) -> list[Document]:
+def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
     """The documents of lines."""
     columns = parse_columns(options.columns)
     template = options.template
@@ -268,7 +268,7 @@ def _with_members(document: Document, members: list[list[Span]]) -> Document:
     return document._replace(spans=chosen, rejected=rejected)
 
 
-def _example(record: dict[str, Any], columns: dict[str, str], options: Options) -> _Example:
+def _example(record: dict[str, Any], columns: dict[str, str], options: InputOptions) -> _Example:
     """Prompt and answers of a record. ChatError: a column is missing, or of another type."""
     form = options.preferences
     assert form is not None, "find gives every piece one"
@@ -300,7 +300,7 @@ def _example(record: dict[str, Any], columns: dict[str, str], options: Options) 
     return _Example(prompt, answers)
 
 
-def _value(record: dict[str, Any], columns: dict[str, str], options: Options) -> float | None:
+def _value(record: dict[str, Any], columns: dict[str, str], options: InputOptions) -> float | None:
     """The number of a record: 1 or -1 for its label, or how much better the chosen answer is, if
     that is asked for. ChatError: it has none."""
     form = options.preferences

@@ -22,7 +22,13 @@ from data_pipeline.sources.chat_map import (
     map_prompt,
     refuse_answers,
 )
-from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    InputOptions,
+    InputRange,
+    checked_document,
+)
 from data_pipeline.sources.messages import (
     COLUMNS,
     SYSTEM_COLUMNS,
@@ -37,7 +43,7 @@ from data_pipeline.sources.messages import (
 PROMPT = "prompt"
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob, with the template if the prompts are messages, or one is named.
 
     UsageError: no tokenizer is given for a template. DataError: no template is usable.
@@ -58,7 +64,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     return [piece._replace(options=options, beside=beside) for piece in pieces]
 
 
-def _has_messages(pieces: list[Piece]) -> bool:
+def _has_messages(pieces: list[InputRange]) -> bool:
     """Whether the first record is a conversation, or has a system message."""
     for piece in pieces:
         for record in records.first_records(piece):
@@ -69,12 +75,12 @@ def _has_messages(pieces: list[Piece]) -> bool:
     return False
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Prompts of the records of the piece that belong to its part."""
     return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
-def _parse(lines: list[bytes], options: Options) -> list[Document]:
+def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
     """The documents of lines."""
     found = []
     for raw in lines:
@@ -95,7 +101,7 @@ def _parse(lines: list[bytes], options: Options) -> list[Document]:
     return found
 
 
-def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
+def _document(record: dict[str, Any], raw: bytes, options: InputOptions) -> Document:
     """The prompt of a record. ChatError: it has none."""
     chat_map = options.chat_map
     if chat_map:

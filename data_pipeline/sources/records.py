@@ -9,13 +9,13 @@ from typing import Any
 
 from data_pipeline.base.strict_json import loads
 from data_pipeline.sources import arrow, json_list, jsonl, parquet
-from data_pipeline.sources.document import Document, Options, Piece, any_record
+from data_pipeline.sources.document import Document, InputOptions, InputRange, any_record
 
 # The modules that read rows of columns, by the ends of files' names.
 _OF_COLUMNS: dict[str, ModuleType] = {".parquet": parquet, ".arrow": arrow}
 
 
-def find(pattern: str, options: Options, format: str) -> list[Piece]:
+def find(pattern: str, options: InputOptions, format: str) -> list[InputRange]:
     """The files of a glob, or of a folder that save_to_disk made.
 
     Raises:
@@ -35,7 +35,7 @@ def find(pattern: str, options: Options, format: str) -> list[Piece]:
     return pieces
 
 
-def read(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
+def read(piece: InputRange, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
     """See `jsonl.parse_records`, for the records of the piece."""
 
     def place(index: int, exactly: bool) -> str:
@@ -51,12 +51,12 @@ def read(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterat
     return jsonl.parse_records(piece, of_columns.records(piece), parse, place, *damage)
 
 
-def _of_columns(piece: Piece) -> ModuleType | None:
+def _of_columns(piece: InputRange) -> ModuleType | None:
     """The module that reads the rows of a file; None: its records are lines or a list."""
     return _OF_COLUMNS.get(PurePath(piece.path).suffix)
 
 
-def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
+def first_records(piece: InputRange) -> Iterator[dict[str, Any]]:
     """The objects among the first records of a piece, to see what it holds; what can't be read is
     left to `read`."""
     if json_list.is_list(piece):
@@ -75,7 +75,7 @@ def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
         return
 
 
-def cut(piece: Piece, at: int) -> int | None:
+def cut(piece: InputRange, at: int) -> int | None:
     """The first record from `at` on; None: the file is compressed as a whole."""
     if _of_columns(piece) or json_list.is_list(piece):
         return any_record(piece, at)

@@ -8,8 +8,8 @@ from pathlib import PurePath
 from data_pipeline.sources.document import (
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     decode,
     find_files,
     line_start,
@@ -19,7 +19,7 @@ from data_pipeline.sources.document import (
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """The document of a piece of a file."""
     try:
         with open_piece(piece) as file:
@@ -31,12 +31,12 @@ def documents(piece: Piece) -> Iterator[Document]:
     yield document
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: InputOptions) -> list[InputRange]:
     """The files of a glob."""
     return find_files(pattern, "text", options)
 
 
-def python_stdlib(_: str, options: Options) -> list[Piece]:
+def python_stdlib(_: str, options: InputOptions) -> list[InputRange]:
     """The Python source of the running interpreter's standard library, without tests and installed
     packages."""
     folder = sysconfig.get_paths()["stdlib"]

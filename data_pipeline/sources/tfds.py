@@ -12,8 +12,8 @@ from data_pipeline.base.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,
-    Options,
-    Piece,
+    InputOptions,
+    InputRange,
     any_record,
     load_package,
     record_documents,
@@ -24,7 +24,7 @@ _BATCH_BYTES = 1 << 22
 _DESCRIPTION = ("dataset_info.json", "features.json")
 
 
-def find(value: str, options: Options) -> list[Piece]:
+def find(value: str, options: InputOptions) -> list[InputRange]:
     """The files of NAME[:SPLIT], in examples.
 
     Args:
@@ -78,7 +78,7 @@ def find(value: str, options: Options) -> list[Piece]:
     pieces = []
     paths = map(str, info.splits[split].filepaths)
     for path, examples in zip(paths, info.splits[split].shard_lengths):
-        piece = Piece(
+        piece = InputRange(
             format="tfds",
             name=os.path.basename(path),
             path=path,
@@ -92,12 +92,12 @@ def find(value: str, options: Options) -> list[Piece]:
     return pieces
 
 
-def documents(piece: Piece) -> Iterator[Document]:
+def documents(piece: InputRange) -> Iterator[Document]:
     """Documents of the examples of the piece that belong to its part."""
     return record_documents(piece, _examples(piece), OSError, RuntimeError, ValueError, IndexError)
 
 
-def _examples(piece: Piece) -> Iterator[Any]:
+def _examples(piece: InputRange) -> Iterator[Any]:
     """The feature of each example of a piece, read in batches of about _BATCH_BYTES."""
     package = load_package("tensorflow_datasets", "tfds", piece.path)
     builder = package.builder_from_directory(os.path.dirname(piece.path))
@@ -115,7 +115,7 @@ def _examples(piece: Piece) -> Iterator[Any]:
             yield example[piece.options.key]
 
 
-def _split_of(piece: Piece, splits: Mapping[str, Any]) -> str:
+def _split_of(piece: InputRange, splits: Mapping[str, Any]) -> str:
     """The name of the split that a file belongs to."""
     for split, info in splits.items():
         if piece.name in info.filenames:

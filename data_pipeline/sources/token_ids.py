@@ -8,11 +8,11 @@ import numpy as np
 
 from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.base.remote import RemotePath, is_url
-from data_pipeline.sources.document import EMPTY, Document, Options, Piece
+from data_pipeline.sources.document import EMPTY, Document, InputOptions, InputRange
 from data_pipeline.sources.reading import open_file
 
 
-def need_tokenizer(option: str, options: Options) -> None:
+def need_tokenizer(option: str, options: InputOptions) -> None:
     """UsageError: no tokenizer was given that exists already."""
     if options.vocab_size is None:
         raise UsageError(
@@ -44,7 +44,7 @@ class RemoteArray:
         return np.frombuffer(self._file.read(max(last - first, 0) * self.itemsize), self.dtype)
 
 
-def numbers(piece: Piece, path: str, dtype: np.dtype | str, start: int, count: int) -> Any:
+def numbers(piece: InputRange, path: str, dtype: np.dtype | str, start: int, count: int) -> Any:
     """`count` numbers from byte `start` of a file of a piece on, mapped into memory or a
     `RemoteArray`."""
     if is_url(path):
@@ -65,7 +65,7 @@ def file_size(path: str) -> int:
     return os.path.getsize(path)
 
 
-def ids(piece: Piece, dtype: np.dtype) -> Any:
+def ids(piece: InputRange, dtype: np.dtype) -> Any:
     """The ids of a file [T], see `numbers`. DataError: it ends within an id."""
     path = piece.path
     size = file_size(path)
@@ -76,7 +76,7 @@ def ids(piece: Piece, dtype: np.dtype) -> Any:
     return numbers(piece, path, dtype, 0, size // dtype.itemsize)
 
 
-def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Document]:
+def document(piece: InputRange, ids: np.ndarray, where: str, offset: int) -> list[Document]:
     """The document of ids [T] that begin at byte `offset`, if it belongs to the piece's part.
     DataError: an id too large."""
     vocab_size = piece.options.vocab_size or 0

@@ -36,19 +36,44 @@ from data_pipeline.tokenizer.beside import (
 )
 from data_pipeline.tokenizer.byte_level import byte_level_bpe
 from data_pipeline.tokenizer.carried import FILE_NAME as CARRIED
-from data_pipeline.tokenizer.carried import Carried, carry_data, carry_imported
+from data_pipeline.tokenizer.carried import TokenizerRecord, carry_data, carry_imported
 from data_pipeline.tokenizer.huggingface import JsonTokenizer, bpe_entries, train_bpe
 from data_pipeline.tokenizer.plain import ByteTokenizer, CharTokenizer
 from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
 from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
 
 __all__ = [
-    "BESIDE", "CARRIED", "CHAT_TEMPLATE", "END_OF_DOCUMENT", "GENERATION", "MAX_VOCABULARY",
-    "MORE_TEMPLATES", "PROCESSOR_TEMPLATE", "SETTINGS", "SPECIAL_TOKENS", "TOKENIZER_FOLDER",
-    "ByteTokenizer", "Carried", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer",
-    "TiktokenTokenizer", "Tokenizer", "bpe_entries", "carry_data", "carry_imported", "files_beside",
-    "load_tokenizer", "more_templates", "named_token", "named_tokens", "read_beside",
-    "read_settings", "tokenizer_path", "train_bpe", "unused_tokenizers",
+    "BESIDE",
+    "CARRIED",
+    "CHAT_TEMPLATE",
+    "END_OF_DOCUMENT",
+    "GENERATION",
+    "MAX_VOCABULARY",
+    "MORE_TEMPLATES",
+    "PROCESSOR_TEMPLATE",
+    "SETTINGS",
+    "SPECIAL_TOKENS",
+    "TOKENIZER_FOLDER",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "JsonTokenizer",
+    "SentencePieceTokenizer",
+    "TiktokenTokenizer",
+    "Tokenizer",
+    "TokenizerRecord",
+    "bpe_entries",
+    "carry_data",
+    "carry_imported",
+    "files_beside",
+    "load_tokenizer",
+    "more_templates",
+    "named_token",
+    "named_tokens",
+    "read_beside",
+    "read_settings",
+    "tokenizer_path",
+    "train_bpe",
+    "unused_tokenizers",
 ]  # fmt: skip
 # The folder of a run that carries its tokenizer.
 TOKENIZER_FOLDER = "tokenizer"
@@ -81,7 +106,7 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     carried = None
     if path.name == TOKENIZER and path.with_name(CARRIED).exists():
         # Before the file is read, so that damage is named as such.
-        carried = Carried.load(path.parent)
+        carried = TokenizerRecord.load(path.parent)
     mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
     mend += "a directory that has one, or `bytes`."
     try:

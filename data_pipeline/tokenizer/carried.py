@@ -38,7 +38,7 @@ _FIX = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
+class TokenizerRecord:
     """The content of carried.json.
 
     Attributes:
@@ -147,7 +147,7 @@ def carry_data(folder: Path, sources: Mapping[str, str], beside: tuple[str, ...]
             content[f"{MORE_TEMPLATES}/{_file_of_source(name, content)}"] = found
             known.add(template)
     entry = manifests[main].tokenizer
-    carried = Carried(
+    carried = TokenizerRecord(
         name=entry["name"],
         sha256=entry["sha256"],
         eod_id=entry["special_ids"]["eod"],
@@ -178,7 +178,7 @@ def carry_imported(folder: Path, tokenizer: Tokenizer) -> None:
     content = {TOKENIZER: tokenizer.content, **tokenizer.beside}
     sha256 = tokenizer.sha256
     digests = _digests(content)
-    carried = Carried(tokenizer.name, sha256, tokenizer.eod_id, digests, is_imported=True)
+    carried = TokenizerRecord(tokenizer.name, sha256, tokenizer.eod_id, digests, is_imported=True)
     _write(folder, carried, content)
 
 
@@ -186,12 +186,12 @@ def _digests(content: Mapping[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
 
 
-def _write(folder: Path, carried: Carried, content: Mapping[str, bytes]) -> str:
+def _write(folder: Path, carried: TokenizerRecord, content: Mapping[str, bytes]) -> str:
     """Write the files, carried.json last; returns as `carry_data`."""
     problem = ""
     if (folder / FILE_NAME).exists():
         try:
-            if Carried.load(folder).to_bytes() == carried.to_bytes():
+            if TokenizerRecord.load(folder).to_bytes() == carried.to_bytes():
                 return ""
             problem = f"{folder}: the data says otherwise now. It is written anew."
         except DataError as error:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from data_pipeline.base.errors import DamagedError, StorageError
 from data_pipeline.base.inner_names import require_no_way_out
-from data_pipeline.base.remote import Found, RemotePath
+from data_pipeline.base.remote import RemoteFile, RemotePath
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.integrity import (
     FORMAT,
@@ -107,7 +107,7 @@ def write_url(step: Path, home: RemotePath) -> None:
 
 
 def pull(
-    home: RemotePath, directory: Path, listing: Mapping[str, Found] | None = None
+    home: RemotePath, directory: Path, listing: Mapping[str, RemoteFile] | None = None
 ) -> UncommittedSteps:
     """Makes the steps below a directory those that are at a URL, without their arrays.
 

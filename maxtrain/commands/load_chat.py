@@ -4,7 +4,7 @@
 import argparse
 
 from data_pipeline.base.errors import UsageError
-from data_pipeline.tokenizer import CHAT_TEMPLATE, MORE_TEMPLATES, Carried, Tokenizer
+from data_pipeline.tokenizer import CHAT_TEMPLATE, MORE_TEMPLATES, Tokenizer, TokenizerRecord
 from maxtrain.inference.chat import Chat
 from maxtrain.trainer.saved_run import carried_tokenizer, tell_on_stderr, tokenizer_place
 
@@ -60,7 +60,7 @@ def find_chat(asked: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
     return chat
 
 
-def _is_of_source(name: str, carried: Carried) -> bool:
+def _is_of_source(name: str, carried: TokenizerRecord) -> bool:
     """Whether a file that a run carries is the chat template of one of its sources."""
     folder, _, file = name.rpartition("/")
     source = file.removesuffix(".jinja")
@@ -69,7 +69,7 @@ def _is_of_source(name: str, carried: Carried) -> bool:
     return folder == MORE_TEMPLATES and source in carried.system
 
 
-def system_message(carried: Carried) -> str:
+def system_message(carried: TokenizerRecord) -> str:
     """The system message that the data of a run was prepared with, for conversations that had none;
     empty: there is none.
 

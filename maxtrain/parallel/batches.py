@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from zlib_ng.zlib_ng import crc32
 
-from data_pipeline.loader.packing import Part
+from data_pipeline.loader.packing import HostSlice
 from maxtrain.parallel.sharding import named_sharding
 
 
@@ -41,7 +41,7 @@ class BatchLayout:
         rows = np.unique(np.concatenate(rows_of_devices))
         first = min(start for start, _, _ in columns)
         end = max(stop for _, stop, _ in columns)
-        self.part = Part(rows, slice(first, end))
+        self.part = HostSlice(rows, slice(first, end))
         self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
     def own_part(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

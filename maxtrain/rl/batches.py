@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data_pipeline.loader.batch_checks import checksum
-from data_pipeline.loader.loader import HostBatch, Made, TrainingData
-from data_pipeline.plan.plan import Shape as BatchShape
+from data_pipeline.loader.loader import DerivedBatch, HostBatch, TrainingData
+from data_pipeline.plan.plan import BatchShape as BatchShape
 from maxtrain.config import RunConfig
 from maxtrain.config.rollouts import require_settings
 from maxtrain.models.cost import relative_quadratic
@@ -119,7 +119,7 @@ class RolloutBatches:
             content=checksum(own["targets"], layout.part.rows, first_column),
             # Equal completions may come again, which is no problem of the data.
             place=FOLDER,
-            made=Made(
+            made=DerivedBatch(
                 shape=BatchShape(rows, length),
                 unused_rows=unused_rows,
                 numbers=rollout.about["numbers"],

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from data_pipeline.base.remote import Found, RemotePath
+from data_pipeline.base.remote import RemoteFile, RemotePath
 from maxtrain.checkpoint import at_url
 from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.storage.records import pull_records, require_copy_of
@@ -10,7 +10,7 @@ from maxtrain.storage.records import pull_records, require_copy_of
 CHECKPOINTS = "checkpoints"
 
 
-def pull(url: RemotePath, folder: Path, listing: dict[str, Found]) -> at_url.UncommittedSteps:
+def pull(url: RemotePath, folder: Path, listing: dict[str, RemoteFile]) -> at_url.UncommittedSteps:
     """Makes a folder of this host, which exists, like the run at a URL; arrays of checkpoints are
     fetched when they are read. StorageError: as of `StoreAtUrl`."""
     require_copy_of(folder, url, {LOCK})

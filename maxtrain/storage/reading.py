@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from data_pipeline.base.errors import UsageError
-from data_pipeline.base.remote import Found, RemotePath, is_url
+from data_pipeline.base.remote import RemoteFile, RemotePath, is_url
 from maxtrain.storage.pulling import pull
 
 # A run, or its checkpoints or one of them.
@@ -77,7 +77,7 @@ def readable_or_new(folder: Path, url: str | None) -> Path:
     return _copied(RemotePath(url), RemotePath(url).tree())
 
 
-def _copied(url: RemotePath, listing: dict[str, Found]) -> Path:
+def _copied(url: RemotePath, listing: dict[str, RemoteFile]) -> Path:
     """A copy of what is at a URL, which goes when the process ends."""
     temporary = tempfile.mkdtemp(prefix="maxtrain-")
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import Any
 from data_pipeline.base import strict_json
 from data_pipeline.base.errors import StorageError
 from data_pipeline.base.inner_names import require_inside, require_no_way_out, why_outside
-from data_pipeline.base.remote import Found, RemotePath
+from data_pipeline.base.remote import RemoteFile, RemotePath
 from data_pipeline.shards import write_atomic
 
 INTERVAL = 60.0
@@ -65,7 +65,7 @@ def copied_from(folder: Path) -> RemotePath | None:
         return None
 
 
-def pull_records(folder: Path, url: RemotePath, listing: Mapping[str, Found]) -> None:
+def pull_records(folder: Path, url: RemotePath, listing: Mapping[str, RemoteFile]) -> None:
     """Makes the records in a folder of this host those at a URL.
 
     Args:

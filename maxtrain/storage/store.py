@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_pipeline.base.errors import StorageError, TryAgainError
-from data_pipeline.base.remote import Found, RemotePath
+from data_pipeline.base.remote import RemoteFile, RemotePath
 from maxtrain.checkpoint import at_url
 from maxtrain.checkpoint.local import LocalSteps
 from maxtrain.observe.lock import RunLock
@@ -134,7 +134,7 @@ class StoreAtUrl(Store):
             print(f"WARNING: {error}", file=sys.stderr, flush=True)
 
 
-def _stamps(listing: dict[str, Found]) -> dict[str, str]:
+def _stamps(listing: dict[str, RemoteFile]) -> dict[str, str]:
     """What changes when somebody writes to a run."""
     return {
         name: found.stamp for name, found in listing.items() if not name.startswith(f"{LEASES}/")

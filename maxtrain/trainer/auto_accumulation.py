@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from data_pipeline.base.errors import ConfigError
-from data_pipeline.plan.plan import Shape
+from data_pipeline.plan.plan import BatchShape
 from maxtrain.config import RunConfig, accumulations, with_accumulation
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
@@ -109,7 +109,7 @@ def _with_count(job: Job, count: int) -> Job:
     )
 
 
-def _needed(job: Job, programs: Programs, shape: Shape) -> int | None:
+def _needed(job: Job, programs: Programs, shape: BatchShape) -> int | None:
     """Return the bytes on each device for a step, its state and the prefetched batches.
 
     Returns None if the compiler finds that the step needs more memory than the device has.

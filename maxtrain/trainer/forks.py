@@ -31,7 +31,7 @@ from data_pipeline.base.inner_names import require_inside, require_no_way_out
 from data_pipeline.base.masking import masked
 from data_pipeline.base.remote import is_url
 from data_pipeline.shards import write_atomic
-from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, Carried
+from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, TokenizerRecord
 from maxtrain.checkpoint.copying import change_record, copy_step
 from maxtrain.checkpoint.frozen_params import copy_frozen
 from maxtrain.checkpoint.integrity import FORMAT, RECORD, defect, read_commit, survey
@@ -587,13 +587,13 @@ def _copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer that a run carries, and check the copy. Return a note if the run has no
     complete tokenizer."""
     try:
-        carried = Carried.load(source)
+        carried = TokenizerRecord.load(source)
         for name in (*carried.files, CARRIED):
             require_inside(name, str(source), "Restore the folder")
             content = require_no_way_out(source, name).read_bytes()
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target / name, content)
-        Carried.load(target)
+        TokenizerRecord.load(target)
     except DataError as error:
         shutil.rmtree(target, ignore_errors=True)
         return [f"The tokenizer is not copied ({error}) The next launch takes it from the data."]

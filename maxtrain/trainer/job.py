@@ -17,7 +17,7 @@ from flax import nnx
 
 from data_pipeline.base.errors import ConfigError
 from data_pipeline.loader.loader import EvaluationData, HostBatch, TrainingData, carry_errors
-from data_pipeline.plan.plan import Shape
+from data_pipeline.plan.plan import BatchShape
 from data_pipeline.shards.teacher_logits import TeacherFiles
 from maxtrain.checkpoint.run_state import RunState
 from maxtrain.config import (
@@ -309,13 +309,13 @@ class Job(TrainingParts):
         """Return how batches lie on the mesh, for each batch shape."""
         return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
 
-    def abstract_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract_batch(self, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
         """Return a batch of this shape as abstract arrays, including the arrays that only the data
         provides."""
         arrays = dict.fromkeys(self.data.numbers, "BT") | dict(self.objective.arrays)
         return abstract_batch(self.mesh, shape.batch_size, shape.seq_length, arrays)
 
-    def largest_shapes(self, start: int) -> list[Shape]:
+    def largest_shapes(self, start: int) -> list[BatchShape]:
         """Return the largest batch shapes from step `start` on. Empty for on-policy training, where
         the number of rows is only known at each step."""
         if rollout_settings(self.config) is not None:

@@ -17,9 +17,9 @@ from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.base.hub import download_hint
 from data_pipeline.tokenizer import (
     TOKENIZER_FOLDER,
-    Carried,
     JsonTokenizer,
     Tokenizer,
+    TokenizerRecord,
     load_tokenizer,
 )
 from maxtrain.checkpoint.listing import complete, read_record
@@ -271,10 +271,10 @@ def tokenizer_place(directory: str | Path) -> str:
     return str(own)
 
 
-def carried_tokenizer(directory: str | Path) -> Carried:
+def carried_tokenizer(directory: str | Path) -> TokenizerRecord:
     """Return the record of a run's tokenizer and chat template. Raise a DataError if it is missing
     or damaged."""
-    return Carried.load(Path(tokenizer_place(directory)))
+    return TokenizerRecord.load(Path(tokenizer_place(directory)))
 
 
 def load_run_tokenizer(directory: str | Path, step: int | None = None) -> Tokenizer:

@@ -29,9 +29,9 @@ from data_pipeline.tokenizer import (
     GENERATION,
     MORE_TEMPLATES,
     SETTINGS,
-    Carried,
     JsonTokenizer,
     Tokenizer,
+    TokenizerRecord,
     files_beside,
     named_token,
     read_settings,
@@ -349,7 +349,7 @@ def _is_imported(tokenizer: Path | RemotePath) -> bool:
     """Whether a tokenizer is that of a run which was made from a model of another program."""
     if not tokenizer.with_name(CARRIED).exists():
         return False
-    return Carried.load(tokenizer.parent).is_imported
+    return TokenizerRecord.load(tokenizer.parent).is_imported
 
 
 def _default_settings(
@@ -375,7 +375,7 @@ def _was_rendered(tokenizer: Path | RemotePath) -> bool:
     if "chat_template" in read_settings(tokenizer):
         return False
     if tokenizer.with_name(CARRIED).exists():
-        return Carried.load(tokenizer.parent).is_rendered
+        return TokenizerRecord.load(tokenizer.parent).is_rendered
     if not tokenizer.with_name(MANIFEST).exists():
         return False
     return bool(Manifest.load(tokenizer.parent).settings.get("chat_template"))

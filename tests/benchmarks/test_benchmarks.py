@@ -118,8 +118,8 @@ def test_steps_of_grpo_print_a_row_and_say_that_nothing_is_beside_them(capsys):
 
 def test_rates_of_stacks_are_medians_over_all_steps_of_all_turns():
     turns = [
-        rl_speed.Turn([100.0, 120.0], [10.0, 30.0], {"length": 8.0}),
-        rl_speed.Turn([1000.0], [20.0], {"length": 6.0}),
+        rl_speed.SpeedResult([100.0, 120.0], [10.0, 30.0], {"length": 8.0}),
+        rl_speed.SpeedResult([1000.0], [20.0], {"length": 6.0}),
     ]
     assert rl_speed.row("ours", turns) == "| ours | 120 | 100 to 1,000 | 20 | 10 to 30 | 7.0 |"
 
@@ -181,7 +181,7 @@ def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path
     for name, value in {"ENTRIES": 300, "INPUT_BYTES": 20_000, "REPEATS": 1}.items():
         monkeypatch.setattr(prepare, name, value)
     monkeypatch.setattr(prepare.tempfile, "gettempdir", lambda: str(tmp_path))
-    library = prepare.python_stdlib("", prepare.Options())[:3]
+    library = prepare.python_stdlib("", prepare.InputOptions())[:3]
     monkeypatch.setattr(prepare, "python_stdlib", lambda *_: library)
     monkeypatch.setattr(one_core.os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr(one_core, "__file__", str(tmp_path / "one_core.py"))
@@ -483,7 +483,7 @@ def test_the_waiting_of_measured_steps_is_that_of_their_forms():
 @pytest.mark.parametrize("fewer", [{"accumulation": 2}, {"schedule": "1f1b"}], ids=str)
 def test_what_stages_keep_is_what_the_compiler_counts(fewer):
     devices = jax.devices()[: stages.STAGES]
-    found = [stages.Case(16), stages.Case(16, **fewer)]
+    found = [stages.StageCase(16), stages.StageCase(16, **fewer)]
     with jax.numpy_dtype_promotion("standard"):
         one, less = (stages.temporaries(case, devices) for case in found)
     assert one - less > (found[0].kept - found[1].kept) * stages.UNIT
@@ -494,8 +494,8 @@ def test_1f1b_keeps_as_much_however_many_micro_batches_there_are():
     """Of twice as many, the batch and what places its tokens, but no activations."""
     devices = jax.devices()[: stages.STAGES]
     with jax.numpy_dtype_promotion("standard"):
-        few = stages.temporaries(stages.Case(8, schedule="1f1b"), devices)
-        many = stages.temporaries(stages.Case(16, schedule="1f1b"), devices)
+        few = stages.temporaries(stages.StageCase(8, schedule="1f1b"), devices)
+        many = stages.temporaries(stages.StageCase(16, schedule="1f1b"), devices)
     assert many - few < stages.UNIT
 
 
@@ -518,7 +518,7 @@ def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
 def test_what_fit_counts_is_beside_a_step_of_a_gpu(monkeypatch):
     """Here, a CPU stands for the GPU."""
     monkeypatch.setattr(fit_here, "links", lambda _: Links(1e11, 1.0, None))
-    small = fit_here.Case(
+    small = fit_here.StepCase(
         "small", ("model.num_layers=1", "model.embed_dim=64"), RowBatchShape(2, 64)
     )
     with jax.numpy_dtype_promotion("standard"):

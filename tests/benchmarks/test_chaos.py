@@ -17,12 +17,12 @@ import pytest
 from benchmarks.chaos import report
 from benchmarks.chaos.flips import damage
 from benchmarks.chaos.goodput import Costs, best_interval, efficiency
-from benchmarks.chaos.meaning import Fault, judge_words
+from benchmarks.chaos.meaning import LaunchFault, judge_words
 from benchmarks.chaos.meshes import ROWS, shapes, unlike
 from benchmarks.chaos.report import Tally, quantile
 from benchmarks.chaos.rollbacks import unlike_so_far
 from benchmarks.chaos.rollouts import PHASES, rollouts_unlike
-from benchmarks.chaos.victim import Left, kept
+from benchmarks.chaos.victim import RunFiles, kept
 from maxtrain.failpoints import PLACES
 from maxtrain.rl.rollout import FOLDER, Rollout
 
@@ -116,7 +116,7 @@ def records(*losses, **more):
 def left(folder, lines):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Left(folder)
+    return RunFiles(folder)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_every_place_of_a_run_of_rollouts_is_a_failpoint():
     assert set(PHASES) - {""} <= set(PLACES)
 
 
-SAYS_NOTHING = Fault("a fault", names=("clock.jsonl",), must_say=True)
+SAYS_NOTHING = LaunchFault("a fault", names=("clock.jsonl",), must_say=True)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_fault_that_nothing_is_said_of_is_seen(code, said, problem):
 
 
 def test_a_refusal_is_no_way_out_where_the_run_could_go_on():
-    assert judge_words(Fault("a fault", must_go_on=True), 74, "error: runs/a is gone") == [
+    assert judge_words(LaunchFault("a fault", must_go_on=True), 74, "error: runs/a is gone") == [
         "ended with 74, where it could have gone on"
     ]
 

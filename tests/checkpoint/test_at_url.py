@@ -7,7 +7,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.faulty_s3 import Fault, flipped
+from benchmarks.faulty_s3 import RequestFault, flipped
 from data_pipeline.base.errors import DamagedError, StorageError
 from data_pipeline.base.remote import RemotePath
 from maxtrain.checkpoint import at_url, copying, manager, quarantine
@@ -48,7 +48,7 @@ def step(s3, tmp_path):
 @pytest.mark.parametrize("name", ["record.json", "commit.json"])
 def test_a_small_file_that_is_damaged_on_its_way_or_here_is_fetched_again(s3, step, tmp_path, name):
     for skip in range(2):
-        s3.begin([Fault(f"GET .*/{name}", flip=True, times=1, skip=skip)])
+        s3.begin([RequestFault(f"GET .*/{name}", flip=True, times=1, skip=skip)])
         here = tmp_path / f"here-{skip}"
         assert at_url.pull(step.parent, here) == ([], {})
         assert json.loads((here / "00000003" / "record.json").read_bytes()) == RECORD
@@ -86,7 +86,7 @@ def bring(step, tmp_path):
 @pytest.mark.parametrize("name", ["record.json", "commit.json", ARRAY])
 def test_what_is_always_read_wrong_is_no_damage(s3, step, bring, tmp_path, name):
     before = s3.contents(HOME)
-    s3.begin([Fault(f"GET .*/{name}", flip=True)])
+    s3.begin([RequestFault(f"GET .*/{name}", flip=True)])
     message = f"{step}/{name}: other bytes are read than the store holds .*run the same command"
     with pytest.raises(StorageError, match=message) as raised:
         bring()
@@ -101,7 +101,7 @@ def test_what_is_always_read_wrong_is_no_damage(s3, step, bring, tmp_path, name)
 @pytest.mark.parametrize("headers", [{}, SEALED], ids=["md5", "no-md5"])
 def test_what_the_store_holds_is_damage_if_it_is_not_what_was_saved(s3, step, bring, name, headers):
     (step / name).write_bytes(flipped((step / name).read_bytes()))
-    s3.begin([Fault("HEAD .*", headers=headers)])
+    s3.begin([RequestFault("HEAD .*", headers=headers)])
     if name == ARRAY:
         with pytest.raises(DamagedError, match=f"at {step}: {ARRAY}, bytes 0 to 10: crc32"):
             bring()
@@ -111,7 +111,12 @@ def test_what_the_store_holds_is_damage_if_it_is_not_what_was_saved(s3, step, br
 
 @pytest.mark.parametrize(("name", "times"), [("record.json", 3), (ARRAY, 2)])
 def test_without_an_md5_what_differs_from_one_time_to_the_next_is_no_damage(s3, bring, name, times):
-    s3.begin([Fault("HEAD .*", headers=SEALED), Fault(f"GET .*/{name}", flip=True, times=times)])
+    s3.begin(
+        [
+            RequestFault("HEAD .*", headers=SEALED),
+            RequestFault(f"GET .*/{name}", flip=True, times=times),
+        ]
+    )
     with pytest.raises(StorageError, match="they differ from one time to the next") as raised:
         bring()
     assert not isinstance(raised.value, DamagedError)
@@ -139,7 +144,7 @@ def test_a_save_that_waited_for_an_upload_says_how_slow_it_was(
     s3, tmp_path, monkeypatch, longest, is_told
 ):
     monkeypatch.setattr(manager, "_LONG_WAIT", longest)
-    s3.begin([Fault("PUT .*/00000001/arrays/.*", seconds=0.5)])
+    s3.begin([RequestFault("PUT .*/00000001/arrays/.*", seconds=0.5)])
     home = RemotePath(f"{s3.url}/slow-{is_told}/checkpoints")
     checkpoints = manager.Checkpoints(tmp_path / "here", CheckpointConfig(), home=home)
     said = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.base.errors import DataError, UsageError
-from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, ByteTokenizer, Carried
+from data_pipeline.tokenizer import CARRIED, TOKENIZER_FOLDER, ByteTokenizer, TokenizerRecord
 from maxtrain import cli
 from maxtrain.commands.rollouts import stored_steps
 from maxtrain.rl.rollout import Rollout
@@ -60,7 +60,7 @@ def run(tmp_path):
     folder = tmp_path / "run"
     (folder / TOKENIZER_FOLDER).mkdir(parents=True)
     TOKENIZER.save(folder / TOKENIZER_FOLDER)
-    carried = Carried(TOKENIZER.name, TOKENIZER.sha256, TOKENIZER.eod_id, {})
+    carried = TokenizerRecord(TOKENIZER.name, TOKENIZER.sha256, TOKENIZER.eod_id, {})
     (folder / TOKENIZER_FOLDER / CARRIED).write_bytes(carried.to_bytes())
     rollout(3, 4).save(folder / "rollouts" / "00000003.npz")
     rollout(5, 5).save(folder / "rollouts" / "00000005.npz")

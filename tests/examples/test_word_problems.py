@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.word_problems import __main__ as benchmark
 from benchmarks.word_problems.picture import draw
-from benchmarks.word_problems.run import ALL_KINDS, GRPO, Score, by_kind, run_all
+from benchmarks.word_problems.run import ALL_KINDS, GRPO, AccuracyScore, by_kind, run_all
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.examples import word_problems as problems
 
@@ -54,7 +54,11 @@ def test_answers_are_counted_by_kind():
         prompt = f"system: Give.\nuser: {question}\n"
         samples.append({"texts": {"prompt": prompt}, "rewards": {"gsm8k.correctness": reward}})
     found = by_kind(samples, kind_of)
-    assert found == {ALL_KINDS: Score(1, 3), "a + b": Score(1, 2), "a - b": Score(0, 1)}
+    assert found == {
+        ALL_KINDS: AccuracyScore(1, 3),
+        "a + b": AccuracyScore(1, 2),
+        "a - b": AccuracyScore(0, 1),
+    }
     assert found["a + b"].share == 0.5
     assert found["a + b"].standard_error == pytest.approx(0.5 / 2**0.5)
 

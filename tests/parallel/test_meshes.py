@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from benchmarks.meshes import CASES, SEVERAL, TOLERANCE, Found, apart, computed, on_processes
+from benchmarks.meshes import CASES, SEVERAL, TOLERANCE, MeshResult, apart, computed, on_processes
 
 SHARED = [case for case in CASES if case.is_shared]
 # The one that has most at once runs with every change, the others by -m slow.
@@ -31,7 +31,7 @@ def test_ten_steps_and_all_gradients_are_those_of_one_device(case):
 
 
 @functools.cache
-def found_by(count: int) -> dict[str, Found]:
+def found_by(count: int) -> dict[str, MeshResult]:
     """What so many processes find for each mesh that they share."""
     found = on_processes(SHARED, count)
     return {case.name: of_case for case, of_case in zip(SHARED, found, strict=True)}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.faulty_s3 import Fault
+from benchmarks.faulty_s3 import RequestFault
 from data_pipeline.base import remote
 from maxtrain.config import load_config
 from maxtrain.trainer.loop import main
@@ -36,22 +36,22 @@ def config(tmp_path_factory, tiny_run):
         ),
         (
             "faulty",
-            Fault("PUT .*", **DENIED),
+            RequestFault("PUT .*", **DENIED),
             r"writing is not allowed \((PermissionError|Forbidden): no\). Give this machine cred",
         ),
         (
             "faulty",
-            Fault("GET .*", **DENIED),
+            RequestFault("GET .*", **DENIED),
             r"listing is not allowed \((PermissionError|Forbidden): no\). Give this machine cred",
         ),
         (
             "faulty",
-            Fault("PUT .*", status=400, code="Odd", message="x"),
+            RequestFault("PUT .*", status=400, code="Odd", message="x"),
             r"writing failed 5 times \(.*x.*\), which may pass. Check network and service, then",
         ),
         (
             "faulty",
-            Fault("PUT .*/lock/.*", lose=True),
+            RequestFault("PUT .*/lock/.*", lose=True),
             "was written, but is not there. Set output_dir to a store that keeps what is written",
         ),
     ],
@@ -71,11 +71,11 @@ def test_a_bucket_that_will_not_do_is_named_with_the_mend(
     ("fault", "said"),
     [
         (
-            Fault(".*", **WRONG_REGION),
+            RequestFault(".*", **WRONG_REGION),
             r"expecting 'eu-west-1'\). Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of",
         ),
         (
-            Fault(".*", seconds=0.4),
+            RequestFault(".*", seconds=0.4),
             r"which may pass. Check network and service, then run the same command again\.",
         ),
     ],
@@ -137,5 +137,5 @@ def test_a_machine_without_credentials_is_told_so_by_google(
     """It is asked as nobody in particular then, and refuses."""
     refusal = "Anonymous caller does not have storage.objects.list access"
     said = rf"listing is not allowed \(HttpError: {refusal}.*\(gcloud auth application-default log"
-    faults = [Fault(".*", status=401, message=refusal)]
+    faults = [RequestFault(".*", status=401, message=refusal)]
     assert_told(store, faults, config, tmp_path, monkeypatch, capfd, "faulty", said)

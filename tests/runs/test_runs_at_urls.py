@@ -10,13 +10,13 @@ import sys
 import pytest
 import yaml
 
-from benchmarks.faulty_s3 import Fault, flipped, names_below
+from benchmarks.faulty_s3 import RequestFault, flipped, names_below
 from data_pipeline.base.remote import RemotePath
+from maxtrain import failpoints
+from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.commands import checkpoint, compare, generate, replay, status
 from maxtrain.commands.export import command as export
-from maxtrain import failpoints
 from maxtrain.commands.merge import command as merge
-from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.storage.reading import readable
 from tests.support.url_runs import (
@@ -191,7 +191,7 @@ def test_a_store_that_refuses_ends_the_run_and_the_same_command_goes_on(
 ):
     monkeypatch.setattr("data_pipeline.base.remote._PAUSE", 0.01)
     place = r"PUT /faulty/runs/refused/checkpoints/00000006/.*"
-    store.faults.append(Fault(place, status=403, code="AccessDenied"))
+    store.faults.append(RequestFault(place, status=403, code="AccessDenied"))
     assert train(folder, "refused", disk="three", bucket=store.url) == 74
     assert "writing is not allowed" in capsys.readouterr().err
     store.faults.clear()

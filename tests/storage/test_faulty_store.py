@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.faulty_s3 import Fault
+from benchmarks.faulty_s3 import RequestFault
 from data_pipeline.base import remote
 from data_pipeline.base.errors import StorageError
 from data_pipeline.base.remote import RemotePath
@@ -44,11 +44,11 @@ def test_a_file_gets_another_name(url):
     ("fault", "message"),
     [
         (
-            Fault("PUT .*", status=403, code="AccessDenied", message="read-only"),
+            RequestFault("PUT .*", status=403, code="AccessDenied", message="read-only"),
             r"writing is not allowed \((PermissionError|Forbidden): read-only\). Give this machine",
         ),
         (
-            Fault("PUT .*", status=400, code="InvalidToken", message="what"),
+            RequestFault("PUT .*", status=400, code="InvalidToken", message="what"),
             r"writing failed 5 times \(\w+: .*what.*\), which may pass. Check network and service",
         ),
     ],
@@ -64,7 +64,7 @@ def test_what_a_store_refuses_is_told_with_its_mend(store, url, fault, message):
 def test_a_bucket_in_another_region_is_told_so(store, url):
     message = "the region 'us-east-1' is wrong; expecting 'eu-west-1'"
     malformed = {"code": "AuthorizationHeaderMalformed", "message": message}
-    store.begin([Fault("PUT .*", status=400, **malformed)])
+    store.begin([RequestFault("PUT .*", status=400, **malformed)])
     said = r"the bucket is in another region .*expecting 'eu-west-1'.*Set AWS_DEFAULT_REGION"
     with pytest.raises(StorageError, match=f"{url}/x: writing failed, since {said}"):
         (url / "x").write_bytes(b"x")
@@ -75,7 +75,7 @@ def test_a_bucket_in_another_region_is_told_so(store, url):
 def test_a_caller_without_credentials_is_told_so_by_google(store, url, capfd):
     """Without any, gcsfs asks as nobody in particular."""
     said = "Anonymous caller does not have storage.objects.create access"
-    store.begin([Fault("PUT .*", status=401, message=said)])
+    store.begin([RequestFault("PUT .*", status=401, message=said)])
     message = rf"writing is not allowed \(HttpError: {said}.*\). Give this .*\(gcloud auth appl"
     with pytest.raises(StorageError, match=message):
         (url / "x").write_bytes(b"x")
@@ -95,18 +95,18 @@ def test_a_bucket_that_is_not_there_is_not_made(store):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_what_may_pass_is_tried_again(store, url):
-    store.faults.append(Fault("PUT .*", status=500, code="InternalError", times=6))
+    store.faults.append(RequestFault("PUT .*", status=500, code="InternalError", times=6))
     (url / "x").write_bytes(b"x")
     assert (url / "x").read_bytes() == b"x"
-    store.faults[:] = [Fault("PUT .*", seconds=0.3)]
+    store.faults[:] = [RequestFault("PUT .*", seconds=0.3)]
     (url / "x").write_bytes(b"slow")
-    store.faults[:] = [Fault("GET .*/x", status=503, code="SlowDown", times=1)]
+    store.faults[:] = [RequestFault("GET .*/x", status=503, code="SlowDown", times=1)]
     assert (url / "x").read_bytes() == b"slow"
 
 
 def test_an_upload_that_lost_bytes_is_noticed(store, url, tmp_path):
     (tmp_path / "file").write_bytes(b"0123456789")
-    store.faults.append(Fault("PUT .*", keep=4))
+    store.faults.append(RequestFault("PUT .*", keep=4))
     with pytest.raises(StorageError, match="10 bytes were written, but 4 are there"):
         (url / "x").upload(tmp_path / "file")
 
@@ -120,30 +120,30 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(store, url
         url.tree,
     )
     for listing in listings:
-        store.begin([Fault("GET /faulty/?", status=400, code="Odd", times=1)])
+        store.begin([RequestFault("GET /faulty/?", status=400, code="Odd", times=1)])
         assert len(listing()) == 1
-        store.begin([Fault("GET /faulty/?", status=400, code="Odd")])
+        store.begin([RequestFault("GET /faulty/?", status=400, code="Odd")])
         with pytest.raises(StorageError, match=f"{url.parent}/.* listing failed 5 times"):
             listing()
     # Two folders down, behind one that can be listed.
-    store.begin([Fault("GET /faulty/?", status=400, code="Odd", skip=2, times=1)])
+    store.begin([RequestFault("GET /faulty/?", status=400, code="Odd", skip=2, times=1)])
     assert len(remote.find(f"{url}/*/*/x")) == 1
 
 
 def test_what_is_deleted_is_gone_and_what_is_written_is_there_or_it_is_told(store, url):
     (url / "a" / "x").write_bytes(b"x")
     # The answer says of no object that it is deleted.
-    store.begin([Fault("(POST|DELETE) .*", lose=True, times=1)])
+    store.begin([RequestFault("(POST|DELETE) .*", lose=True, times=1)])
     (url / "a").remove()
     assert not url.tree()
     (url / "x").write_bytes(b"x")
-    store.begin([Fault("(POST|DELETE) .*", status=403, code="AccessDenied", message="keep")])
+    store.begin([RequestFault("(POST|DELETE) .*", status=403, code="AccessDenied", message="keep")])
     with pytest.raises(StorageError, match=rf"{url}/x: deleting is not allowed \(.*keep\)"):
         (url / "x").remove()
-    store.begin([Fault("PUT .*", lose=True, times=1)])
+    store.begin([RequestFault("PUT .*", lose=True, times=1)])
     (url / "y").write_bytes(b"yyy")
     assert (url / "y").read_bytes() == b"yyy"
-    store.begin([Fault("PUT .*", lose=True)])
+    store.begin([RequestFault("PUT .*", lose=True)])
     with pytest.raises(StorageError, match=r"/z: writing failed 5 times .*but nothing is there"):
         (url / "z").write_bytes(b"z")
 
@@ -155,7 +155,7 @@ def test_bytes_that_changed_on_their_way_are_read_again(store, url, tmp_path, ha
     else:
         store.fill(url.url.removeprefix(f"{store.url}/"), {"/x": b"0123"})
     for fault in ({"flip": True}, {"cut": True}, {"drop": True}):
-        store.begin([Fault("GET .*/x", times=1, **fault)])
+        store.begin([RequestFault("GET .*/x", times=1, **fault)])
         (url / "x").download_exactly(tmp_path / "x")
         assert (tmp_path / "x").read_bytes() == b"0123"
         assert store.requests().count(f"GET /faulty{url.url.removeprefix(store.url)}/x") > 1
@@ -163,7 +163,7 @@ def test_bytes_that_changed_on_their_way_are_read_again(store, url, tmp_path, ha
 
 def test_a_file_that_is_always_read_wrong_is_refused(store, url, tmp_path):
     store.fill(url.url.removeprefix(f"{store.url}/"), {"/x": b"0123"})
-    store.begin([Fault("GET .*/x", flip=True)])
+    store.begin([RequestFault("GET .*/x", flip=True)])
     message = (
         r"/x: other bytes are read than the store holds \(its MD5 there is eb62f6.*same command"
     )
@@ -176,7 +176,7 @@ def test_a_file_that_is_always_read_wrong_is_refused(store, url, tmp_path):
 @pytest.mark.parametrize("headers", NO_MD5)
 def test_what_only_looks_like_an_md5_stops_nobody(store, url, tmp_path, headers):
     (url / "x").write_bytes(b"0123")
-    store.begin([Fault("HEAD .*/x", headers={"ETag": f'"{"0" * 32}"'} | headers)])
+    store.begin([RequestFault("HEAD .*/x", headers={"ETag": f'"{"0" * 32}"'} | headers)])
     assert (url / "x").md5() == ""
     (url / "x").download_exactly(tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == b"0123"

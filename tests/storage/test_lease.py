@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.faulty_s3 import Fault, names_below
+from benchmarks.faulty_s3 import RequestFault, names_below
 from data_pipeline.base.errors import LockedError, StorageError
 from data_pipeline.base.remote import RemotePath
 from maxtrain.storage import lease
@@ -91,9 +91,9 @@ def test_a_store_without_conditions_is_refused(url, told, monkeypatch):
 def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(store, url, told, monkeypatch):
     monkeypatch.setattr("data_pipeline.base.remote._PAUSE", 0.01)
     taken = Lease(url, told.append)
-    store.begin([Fault("GET /faulty/?", status=400, code="Odd", times=1)])
+    store.begin([RequestFault("GET /faulty/?", status=400, code="Odd", times=1)])
     taken.require()
-    store.begin([Fault("GET /faulty/?", status=400, code="Odd")])
+    store.begin([RequestFault("GET /faulty/?", status=400, code="Odd")])
     with pytest.raises(StorageError, match="listing failed 5 times"):
         taken.require()
     store.begin([])
@@ -108,14 +108,14 @@ def test_a_lock_that_cannot_be_looked_at_just_now_is_not_lost(store, url, told, 
 def test_a_store_that_reads_other_bytes_is_refused_if_it_always_does(store, url, told, monkeypatch):
     monkeypatch.setattr("data_pipeline.base.remote._PAUSE", 0.01)
     lock = {"pattern": "GET .*/lock/.*", "flip": True}
-    store.begin([Fault(**lock, times=2)])
+    store.begin([RequestFault(**lock, times=2)])
     Lease(url, told.append).free()
-    store.begin([Fault(**lock)])
+    store.begin([RequestFault(**lock)])
     with pytest.raises(StorageError, match=r"but other bytes are read. Set output_dir"):
         Lease(url, told.append)
 
 
 def test_a_store_that_loses_what_is_written_is_refused(store, url, told):
-    store.begin([Fault("PUT .*/lock/.*", lose=True)])
+    store.begin([RequestFault("PUT .*/lock/.*", lose=True)])
     with pytest.raises(StorageError, match=r"lock/00000001: was written, but is not there. Set"):
         Lease(url, told.append)

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from benchmarks.faulty_s3 import Fault, names_below
+from benchmarks.faulty_s3 import RequestFault, names_below
 from data_pipeline.base.errors import DataError, LockedError, StorageError, UsageError
-from data_pipeline.base.remote import Found, RemotePath
+from data_pipeline.base.remote import RemoteFile, RemotePath
 from maxtrain.storage import reading, records
 from maxtrain.storage.records import Records, is_record, pull_records, require_copy_of
 
@@ -59,7 +59,7 @@ def test_a_folder_that_somebody_emptied_empties_nothing(url, folder, pushed):
 
 
 def test_what_fails_is_uploaded_the_next_time_and_losers_upload_nothing(store, url, folder, pushed):
-    store.faults.append(Fault("PUT .*/metrics.jsonl", status=403, code="AccessDenied"))
+    store.faults.append(RequestFault("PUT .*/metrics.jsonl", status=403, code="AccessDenied"))
     with pytest.raises(StorageError, match=r"metrics.jsonl: writing is not allowed"):
         pushed.push()
     store.faults.clear()
@@ -133,7 +133,7 @@ def test_records_that_changed_on_their_way_do_not_become_those_of_the_run(
     other.mkdir()
     require_copy_of(other, url, set())
     listing = url.tree()
-    store.begin([Fault("GET .*/metrics.jsonl", flip=True, times=1)])
+    store.begin([RequestFault("GET .*/metrics.jsonl", flip=True, times=1)])
     pull_records(other, url, listing)
     assert (other / "metrics.jsonl").read_text() == "1\n"
 
@@ -158,7 +158,10 @@ def test_a_listing_writes_nothing_outside_the_folder(url, tmp_path, monkeypatch,
     outside.mkdir()
     (outside / "canary").write_text("mine")
     key = name.format(outside=outside)
-    listing = {"run.json": Found(url / "run.json", 2, "1"), key: Found(url / "evil", 4, "2")}
+    listing = {
+        "run.json": RemoteFile(url / "run.json", 2, "1"),
+        key: RemoteFile(url / "evil", 4, "2"),
+    }
 
     def download(self, file):
         file.write_bytes(b"evil")

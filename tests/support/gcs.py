@@ -1,6 +1,6 @@
-"""A server of gs:// on this machine: gcp-storage-emulator, with objects that are written only if they
-are not there yet (ifGenerationMatch=0), which it does not look at by itself, and with faults on
-demand."""
+"""A server of gs:// on this machine: gcp-storage-emulator, with objects that are written only if
+they are not there yet (ifGenerationMatch=0), which it does not look at by itself, and with faults
+on demand."""
 
 import contextlib
 import http.server
@@ -27,7 +27,7 @@ from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
 from benchmarks import faulty_s3
-from benchmarks.faulty_s3 import Fault, Faults, flipped
+from benchmarks.faulty_s3 import RequestFault, RequestFaults, flipped
 
 BUCKET = "bucket"
 _PATH = re.compile(r"(?:/upload|/download)?(?:/storage/v1)?/b/([^/]+)(?:/o(?:/(.*))?)?")
@@ -44,7 +44,8 @@ class _Conditional(Storage):
     only_new = False
 
     def _write_config_to_file(self) -> None:
-        """Nothing: that would write what is known of all objects, after each, for nobody to read."""
+        """Nothing: that would write what is known of all objects, after each, for nobody to
+        read."""
 
     def create_file(self, bucket_name: str, file_name: str, *arguments: Any) -> None:
         self._check(bucket_name, file_name)
@@ -59,7 +60,7 @@ class _Conditional(Storage):
             raise _IsThere
 
 
-class FaultyGS(Faults):
+class FaultyGS(RequestFaults):
     """The faults of a server, and what is in its bucket for them.
 
     Requests have the names that they would have with S3: `PUT /faulty/key` writes, `GET` reads,
@@ -116,7 +117,8 @@ class _Handler(RequestHandler):
     def _post(self) -> None:
         path = urlparse(self.path)
         if "/moveTo/" in path.path:
-            # Which it does not know, either. gcsfs tries again unless it is told so, and then copies.
+            # Which it does not know, either. gcsfs tries again unless it is told so, and then
+            # copies.
             self._refuse(HTTPStatus.BAD_REQUEST, "moveTo is not known here.")
             return
         asked = parse_qs(path.query)
@@ -150,7 +152,7 @@ class _Handler(RequestHandler):
         else:
             self._spoil(handle, fault)
 
-    def _spoil(self, handle: Callable[[], None], fault: Fault) -> None:
+    def _spoil(self, handle: Callable[[], None], fault: RequestFault) -> None:
         """Does what is asked, and changes the answer."""
         head, blank, content = self._answer_to(handle).partition(b"\r\n\r\n")
         if fault.flip:

@@ -9,7 +9,7 @@ of other tokens after the last step.
 import numpy as np
 import pytest
 
-from benchmarks.families import PARITY, PEAK, SCHEDULE, Twenty, twenty_steps
+from benchmarks.families import PARITY, PEAK, SCHEDULE, TrajectoryResult, twenty_steps
 from maxtrain.config.schema import RematNamesConfig
 from maxtrain.train_step.schedule import make_schedule
 from tests.support.shared import PARITY_CASES, in_time
@@ -20,7 +20,7 @@ ON_HOST = RematNamesConfig(on_device=(), on_host=("product", "attention"))
 TOLERANCE = 2e-5
 
 
-def assert_as_torch(case, found: Twenty) -> None:
+def assert_as_torch(case, found: TrajectoryResult) -> None:
     theirs = np.load(PARITY / case / "trajectory.npz")
     schedule = make_schedule(SCHEDULE, PEAK, len(theirs["tokens"]))
     rates = [float(schedule(step)) for step in range(len(theirs["tokens"]))]

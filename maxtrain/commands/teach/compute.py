@@ -26,7 +26,7 @@ from data_pipeline.base import strict_json
 from data_pipeline.base.errors import ConfigError, DataError, DivergedError, StorageError
 from data_pipeline.plan.document_packing import document_targets
 from data_pipeline.shards import TokenShards, write_atomic
-from data_pipeline.shards.teacher_logits import KeptFile, TeacherRecord, checks_of
+from data_pipeline.shards.teacher_logits import TeacherFile, TeacherRecord, checks_of
 from maxtrain.config.schema import MeshConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.distill import TEACHER, numbers_of
@@ -136,7 +136,7 @@ def _finish(folder: Path, record: TeacherRecord, files: Sequence[Path]) -> None:
     for path in files:
         checks = checks_of(path)
         write_atomic(path.with_name(f"{path.name}.crc"), checks)
-        kept.append(KeptFile(path.name, path.stat().st_size, hashlib.sha256(checks).hexdigest()))
+        kept.append(TeacherFile(path.name, path.stat().st_size, hashlib.sha256(checks).hexdigest()))
     dataclasses.replace(record, files=tuple(kept)).save(folder)
     (folder / UNFINISHED).unlink(missing_ok=True)
 

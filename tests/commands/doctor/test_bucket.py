@@ -1,5 +1,5 @@
-"""What `maxtrain doctor` tries in a bucket, against a local server of s3:// or gs://: what is wrong is named, and
-nothing is left there."""
+"""What `maxtrain doctor` tries in a bucket, against a local server of s3:// or gs://: what is wrong
+is named, and nothing is left there."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from benchmarks.faulty_s3 import Fault, flipped
+from benchmarks.faulty_s3 import RequestFault, flipped
 from data_pipeline.base import remote
 from data_pipeline.base.remote import RemotePath
 from maxtrain.commands.doctor import command, devices
@@ -52,20 +52,29 @@ def test_a_bucket_that_works_is_timed_and_left_as_it_was(store, url):
     ("fault", "said"),
     [
         (
-            Fault("PUT .*", **DENIED),
+            RequestFault("PUT .*", **DENIED),
             r"/lock: writing is not allowed \((PermissionError|Forbidden): no\). Give this machine",
         ),
         (
-            Fault("GET .*/lock", **DENIED),
+            RequestFault("GET .*/lock", **DENIED),
             r"/lock: reading is not allowed \((PermissionError|Forbidden): no\). Give this machine",
         ),
-        (Fault("PUT .*/lock", lose=True), "/lock: was written, but is not there. Set output_dir"),
         (
-            Fault("GET .*/bytes", flip=True),
+            RequestFault("PUT .*/lock", lose=True),
+            "/lock: was written, but is not there. Set output_dir",
+        ),
+        (
+            RequestFault("GET .*/bytes", flip=True),
             r"/bytes: (reading failed 5 times \(FlexibleChecksumError|other bytes are read than)",
         ),
-        (Fault("PUT .*/bytes", keep=9), r"bytes were written, but 9 are there\), which may pass\."),
-        (Fault("PUT .*", status=400, code="Odd", message="x"), "which may pass. Check network"),
+        (
+            RequestFault("PUT .*/bytes", keep=9),
+            r"bytes were written, but 9 are there\), which may pass\.",
+        ),
+        (
+            RequestFault("PUT .*", status=400, code="Odd", message="x"),
+            "which may pass. Check network",
+        ),
     ],
     ids=["read-only", "not readable", "loses", "flips", "truncates", "fails"],
 )
@@ -90,7 +99,7 @@ def test_what_a_bucket_refuses_or_spoils_is_told_and_nothing_is_left(store, url,
     ],
 )
 def test_what_can_not_be_removed_is_named(store, url, pattern, said):
-    store.begin([Fault(pattern, **DENIED)])
+    store.begin([RequestFault(pattern, **DENIED)])
     found = bucket(url, 1)
     assert re.search(said, found["error"]) and found["uploaded_bytes_per_second"] > 0
     left = {name.split("/")[1] for name in store.contents("deep/")}
@@ -98,7 +107,7 @@ def test_what_can_not_be_removed_is_named(store, url, pattern, said):
 
 
 def test_a_lost_answer_is_no_fault_of_the_lock(store, url):
-    store.begin([Fault("PUT .*/lock", done=True, drop=True, times=1)])
+    store.begin([RequestFault("PUT .*/lock", done=True, drop=True, times=1)])
     assert "error" not in bucket(url, 1) and store.contents("deep/") == {}
 
 
@@ -146,7 +155,7 @@ def test_a_bucket_that_is_not_there_is_not_made(store, url):
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_a_bucket_in_another_region_is_told_so(store, url):
-    store.begin([Fault(".*", **WRONG_REGION)])
+    store.begin([RequestFault(".*", **WRONG_REGION)])
     assert "expecting 'eu-west-1'). Set AWS_DEFAULT_REGION, or" in bucket(url, 1)["error"]
 
 
@@ -172,7 +181,7 @@ def test_a_job_behind_a_url_is_examined_and_ends_with_70_if_the_bucket_will_not_
     assert command.main(words, "maxtrain doctor") == 70
     out = capsys.readouterr().out
     assert "uploaded MB/s" in out and url in out and "can't keep a run" not in out
-    store.begin([Fault("PUT .*", **DENIED)])
+    store.begin([RequestFault("PUT .*", **DENIED)])
     assert command.main([*words, "--json"], "maxtrain doctor") == 70
     data, problem = json.loads(capsys.readouterr().out)["problems"]
     assert "can't read data.sources.a.path" in data

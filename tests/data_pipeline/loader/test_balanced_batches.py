@@ -13,7 +13,7 @@ from data_pipeline.base.errors import ConfigError
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig, StageConfig
 from data_pipeline.loader import loader
 from data_pipeline.loader.loader import open_evaluation, open_training
-from data_pipeline.loader.packing import Part
+from data_pipeline.loader.packing import HostSlice
 from data_pipeline.prepare.preview import describe_step
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
@@ -197,7 +197,7 @@ def test_hosts_read_their_rows_and_columns_of_one_batch(
     contents = 0
     for rows in np.array_split(np.arange(data.shape_at(step).batch_size), num_hosts):
         for columns in (slice(0, border), slice(border, 64)):
-            part = Part(rows, columns)
+            part = HostSlice(rows, columns)
             if columns.start == columns.stop:
                 continue
             parts = dict.fromkeys(data.shapes(), part)
@@ -210,7 +210,7 @@ def test_hosts_read_their_rows_and_columns_of_one_batch(
                 np.testing.assert_array_equal(array, expected)
             contents += batch.content
     assert contents % 2**64 == whole.content
-    nothing = data.batch(step, Part(np.array([], np.int64)))
+    nothing = data.batch(step, HostSlice(np.array([], np.int64)))
     assert nothing.arrays["inputs"].shape == (0, 64) and nothing.digest == whole.digest
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_pipeline.base.errors import ConfigError, DataError
 from data_pipeline.config import DataConfig, SourceConfig, StageConfig
 from data_pipeline.loader.loader import carry_errors, open_evaluation, open_training
-from data_pipeline.loader.packing import Part, pack_documents
+from data_pipeline.loader.packing import HostSlice, pack_documents
 from data_pipeline.plan.document_packing import open_bins
 from data_pipeline.prepare.preview import describe_step
 from data_pipeline.prepare.report import row_arrays
@@ -228,7 +228,7 @@ def test_any_host_and_any_start_read_their_part_of_one_batch(
         for columns in (slice(0, border), slice(border, LENGTH)):
             if columns.start == columns.stop:
                 continue
-            batch = data.batch(step, Part(rows, columns))
+            batch = data.batch(step, HostSlice(rows, columns))
             for name, array in batch.arrays.items():
                 expected = whole.arrays[name][rows]
                 if array.ndim == 2:
@@ -262,7 +262,7 @@ def test_every_position_has_the_number_of_its_document(tmp_path, packing, group)
 
 def test_a_stream_that_cannot_be_read_goes_on_with_batches_of_the_same_arrays(config):
     data = open_training(config, 3, NUM_STEPS)
-    part = Part(np.array([1]), slice(0, LENGTH))
+    part = HostSlice(np.array([1]), slice(0, LENGTH))
     failure = OSError("no more")
 
     def stream():

@@ -20,7 +20,7 @@ from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
 from data_pipeline.loader import workers as watch
 from data_pipeline.loader.loader import carry_errors, open_evaluation, open_training
 from data_pipeline.loader.one_tokenizer import require_one_tokenizer
-from data_pipeline.loader.packing import Part
+from data_pipeline.loader.packing import HostSlice
 from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
@@ -94,7 +94,7 @@ def test_hosts_read_their_rows_of_one_batch(config):
     data = open_training(config, seed=3, steps=50)
     whole = data.batch(11)
     for rows in ([0, 1, 2], [5, 3], [4], []):
-        part = data.batch(11, Part(np.array(rows, np.int64)))
+        part = data.batch(11, HostSlice(np.array(rows, np.int64)))
         for name, array in part.arrays.items():
             np.testing.assert_array_equal(array, whole.arrays[name][rows])
 
@@ -108,7 +108,7 @@ def test_hosts_read_their_columns_of_one_batch_and_their_checksums_sum_to_that_o
     )
     whole = data.batch(11)
     parts = [
-        Part(np.array(rows), slice(*columns))
+        HostSlice(np.array(rows), slice(*columns))
         for rows in ([0, 2, 3], [1, 4, 5])
         for columns in ((0, 10), (10, 31), (31, 32))
     ]
@@ -125,7 +125,7 @@ def test_hosts_read_their_columns_of_one_batch_and_their_checksums_sum_to_that_o
 
 def test_a_stream_that_cannot_be_read_goes_on_with_empty_batches_that_carry_the_error(config):
     data = open_training(config, seed=3, steps=50)
-    part, failure = Part(np.array([1, 4]), slice(8, 16)), OSError("no more")
+    part, failure = HostSlice(np.array([1, 4]), slice(8, 16)), OSError("no more")
 
     def stream():
         yield from data.iterate(4, part, 6)
@@ -152,7 +152,7 @@ def test_pickled_data_gives_the_same_batches(config):
 )
 def test_stream_is_the_same_for_any_number_of_workers(config, workers):
     data = open_training(dataclasses.replace(config, workers=workers), seed=3, steps=50)
-    rows = Part(np.array([4, 0, 3]))
+    rows = HostSlice(np.array([4, 0, 3]))
     for start, stop in ((0, 9), (17, 23)) if workers < 2 else ((17, 29),):
         stream = list(data.iterate(start, rows, stop))
         assert [batch.step for batch in stream] == list(range(start, stop))
@@ -275,7 +275,7 @@ def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_s
 
 def test_evaluation_streams_by_host(corpora, config):
     data = open_evaluation(corpora["web"], config, batch_size=5)
-    rows = Part(np.array([1, 4]))
+    rows = HostSlice(np.array([1, 4]))
     stream = list(data.iterate(rows))
     assert len(stream) == data.num_batches and [
         batch.step for batch in data.iterate(num_batches=3)
@@ -307,7 +307,7 @@ def test_from_a_cursor_batches_are_those_of_the_new_plan(config, step):
         assert len(fresh) == 4 and not fresh & seen, "a row came twice"
         seen |= fresh
         expected = [
-            after.batch(batch.step, Part(np.array([i]))).arrays["inputs"][0] for i in range(4)
+            after.batch(batch.step, HostSlice(np.array([i]))).arrays["inputs"][0] for i in range(4)
         ]
         np.testing.assert_array_equal(batch.arrays["inputs"], expected)
         names = [after.plan.names[source] for source in rows.source]
@@ -332,7 +332,7 @@ def test_rows_of_whole_documents_are_read_alike_by_hosts_workers_and_evaluation(
     )
     whole = data.batch(5)
     np.testing.assert_array_equal(
-        data.batch(5, {(6, 64): Part(np.array([4, 1]))}).arrays["inputs"],
+        data.batch(5, {(6, 64): HostSlice(np.array([4, 1]))}).arrays["inputs"],
         whole.arrays["inputs"][[4, 1]],
     )
     assert_same(pickle.loads(pickle.dumps(data)).batch(5), whole)
@@ -445,7 +445,7 @@ def test_corrupted_inputs_are_a_function_of_the_row_alone(corpora, config, packi
         kept = (theirs["segment_ids"] == 0) | (theirs["inputs"] == TOKENIZER.eod_id)
         assert np.array_equal(ours["inputs"][kept], theirs["inputs"][kept])
         changed, real = changed + (ours["inputs"] != theirs["inputs"]).sum(), real + (~kept).sum()
-        part = after.batch(step, Part(np.array([4, 1]), slice(8, 20))).arrays["inputs"]
+        part = after.batch(step, HostSlice(np.array([4, 1]), slice(8, 20))).arrays["inputs"]
         assert np.array_equal(part, ours["inputs"][[4, 1], 8:20])
         rows = slice(0, 6) if step % 2 == 0 else slice(6, 12)
         assert np.array_equal(twice.batch(step // 2).arrays["inputs"][rows], ours["inputs"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from data_pipeline.base.errors import ConfigError
 from data_pipeline.config import DataConfig, SourceConfig, StageConfig
 from data_pipeline.plan.order import integer_weights, permute, prefix_counts, round_keys
-from data_pipeline.plan.plan import Cursor, Plan, PlanSource, Rows
+from data_pipeline.plan.plan import Cursor, Plan, PlanRows, PlanSource
 
 LENGTH = 16
 LENGTHS = (LENGTH, 8, 40)
@@ -634,7 +634,7 @@ def test_looking_up_4096_rows_at_1e12_takes_under_10_ms():
         start = time.perf_counter()
         rows = plan.rows(10**12, 10**12 + 4096)
         seconds.append(time.perf_counter() - start)
-    assert isinstance(rows, Rows) and rows.row.size == 4096 and min(seconds) < 0.010
+    assert isinstance(rows, PlanRows) and rows.row.size == 4096 and min(seconds) < 0.010
 
 
 def test_an_epoch_of_a_mixture_is_as_many_tokens_as_all_its_sources_hold():

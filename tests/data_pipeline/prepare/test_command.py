@@ -23,7 +23,7 @@ from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import reading
 from data_pipeline.sources import text as text_source
-from data_pipeline.sources.document import Options, held_out
+from data_pipeline.sources.document import InputOptions, held_out
 from data_pipeline.tokenizer import load_tokenizer
 from tests.support.shared import WORDS
 
@@ -663,7 +663,7 @@ def test_two_at_once_are_refused(tmp_path, capsys):
 
 
 def test_standard_library_preset_is_code_without_tests():
-    names = [piece.name for piece in text_source.python_stdlib("", Options())]
+    names = [piece.name for piece in text_source.python_stdlib("", InputOptions())]
     assert {"argparse.py", "json/decoder.py"} <= set(names) and names == sorted(names)
     assert not [
         name

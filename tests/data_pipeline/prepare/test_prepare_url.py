@@ -20,7 +20,7 @@ from data_pipeline.prepare import build, runner
 from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 
 arrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -337,7 +337,7 @@ def test_a_changed_input_is_noticed(url, tmp_path, run):
         (place(url) / "a.jsonl").write_bytes(changed)
         run(out, *command, "--overwrite")
         (place(url) / "a.jsonl").upload(tmp_path / "in" / "a.jsonl")
-    (piece,) = jsonl.find(f"{url}/a.jsonl", Options())
+    (piece,) = jsonl.find(f"{url}/a.jsonl", InputOptions())
     (place(url) / "a.jsonl").write_bytes(changed)
     with pytest.raises(
         DataError, match=r"has changed since it was found. Let nobody write to the input"

@@ -20,7 +20,7 @@ from data_pipeline.prepare import command as prepare
 from data_pipeline.prepare.runner import open_runner
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import FORMATS
-from data_pipeline.sources.document import Document, Piece
+from data_pipeline.sources.document import Document, InputRange
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
 
 CLUSTER = """
@@ -166,7 +166,7 @@ def test_what_a_cluster_loses_or_does_not_see(on_ray, tmp_path, capsys):
             match=r"--runner ray: The worker died.*Run the same command again.*work is kept",
         ):
             list(run(die, [("", [])]))
-        absent = Piece("text", "a", str(tmp_path / "absent"), 0, 1)
+        absent = InputRange("text", "a", str(tmp_path / "absent"), 0, 1)
         with pytest.raises(
             StorageError,
             match=r"absent: is not there on .*Give every machine the same file systems",
@@ -239,7 +239,7 @@ def test_two_attempts_at_one_unit_do_not_disturb_each_other(tmp_path, monkeypatc
     (tmp_path / "work").mkdir()
     task = (
         tmp_path / "work/00000.json",
-        [Piece("text", "a", "a", 0, 1)],
+        [InputRange("text", "a", "a", 0, 1)],
         tmp_path,
         (tokenizer.sha256, 256),
         "append",

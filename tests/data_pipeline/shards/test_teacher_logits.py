@@ -11,14 +11,14 @@ import pytest
 from data_pipeline.base.errors import DataError
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader.loader import open_training
-from data_pipeline.loader.packing import Part
+from data_pipeline.loader.packing import HostSlice
 from data_pipeline.shards import TokenShards
 from data_pipeline.shards.teacher_logits import (
     IDS,
     LOG_PROBS,
     TAIL,
-    KeptFile,
     StoredTeacher,
+    TeacherFile,
     TeacherFiles,
     TeacherRecord,
     checks_of,
@@ -50,7 +50,7 @@ def keep(shards, name="t"):
         checks = checks_of(path)
         path.with_name(f"{path.name}.crc").write_bytes(checks)
         digest = hashlib.sha256(checks).hexdigest()
-        files.append(KeptFile(path.name, path.stat().st_size, digest))
+        files.append(TeacherFile(path.name, path.stat().st_size, digest))
     dataclasses.replace(record, files=tuple(files)).save(folder)
     return folder
 
@@ -97,7 +97,7 @@ def test_each_target_has_its_own_entry(shards, packing):
         assert (steps[inside] == -1).all()
         seen += int(inside.sum())
         rows = len(batch["targets"])
-        part = Part(np.arange(rows)[1::2], slice(3, 11))
+        part = HostSlice(np.arange(rows)[1::2], slice(3, 11))
         for reader in (data, again):
             of_part = reader.batch(step, part).arrays
             for name in (IDS, LOG_PROBS, TAIL):

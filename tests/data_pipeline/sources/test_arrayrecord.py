@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.base.extras import install_command
 from data_pipeline.sources import arrayrecord
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 
 module = pytest.importorskip("array_record.python.array_record_module")
 TEXTS = [f"document {n} é 東 " * (n % 7 + 1) for n in range(900)]
@@ -29,7 +29,7 @@ def file(tmp_path):
 
 def test_every_record_once_however_divided(file, prepared):
     assert prepared.texts("--arrayrecord", file) == TEXTS
-    (piece,) = arrayrecord.find(str(file), Options())
+    (piece,) = arrayrecord.find(str(file), InputOptions())
     assert (piece.start, piece.stop, piece.size) == (0, 900, 900)  # of which padding is nearly all
     cuts = itertools.pairwise([0, 1, 7, 8, 500, 900])
     found = [d for a, b in cuts for d in arrayrecord.documents(piece._replace(start=a, stop=b))]

@@ -18,7 +18,7 @@ from data_pipeline.base.errors import DataError
 from data_pipeline.base.extras import install_command
 from data_pipeline.prepare.build import make_units
 from data_pipeline.sources import FORMATS, arrow, columns, parquet
-from data_pipeline.sources.document import Options, find_files, held_out
+from data_pipeline.sources.document import InputOptions, find_files, held_out
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -75,7 +75,7 @@ def test_every_row_once_in_order(tmp_path, prepared, suffix, kind):
 @pytest.mark.parametrize("name", ["parquet", "arrow"])
 def test_division_loses_and_repeats_nothing(tmp_path, name):
     write(tmp_path / f"a.{name}", TEXTS)
-    (whole,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), Options())
+    (whole,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), InputOptions())
     assert whole.stop == 2500 and 0.5 < whole.size / sum(map(len, TEXTS)) < 3
     units = make_units([whole])
     assert len(units) > 1 and units == make_units([whole])
@@ -187,7 +187,7 @@ def test_no_damage_to_an_arrow_file_reads_outside_of_it(tmp_path_factory, data):
         content[at] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]))
     (folder / "a.arrow").write_bytes(content)
     with contextlib.suppress(DataError):
-        for piece in arrow.find(str(folder / "a.arrow"), Options()):
+        for piece in arrow.find(str(folder / "a.arrow"), InputOptions()):
             assert sum(1 for _ in arrow.documents(piece)) <= piece.stop + 1
 
 
@@ -211,7 +211,7 @@ def test_rows_that_are_not_clean(tmp_path, prepared, name):
         in prepared.error(65, *command, "raise")
     )
     assert prepared.texts(*command, "skip") == ["fine", "last"]
-    (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), Options())
+    (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), InputOptions())
     parts = (
         FORMATS[name].documents(piece._replace(part=part, share=0.5)) for part in ("train", "eval")
     )
@@ -250,10 +250,10 @@ def test_file_without_rows(tmp_path):
     write(tmp_path / "a.parquet", [])
     write(tmp_path / "a.arrow", [])
     for name in ("parquet", "arrow"):
-        (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), Options())
+        (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), InputOptions())
         assert piece.stop == piece.size == 0 and list(FORMATS[name].documents(piece)) == []
     with pytest.raises(DataError, match=r"matches no file\. Check the path"):
-        FORMATS["parquet"].find(str(tmp_path / "absent*"), Options())
+        FORMATS["parquet"].find(str(tmp_path / "absent*"), InputOptions())
 
 
 DICTIONARY_BOMB = """
@@ -286,7 +286,7 @@ def test_lists_with_more_elements_than_are_read_are_refused(tmp_path, monkeypatc
     monkeypatch.setattr(parquet, "_MOST_ELEMENTS", 99)
     file = tmp_path / "lists.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"l": [[0] * 100]}), file)
-    (piece,) = find_files(str(file), "parquet", Options(key="l"), ".parquet")
+    (piece,) = find_files(str(file), "parquet", InputOptions(key="l"), ".parquet")
     with pytest.raises(OSError, match="fewer rows in a row group"):
         list(parquet.records(parquet.find_records(piece, "test")))
 
@@ -295,7 +295,7 @@ def test_rows_of_a_large_batch_are_converted_one_by_one_up_to_a_limit(tmp_path, 
     file = tmp_path / "rows.parquet"
     rows = [[0] * 10, [1] * 10, [2] * 100]
     pyarrow.parquet.write_table(pyarrow.table({"l": rows}), file)
-    (piece,) = find_files(str(file), "parquet", Options(key="l"), ".parquet")
+    (piece,) = find_files(str(file), "parquet", InputOptions(key="l"), ".parquet")
     piece = parquet.find_records(piece, "test")
     monkeypatch.setattr(columns, "_LARGE_BATCH_BYTES", 8)
     assert [json.loads(row)["l"] for row in parquet.records(piece)] == rows
@@ -307,7 +307,7 @@ def test_rows_of_a_large_batch_are_converted_one_by_one_up_to_a_limit(tmp_path, 
 def test_a_dictionary_larger_than_is_read_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "words.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000] * 3}), file)
-    (piece,) = parquet.find(str(file), Options(key="text"))
+    (piece,) = parquet.find(str(file), InputOptions(key="text"))
     monkeypatch.setattr(parquet, "_LARGEST_BYTES", 999)
     (document,) = parquet.documents(piece)
     assert document.text is None and "a dictionary of" in document.problem

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from data_pipeline.prepare.build import make_units
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import flat
-from data_pipeline.sources.document import Options, held_out
+from data_pipeline.sources.document import InputOptions, held_out
 from data_pipeline.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {n} é 東 " * (n % 7 + 1) for n in range(2500)]
-OPTIONS = Options("text", 257, 256)  # of the tokenizer `bytes`
+OPTIONS = InputOptions("text", 257, 256)  # of the tokenizer `bytes`
 
 
 def ids_of(texts):
@@ -54,7 +54,7 @@ def test_numpy_files(tmp_path, prepared, dtype):
 def test_large_vocabulary_takes_uint32(tmp_path):
     ids = np.array([70_000, 1, 100_000, 2, 3], "<u4")
     ids.tofile(tmp_path / "a.npy")
-    pieces = flat.find_olmo(str(tmp_path / "a.npy"), Options("text", 100_278, 100_000))
+    pieces = flat.find_olmo(str(tmp_path / "a.npy"), InputOptions("text", 100_278, 100_000))
     assert [document.tokens.tolist() for document in documents(pieces)] == [[70_000, 1], [2, 3]]
 
 
@@ -76,7 +76,7 @@ def test_any_cuts_of_any_documents(tmp_path_factory, lists, cuts, ended):
     path = tmp_path_factory.getbasetemp() / "any.bin"
     ids = [i for one in lists for i in (*one, 5)]
     np.array(ids if ended else ids[:-1], "<u2").tofile(path)
-    (whole,) = flat.find_nanogpt(str(path), Options("text", 6, 5))
+    (whole,) = flat.find_nanogpt(str(path), InputOptions("text", 6, 5))
     places = sorted({0, *(flat.cut(whole, min(at, whole.stop)) for at in cuts), whole.stop})
     found = documents(whole._replace(start=a, stop=b) for a, b in itertools.pairwise(places))
     wanted = lists if ended or not lists or lists[-1] else lists[:-1]

@@ -16,7 +16,7 @@ from data_pipeline.prepare import command as prepare
 from data_pipeline.prepare.runner import run_local
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import FORMATS
-from data_pipeline.sources.document import Document, Options, Piece
+from data_pipeline.sources.document import Document, InputOptions, InputRange
 from data_pipeline.tokenizer import load_tokenizer
 
 arrow = pytest.importorskip("pyarrow")
@@ -157,7 +157,10 @@ def test_spans_become_ids_with_a_loss_mask(tmp_path, monkeypatch):
     monkeypatch.setitem(
         FORMATS, "text", FORMATS["text"]._replace(documents=lambda piece: iter(documents))
     )
-    unit, here = [Piece("text", "a", "a", 0, 1, Options())], functools.partial(run_local, 1)
+    unit, here = (
+        [InputRange("text", "a", "a", 0, 1, InputOptions())],
+        functools.partial(run_local, 1),
+    )
     build.build_part(
         tmp_path / "out",
         tmp_path / "work",

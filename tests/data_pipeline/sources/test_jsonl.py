@@ -10,7 +10,7 @@ import pytest
 from data_pipeline.base.extras import install_command
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 
 LINES = "".join(
     json.dumps({"text": f"document {n} é 東\n" * (n % 5 + 1)}) + "\n" for n in range(3000)
@@ -105,7 +105,7 @@ def test_packed_has_no_tail(tmp_path, prepared):
 
 def test_every_document_knows_its_place(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES)
-    (piece,) = jsonl.find(str(tmp_path / "a.jsonl"), Options())
+    (piece,) = jsonl.find(str(tmp_path / "a.jsonl"), InputOptions())
     at = jsonl.cut(piece, 5000)
     pieces = [piece._replace(stop=at), piece._replace(start=at)]
     places = [document.where for document in itertools.chain(*map(jsonl.documents, pieces))]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from data_pipeline.base.errors import DataError
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import megatron
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 
 TEXTS = [f"document {n} é 東 " * (n % 7 + 1) for n in range(300)]
-OPTIONS = Options("text", 257, 256)  # of the tokenizer `bytes`
+OPTIONS = InputOptions("text", 257, 256)  # of the tokenizer `bytes`
 CODES = {"u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 
 
@@ -71,7 +71,7 @@ def test_documents_of_several_sequences_however_divided(tmp_path_factory, docume
         return
     prefix = tmp_path_factory.getbasetemp() / "any"
     write(prefix, documents)
-    (whole,) = megatron.find(str(prefix), Options("text", 6, 5))
+    (whole,) = megatron.find(str(prefix), InputOptions("text", 6, 5))
     assert whole.stop == len(documents)
     places = sorted({0, *(min(at, whole.stop) for at in cuts), whole.stop})
     found = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_pipeline.base.errors import DataError
 from data_pipeline.prepare.command import main
 from data_pipeline.sources import parquet
-from data_pipeline.sources.document import Options, find_files
+from data_pipeline.sources.document import InputOptions, find_files
 from data_pipeline.sources.parquet_pages import DICTIONARY, pages
 
 TEXTS = [f"text {number} " * 50 for number in range(2000)]
@@ -193,7 +193,7 @@ def in_footer(content, old, new):
 
 def records(path, content, key="text"):
     path.write_bytes(content)
-    (piece,) = find_files(str(path), "parquet", Options(key=key), ".parquet")
+    (piece,) = find_files(str(path), "parquet", InputOptions(key=key), ".parquet")
     return list(parquet.records(parquet.find_records(piece, "test")))
 
 
@@ -235,7 +235,7 @@ def test_columns_with_dots_count_for_the_size_of_rows(tmp_path):
     sizes = []
     for name in ("text", "te.xt"):
         (tmp_path / name).write_bytes(written({name: [TEXTS]}))
-        (piece,) = find_files(str(tmp_path / name), "parquet", Options(key=name), ".parquet")
+        (piece,) = find_files(str(tmp_path / name), "parquet", InputOptions(key=name), ".parquet")
         sizes.append(parquet.find_records(piece, "test").scale)
     assert sizes[0] == sizes[1] > 0
 
@@ -295,4 +295,4 @@ def test_names_that_are_not_utf_8_are_damage(tmp_path, field):
     with pytest.raises(DataError, match="is not a Parquet file"):
         records(tmp_path / "text.parquet", content)
     with pytest.raises(DataError, match="is not a Parquet file"):
-        parquet.find(str(tmp_path / "text.parquet"), Options(key="text"))
+        parquet.find(str(tmp_path / "text.parquet"), InputOptions(key="text"))

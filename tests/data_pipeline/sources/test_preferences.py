@@ -10,7 +10,7 @@ from data_pipeline.base.errors import DataError, UsageError
 from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import preferences
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 from data_pipeline.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 
 END = "</s>"
@@ -224,7 +224,7 @@ def problems_of(tmp_path, record, template, **changes):
     if "label" in record or "completion" in record:
         good = {"prompt": "2+2=", "completion": "4", "label": True}
     path = write(tmp_path / "in.jsonl", [good | {"margin": 1}, record])
-    options = Options(vocab_size=257, tokenizer="bytes", **changes)
+    options = InputOptions(vocab_size=257, tokenizer="bytes", **changes)
     if template:
         (tmp_path / "template.jinja").write_text(MARKED)
         options = options._replace(chat_template=str(tmp_path / "template.jinja"))

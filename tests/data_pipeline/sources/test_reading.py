@@ -15,7 +15,7 @@ from data_pipeline.base.errors import StorageError, blame_storage
 from data_pipeline.prepare import build
 from data_pipeline.prepare import command as prepare
 from data_pipeline.sources import reading
-from data_pipeline.sources.document import Options, Piece, record_documents
+from data_pipeline.sources.document import InputOptions, InputRange, record_documents
 from data_pipeline.tokenizer import load_tokenizer
 
 TEXTS = [f"document {number} of some length " * 40 for number in range(200)]
@@ -143,7 +143,7 @@ def test_libraries_that_read_files_themselves(error, passing):
         raise error
 
     read = record_documents(
-        Piece("parquet", "a", "a", 0, 3, Options()), records(), OSError, RuntimeError
+        InputRange("parquet", "a", "a", 0, 3, InputOptions()), records(), OSError, RuntimeError
     )
     assert next(read).text == "one"
     if passing:

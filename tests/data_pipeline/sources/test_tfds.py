@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.base.extras import install_command
 from data_pipeline.sources import tfds as source
-from data_pipeline.sources.document import Options
+from data_pipeline.sources.document import InputOptions
 
 tfds = pytest.importorskip("tensorflow_datasets")
 TEXTS = [f"document {n} é 東" for n in range(40)]
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 def test_every_example_once(folder, prepared):
     assert sorted(prepared.texts("--tfds", folder)) == sorted(TEXTS)
     assert prepared.texts("--tfds", f"{folder}:test") == ["held out"] * 2
-    pieces = source.find(str(folder), Options())
+    pieces = source.find(str(folder), InputOptions())
     assert len(pieces) == 2 and sum(piece.stop for piece in pieces) == 40
     whole = [document.text for piece in pieces for document in source.documents(piece)]
     assert whole == [
@@ -67,7 +67,7 @@ def test_every_example_once(folder, prepared):
 
 def test_by_name_among_what_is_on_disk(folder, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(folder.parents[1]))
-    assert [piece.path for piece in source.find("tiny:test", Options())] == sorted(
+    assert [piece.path for piece in source.find("tiny:test", InputOptions())] == sorted(
         map(str, folder.glob("*test*"))
     )
 

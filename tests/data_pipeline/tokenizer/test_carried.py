@@ -10,7 +10,7 @@ from data_pipeline.prepare.command import main as prepare
 from data_pipeline.tokenizer import (
     BESIDE,
     CARRIED,
-    Carried,
+    TokenizerRecord,
     carry_data,
     carry_imported,
     load_tokenizer,
@@ -49,13 +49,13 @@ def test_the_tokenizer_of_data_is_that_of_the_run(folder, tmp_path):
     theirs = load_tokenizer(folder / "plain")
     assert (own.sha256, own.name, own.eod_id) == (theirs.sha256, theirs.name, theirs.eod_id)
     assert load_tokenizer(tmp_path / "tokenizer").sha256 == theirs.sha256
-    found = Carried.load(tmp_path / "tokenizer")
+    found = TokenizerRecord.load(tmp_path / "tokenizer")
     assert not found.is_rendered and not found.is_imported and found.system == {}
 
 
 def test_templates_of_all_sources_of_chats_are_carried(folder, tmp_path):
     carried(folder, tmp_path, "plain", "chat", "kind")
-    found = Carried.load(tmp_path / "tokenizer")
+    found = TokenizerRecord.load(tmp_path / "tokenizer")
     own = tmp_path / "tokenizer"
     assert (own / "chat_template.jinja").read_text() == TEMPLATE
     assert (own / "additional_chat_templates" / "kind.jinja").read_text() == TEMPLATE + "{# kind #}"
@@ -84,13 +84,13 @@ def test_damage_is_found_and_mended_from_the_data(folder, tmp_path, name, how):
     else:
         file.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
     with pytest.raises(DataError) as caught:
-        Carried.load(tmp_path / "tokenizer")
+        TokenizerRecord.load(tmp_path / "tokenizer")
     assert name in str(caught.value)
     problem = carried(folder, tmp_path, "chat", "kind")
     # A folder that was never finished is no damage.
     assert bool(problem) == ((name, how) != (CARRIED, "gone"))
     assert file.read_bytes() == whole
-    Carried.load(tmp_path / "tokenizer")
+    TokenizerRecord.load(tmp_path / "tokenizer")
     assert carried(folder, tmp_path, "chat", "kind") == ""
 
 
@@ -98,7 +98,7 @@ def test_what_the_data_says_now_counts(folder, tmp_path):
     carried(folder, tmp_path, "chat", "kind")
     assert carried(folder, tmp_path, "plain") != ""
     assert not (tmp_path / "tokenizer" / "additional_chat_templates").exists()
-    assert not Carried.load(tmp_path / "tokenizer").is_rendered
+    assert not TokenizerRecord.load(tmp_path / "tokenizer").is_rendered
 
 
 def test_data_with_a_damaged_tokenizer_is_not_carried(folder, tmp_path):
@@ -111,7 +111,7 @@ def test_data_with_a_damaged_tokenizer_is_not_carried(folder, tmp_path):
 
 def test_an_imported_tokenizer_says_so(folder, tmp_path):
     carry_imported(tmp_path / "tokenizer", load_tokenizer(folder / "chat"))
-    assert Carried.load(tmp_path / "tokenizer").is_imported
+    assert TokenizerRecord.load(tmp_path / "tokenizer").is_imported
     own = load_tokenizer(tmp_path)
     theirs = load_tokenizer(folder / "chat")
     assert (own.sha256, own.eod_id, own.beside) == (theirs.sha256, theirs.eod_id, theirs.beside)
