@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.base.extras import load_package
@@ -42,6 +42,11 @@ _UNTOLD = (
 _PROMPT = "add_generation_prompt"
 # The role whose text is learnt.
 _SAYS = "assistant"
+_SYSTEM = "system"
+_DEVELOPER = "developer"
+_USER = "user"
+# Characters in which messages that are not where they are expected are looked for.
+_MOST_SEARCHED = 1 << 26
 _CHANGES = f"the chat template writes a turn differently when more messages follow, {_UNTOLD}"
 
 
@@ -216,14 +221,55 @@ def _compiled(source: str, date: str) -> Any:
     return _environment(date).from_string(source)
 
 
+def _require_all_written(messages: list[dict[str, Any]], text: str) -> None:
+    """ChatError: the text lacks what a system, developer or user message says: its role or its
+    place is none that the template knows.
+
+    Answers and tool results are not looked for: templates leave out reasoning, and write results
+    as JSON.
+    """
+    at = 0
+    searched = 0
+    for number, message in enumerate(messages, 1):
+        role = message.get("role")
+        if role not in (_SYSTEM, _DEVELOPER, _USER):
+            continue
+        for part in _texts_of(message.get("content")):
+            # Most are in their order, so that all searches together go through the text once.
+            found = text.find(part, at)
+            if found >= 0:
+                at = found + len(part)
+                continue
+            searched += len(text)
+            if searched > _MOST_SEARCHED:
+                return
+            if part not in text and _without_space(part) not in _without_space(text):
+                raise ChatError(
+                    f"the chat template leaves out message {number}, of the role {role}: "
+                    f"{part[:60]!r}. Give it another role, or use a template that writes it"
+                )
+
+
+def _texts_of(content: Any) -> list[str]:
+    """The texts of a message's content without the space around them: one, or one for each part."""
+    texts = [content]
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
 def _render(
     template: Template,
     messages: list[dict[str, Any]],
     tools: list[Any] | None,
     prompt: bool = False,
 ) -> str:
-    """Text, with marks around what generation blocks hold. ChatError: the template refuses the
-    messages."""
+    """Return the text of messages, with marks around what generation blocks hold. ChatError: the
+    template refuses them."""
     # Without nulls, as in transformers: templates write a null as "None", but can deal with missing
     # keys.
     messages = [
@@ -264,7 +310,12 @@ def render(
     prompt: bool = False,
 ) -> str:
     """See `chat.render`."""
-    return MARKS.sub("", _render(template, messages, tools, prompt))
+
+    def write(messages: list[dict[str, Any]]) -> tuple[str, str]:
+        text = MARKS.sub("", _render(template, messages, tools, prompt))
+        return text, text
+
+    return _write_all(write, messages)
 
 
 def render_spans(
@@ -274,16 +325,49 @@ def render_spans(
     untaught: Sequence[int] = (),
 ) -> list[Span]:
     """See `chat.render_spans`; nothing in the messages of the numbers `untaught` is a target."""
-    text = _render(template, messages, tools)
-    if is_marked(template.source_for(tools)):
-        blocks = _blocks_of(template, messages, tools, untaught, text.count(_BEGIN))
-        spans = _split_at_marks(text, blocks)
-    else:
-        spans = _compare(template, messages, tools, text, untaught)
-    spans = _joined(spans)
-    if not any(is_target for _, is_target in spans):
-        raise ChatError("the chat template writes nothing of the assistant's")
-    return spans
+
+    def write(messages: list[dict[str, Any]]) -> tuple[list[Span], str]:
+        text = _render(template, messages, tools)
+        if is_marked(template.source_for(tools)):
+            blocks = _blocks_of(template, messages, tools, untaught, text.count(_BEGIN))
+            spans = _split_at_marks(text, blocks)
+        else:
+            spans = _compare(template, messages, tools, text, untaught)
+        spans = _joined(spans)
+        if not any(is_target for _, is_target in spans):
+            raise ChatError("the chat template writes nothing of the assistant's")
+        return spans, text
+
+    return _write_all(write, messages)
+
+
+def _write_all[T](
+    write: Callable[[list[dict[str, Any]]], tuple[T, str]], messages: list[dict[str, Any]]
+) -> T:
+    """Return what `write` makes of messages, which also gives their text.
+
+    A message of the role `developer` is written as transformers does it, if the template writes it
+    so, and otherwise as one of the role `system`, which OpenAI's API has renamed.
+
+    ChatError: the template refuses the messages, or leaves one out.
+    """
+
+    def write_checked(messages: list[dict[str, Any]]) -> T:
+        result, text = write(messages)
+        _require_all_written(messages, text)
+        return result
+
+    try:
+        return write_checked(messages)
+    except ChatError:
+        if not any(message.get("role") == _DEVELOPER for message in messages):
+            raise
+    return write_checked(
+        [
+            message | {"role": _SYSTEM} if message.get("role") == _DEVELOPER else message
+            for message in messages
+        ]
+    )
 
 
 def _blocks_of(

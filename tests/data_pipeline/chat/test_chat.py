@@ -216,10 +216,52 @@ def test_templates_are_other_people_s_programs():
             render(Template(source), messages)
     assert (
         render(
-            Template("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}"), messages
+            Template(
+                "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}{{ tools is none }}"
+            ),
+            messages,
         )
-        == "True"
+        == "aTrue"
     )
+
+
+FIRST_IS_SYSTEM = """
+{%- if messages[0].role == 'system' %}S:{{ messages[0].content }}|{% else %}S:default|{% endif %}
+{%- for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}:{{ m.content }}|{% endfor %}"""
+ANY_ROLE = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}|{% endfor %}"
+TURN = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+
+
+def test_a_developer_is_a_system_where_the_template_knows_no_such_role():
+    messages = [{"role": "developer", "content": " Speak Latin. "}, *TURN]
+    text = render(Template(FIRST_IS_SYSTEM), messages)
+    assert text == "S: Speak Latin. |user:U|assistant:A|"
+    spans = render_spans(Template(FIRST_IS_SYSTEM), messages)
+    assert "".join(part for part, _ in spans) == text
+    # A template that writes the role is asked for it, as transformers asks.
+    assert render(Template(ANY_ROLE), messages) == "developer:Speak Latin.|user:U|assistant:A|"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_a_message_that_the_template_leaves_out_is_refused(role):
+    source = (
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    late = [*TURN, {"role": role, "content": "Speak Latin."}, *TURN]
+    with pytest.raises(ChatError, match="leaves out message 1, of the role user"):
+        render(Template(source), late)
+    messages = [*TURN, {"role": role, "content": [{"type": "text", "text": "x y"}]}, *TURN]
+    parts = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ChatError, match="message 3, of the role (system|user): 'x y'"):
+        render(Template(parts), messages)
+
+
+def test_messages_that_a_template_moves_or_wraps_are_written():
+    last = "{{ messages[-1].content }}{% for m in messages[:-1] %}{{ m.content | wordwrap(4) }}{% endfor %}"
+    messages = [{"role": "user", "content": f"word {n} and more"} for n in range(40)]
+    assert "word" in render(Template(last), messages)
 
 
 @pytest.fixture
@@ -373,7 +415,7 @@ def test_conversations_with_tools_have_the_template_tool_use(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
         return load_template(spec, tmp_path, [])[0]
 
-    user = [{"role": "user", "content": "a"}]
+    user = [{"role": "assistant", "content": "a"}]
     both = load(["default", "tool_use", "rag"])
     assert render(both, user, [{}, {}]) == "tool_use 2"
     assert render(both, user) == render(both, user, []) == "default 0"
