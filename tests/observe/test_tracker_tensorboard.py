@@ -2,6 +2,7 @@
 from."""
 
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -84,3 +85,28 @@ def test_a_package_that_is_missing_is_named_with_what_to_do(monkeypatch):
         match=r"needs tensorboardX, which is not installed.*pip install tensorboardX, or",
     ):
         TensorBoard(ObserveConfig())
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from maxtrain.config.schema import ObserveConfig
+from maxtrain.observe.tracker import RunInfo
+from maxtrain.observe.tracking import Trackers
+with Trackers() as trackers:
+    info = RunInfo(folder=Path(sys.argv[1]), name="name", id="0123", step=0)
+    trackers.begin(ObserveConfig(), info, print)
+    for step in range(200):
+        trackers.log(step, {"loss": 1.0, "tokens_seen": step}, "train")
+"""
+
+
+@pytest.mark.long
+def test_a_full_disk_costs_records_and_not_the_end_of_the_process(tmp_path):
+    """Files that may have no more bytes fail as those on a full disk do."""
+    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n" + PROGRAM
+    words = [sys.executable, "-c", limited, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+    assert "observe.trackers: tensorboard failed (OSError: " in ended.stdout
