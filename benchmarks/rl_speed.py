@@ -142,7 +142,7 @@ def our_config(folder: Path, size: BenchmarkSize) -> dict[str, Any]:
         "mesh": {"simulated_devices": 1},
         "observe": {
             "progress": "off",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "prompts": [],
             "num_samples": 0,

@@ -39,7 +39,7 @@ ROOMS_WITHOUT_JAX = ("data_pipeline/", "config/", "storage/", "rl/rewards/", "rl
 # Beginnings of paths: tests of roundings and of bits that were written down.
 COMPILED_AS_BY_USERS = (
     "ops/",
-    "runs/test_older_runs",
+    "runs/test_released_runs",
     "commands/test_replay",
     "train_step/test_accumulation",
     "train_step/test_step",
@@ -83,7 +83,7 @@ LONGEST = (
     "commands/test_generate.py",
     "models/test_tpu.py",
     "runs/test_evaluation_sets.py",
-    "runs/test_older_runs.py",
+    "runs/test_released_runs.py",
     "runs/test_train_fuzz.py",
     "checkpoint/test_manager.py",
     "data_pipeline/prepare/test_runner.py",
@@ -337,7 +337,7 @@ def tiny_run() -> Callable[..., Path]:
             "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
             "observe": {
                 "progress": "plain",
-                "tensorboard": False,
+                "trackers": [],
                 "plot": False,
                 "peak_tflops": 1.0,
                 "compilation_cache": None,

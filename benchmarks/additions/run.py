@@ -44,7 +44,7 @@ COMMON: dict[str, Any] = {
     "checkpoint_interval": 0,
     "observe": {
         "progress": "off",
-        "tensorboard": False,
+        "trackers": [],
         "plot": False,
         "prompts": [],
         "compilation_cache": None,

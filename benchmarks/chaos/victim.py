@@ -62,7 +62,7 @@ CONFIG = {
     "checkpoint": {"keep": 2, "keep_every": 100},
     "observe": {
         "progress": "plain",
-        "tensorboard": False,
+        "trackers": [],
         "plot": False,
         "peak_tflops": 1.0,
         "compilation_cache": None,

@@ -105,9 +105,8 @@ def _require_like(copy: Path, source: Path, final: Path) -> None:
 
 
 def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
-    """Copies one file, and returns what is wrong with the source; empty if nothing is.
-
-    That is known by its size and, unless it is of format 1, by its hashes.
+    """Copies one file, and returns what is wrong with the source, by its size and its hashes; empty
+    if nothing is.
     """
     size = 0
     crcs: list[int] = []
@@ -122,9 +121,9 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
             size += len(chunk)
     if size != entry["bytes"]:
         return f"has {size:,} bytes instead of {entry['bytes']:,}"
-    expected = entry.get("crc32")
+    expected = entry["crc32"]
     found = [f"{crc:08x}" for crc in crcs]
-    if expected is not None and expected != found:
+    if expected != found:
         return f"crc32 {expected} of its blocks was written, {found} is there"
     return ""
 

@@ -44,7 +44,7 @@ def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
             continue
         if array.get("finite") is False:
             return f"array {name} was not finite when it was saved"
-        for file, numbers in _plain_numbers(path, commit, array.get("stored", name)):
+        for file, numbers in _plain_numbers(path, commit, name):
             if numbers.any():
                 count = int(numbers.sum())
                 what = f"{file} holds {count:,} NaN or infinite numbers"

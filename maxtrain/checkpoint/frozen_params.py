@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from data_pipeline.base.errors import DamagedError, StorageError
 from maxtrain.checkpoint.at_url import drop_arrays, fetch, url_of
 from maxtrain.checkpoint.copying import copy_step
-from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.integrity import Files, defect, find_damage, read_commit
 
 FOLDER = "frozen"
@@ -123,8 +122,7 @@ def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> 
         why = lack(directory, wanted)
         if not why:
             path = place_of(directory, wanted)
-            found, _ = migrate(read_commit(path), {})
-            return FrozenArrays(path, found)
+            return FrozenArrays(path, read_commit(path))
         problems.append(why)
     raise StorageError(
         f"{step} needs the frozen parameters of its run, but {', and '.join(problems)}. "

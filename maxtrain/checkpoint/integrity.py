@@ -24,9 +24,7 @@ from data_pipeline.base.errors import StorageError
 from data_pipeline.base.inner_names import is_file_name, leads_out, why_outside
 from maxtrain.checkpoint.run_state import wrong_type
 
-# Format 1 had only the sizes of files.
-# Format 2 did not say whether arrays are finite, nor of which run they are.
-# Format 3 had layers without the number of their place, and matrices without `.kernel`.
+# The number of what commit.json and record.json say. Formats before it were never released.
 FORMAT = 4
 # Hashed at once: files of gigabytes are hashed by several threads.
 BLOCK_BYTES = 64 << 20
@@ -68,21 +66,20 @@ def read_commit(path: Path) -> dict[str, Any]:
     if not isinstance(commit, dict):
         raise ValueError("it is not a commit record")
     number = commit.get("format")
-    if type(number) is not int or number < 1:
+    if type(number) is not int:
         raise ValueError("it is not a commit record")
-    if "crc32" in commit:
-        intact = encode_commit(commit) == text
-    else:
-        # Format 1 had no crc32; what a newer format has instead is not known here.
-        intact = number == 1 or number > FORMAT
-    if not intact:
+    if number < FORMAT:
+        raise ValueError(f"it has format {number}, which no released version has written")
+    # What a newer format has instead of a crc32 is not known here.
+    has_no_crc32 = "crc32" not in commit and number > FORMAT
+    if not has_no_crc32 and encode_commit(commit) != text:
         raise ValueError("it is not what was written: its crc32 is another")
     _check_names(commit.get("files"))
     # The folder of the frozen arrays; see frozen.py.
     frozen = commit.get("frozen")
     if frozen is not None and not is_file_name(frozen):
         raise ValueError("frozen must be the name of a folder")
-    if number <= FORMAT:
+    if number == FORMAT:
         _check_types(commit)
     return commit
 
@@ -108,15 +105,15 @@ def _check_types(commit: dict[str, Any]) -> None:
         if not _is_objects_by_name(commit.get(field)):
             raise ValueError(f"{field} must be objects by name")
     for name, entry in commit["files"].items():
-        if type(entry.get("bytes")) is not int or not _is_list(entry.get("crc32", []), str):
+        if type(entry.get("bytes")) is not int or not _is_list(entry.get("crc32"), str):
             raise ValueError(f"files: {name!r:.80} must have bytes and crc32")
     for name, entry in commit["arrays"].items():
         # Arrays lie in folders of these names.
-        for folder in (name, entry.get("stored", name)):
-            if why_outside(folder):
-                raise ValueError(f"arrays: {folder!r:.80} {why_outside(folder)}")
-        if not _is_list(entry.get("shape"), int) or not isinstance(entry.get("dtype"), str):
-            raise ValueError(f"arrays: {name!r:.80} must have shape and dtype")
+        if why_outside(name):
+            raise ValueError(f"arrays: {name!r:.80} {why_outside(name)}")
+        has_texts = all(isinstance(entry.get(field), str) for field in ("dtype", "digest"))
+        if not _is_list(entry.get("shape"), int) or not has_texts:
+            raise ValueError(f"arrays: {name!r:.80} must have shape, dtype and digest")
 
 
 def _is_objects_by_name(value: Any) -> bool:
@@ -158,7 +155,7 @@ def defect(path: Path) -> str:
         files: Files = {}
         # Only a newer version knows how to check its own format; the step still exists, and
         # restoring it is refused.
-        if commit["format"] <= FORMAT:
+        if commit["format"] == FORMAT:
             files = commit["files"]
     except FileNotFoundError:
         return "commit.json is missing, so it was never finished or not copied whole"
@@ -205,13 +202,8 @@ def _worthless(path: Path, commit: dict[str, Any]) -> str:
         return problem
     number = commit["format"]
     saved = record.get("format")
-    if type(saved) is int and saved > number:
+    if saved != number:
         return f"commit.json says format {number}, but the step was saved with format {saved}"
-    if number == 1 and not record.get("digests"):
-        return (
-            "commit.json says format 1 and has no hashes, and record.json no digests: "
-            "nothing says that it is whole"
-        )
     return ""
 
 
@@ -235,12 +227,11 @@ def hash_files(path: Path, names: Iterable[str]) -> Files:
 def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
     """The first block that is not what was written; empty if there is none.
 
-    Of all blocks, every `parts`-th one is looked at, from `part` on. Files of format 1 have no
-    hashes and pass. OSError: one can't be read.
+    Of all blocks, every `parts`-th one is looked at, from `part` on. OSError: one can't be read.
     """
     blocks = []
     for name, entry in files.items():
-        blocks += [(name, number) for number in range(len(entry.get("crc32", [])))]
+        blocks += [(name, number) for number in range(len(entry["crc32"]))]
     blocks = blocks[part::parts]
     starts = [(name, number * BLOCK_BYTES) for name, number in blocks]
     found = _hash_blocks(path, starts, _hash_block)
@@ -252,13 +243,10 @@ def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
 
 
 def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> str:
-    """What is wrong with a block of a file whose crc32 is `now`; empty if nothing is.
-
-    A file of format 1 has no hashes: nothing is known to be wrong with it.
-    """
-    if "crc32" not in entry or entry["crc32"][block] == now:
-        return ""
+    """What is wrong with a block of a file whose crc32 is `now`; empty if nothing is."""
     written = entry["crc32"][block]
+    if written == now:
+        return ""
     start = block * BLOCK_BYTES
     end = min(start + BLOCK_BYTES, entry["bytes"])
     return f"{name}, bytes {start:,} to {end:,}: crc32 {written} was written, {now} is there"

@@ -12,7 +12,6 @@ from typing import Any
 
 from data_pipeline.base import strict_json
 from data_pipeline.base.errors import StorageError, UserError
-from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.frozen_params import all_arrays
 from maxtrain.checkpoint.integrity import RECORD, damaged, read_commit, survey
 from maxtrain.checkpoint.run_state import RunState
@@ -126,12 +125,8 @@ def saved_digests(directory: Path) -> dict[int, dict[str, str]]:
 
 
 def array_digests(commit: dict[str, Any]) -> dict[str, str]:
-    """The digest that each array was saved with, by its name; steps of format 1 have none."""
-    return {
-        name: array["digest"]
-        for name, array in commit.get("arrays", {}).items()
-        if "digest" in array
-    }
+    """The digest that each array was saved with, by its name."""
+    return {name: array["digest"] for name, array in commit["arrays"].items()}
 
 
 def latest_state(
@@ -157,17 +152,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The commit record of a step, and what the caller saved beside the arrays.
-
-    Both are as this version writes them, whatever format the step has.
-    """
+    """The commit record of a step, and what the caller saved beside the arrays."""
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
         record = strict_json.loads((path / RECORD).read_bytes())
         if not isinstance(record, dict):
             raise ValueError("record.json is no JSON object")
         # The format is of the whole step: integrity.py looks at it.
         record.pop("format", None)
-        return migrate(read_commit(path), record)
+        return read_commit(path), record
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

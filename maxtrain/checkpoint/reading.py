@@ -99,23 +99,20 @@ def _read_part(
 ) -> dict[str, jax.Array]:
     """Arrays of one directory by their names; with `check` held against their digests."""
     entries = part.commit["arrays"]
-    stored = {name: entries[name].get("stored", name) for name in targets}
-    wanted = {stored[name]: target for name, target in targets.items()}
-    digester = Digester(sum(target.size * target.dtype.itemsize for target in wanted.values()))
+    digester = Digester(sum(target.size * target.dtype.itemsize for target in targets.values()))
     # Digests of arrays of many processes need them all, and one may fail to read the next
     # array: not before all have.
     early = None
     if check and jax.process_count() == 1:
         early = digester.add
     if is_local(part.path):
-        peers.bring(part.path, part.commit["files"], wanted)
+        peers.bring(part.path, part.commit["files"], targets)
     with as_storage_error(f"reading the checkpoint {part.path}", advice):
-        read = _read(part, wanted, early, orbax)
-    arrays = {name: read[there] for name, there in stored.items()}
+        arrays = _read(part, targets, early, orbax)
     if check:
-        found = digester.finish(read)
-        for name, there in stored.items():
-            _require_digest(part.path, name, entries[name], found[there])
+        found = digester.finish(arrays)
+        for name in targets:
+            _require_digest(part.path, name, entries[name], found[name])
         _require_finite(part.path, arrays)
     return arrays
 
@@ -165,9 +162,9 @@ def _read(
 
 
 def _require_digest(path: Path, name: str, saved: dict[str, Any], found: str) -> None:
-    """DamagedError: an array is not what was saved. Those of format 1 have no digest."""
-    expected = saved.get("digest")
-    if expected is not None and expected != found:
+    """DamagedError: an array is not what was saved."""
+    expected = saved["digest"]
+    if expected != found:
         raise DamagedError(path, f"array {name}: digest {expected} was saved, {found} was read")
 
 

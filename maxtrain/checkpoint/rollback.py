@@ -36,7 +36,7 @@ def read_rollbacks(run: Path) -> list[Rollback] | None:
 
 
 def owner(run: Path) -> str | None:
-    """The id of the run that the file is of; empty if it does not say, None if there is no file.
+    """The id of the run that the file is of; None if there is no file.
 
     StorageError: it is not readable.
     """
@@ -52,9 +52,6 @@ def _read(run: Path) -> tuple[str, list[Rollback]] | None:
     path = run / FILE_NAME
     try:
         content = strict_json.read(path)
-        # An older version wrote the list alone.
-        if isinstance(content, list):
-            content = {"run": "", "rollbacks": content}
         return str(content["run"]), [check_rollback(entry) for entry in content["rollbacks"]]
     except FileNotFoundError:
         return None

@@ -2,7 +2,7 @@
 
 Every key of that record is named in this file and in no other. The parts of a run get their piece
 of a `RunState` when the run begins at a checkpoint, and give it when the next one is saved.
-Changing what is stored is a change of format: see checkpoint/formats.py.
+Changing what is stored is a change of format: raise FORMAT in checkpoint/integrity.py.
 """
 
 import math
@@ -110,8 +110,7 @@ class RunState:
         unevaluated: evaluation sets that were due and are not read yet.
         rollbacks: those of the run, in their order.
         seed: of the run.
-        kept: settings that a run keeps from a version with other defaults (config/older.py); None:
-            of a version that did not say.
+        kept: settings that were chosen when the run began and that it keeps, by dotted path.
         config: of the run on its devices, as YAML: with the mesh filled in, and the kernel of
             attention named.
         frozen_models: digests of the models that the policy learnt from or was compared with, by
@@ -134,7 +133,7 @@ class RunState:
     unevaluated: Sequence[str] = ()
     rollbacks: Sequence[Rollback] = ()
     seed: int = 0
-    kept: Mapping[str, Any] | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     frozen_models: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = ""
@@ -190,13 +189,11 @@ class RunState:
             "unevaluated": list(self.unevaluated),
             "rollbacks": list(self.rollbacks),
             "seed": self.seed,
-            "kept": self.kept,
+            "kept": dict(self.kept),
             "config": self.config,
             "tokenizer": self.tokenizer,
             **self.frozen_models,
         }
-        if self.kept is None:
-            del record["kept"]
         if not self.tokenizer:
             del record["tokenizer"]
         if self.forked_from:
@@ -253,7 +250,7 @@ class RunState:
             unevaluated=unevaluated,
             rollbacks=[check_rollback(entry) for entry in _value(record, "rollbacks", [], list)],
             seed=_value(record, "seed", 0, int),
-            kept=_value(record, "kept", None, dict),
+            kept=_value(record, "kept", {}, dict),
             config=config_of(record),
             frozen_models=_frozen_models(record),
             tokenizer=tokenizer_of(record),

@@ -296,9 +296,7 @@ def verify(directory: Path, console: Console) -> None:
             bad.append((path, told))
         else:
             color = "green"
-            told = "sizes only: an older version saved no hashes"
-            if read_commit(path)["format"] > 1:
-                told = "all hashes are those of what was saved"
+            told = "all hashes are those of what was saved"
         rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
         name = path.name
         if is_store(path):

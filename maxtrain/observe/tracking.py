@@ -19,7 +19,6 @@ from data_pipeline.base import strict_json
 from data_pipeline.base.errors import TryAgainError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.config.sections.observe import chosen_trackers
 from maxtrain.observe.jsonl_logs import RUN, put_aside
 from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import Kind, RunInfo, Status, Tracker, Value
@@ -226,7 +225,7 @@ class Trackers:
         if problem:
             tell(problem)
         made = {}
-        for name in chosen_trackers(config):
+        for name in config.trackers:
             try:
                 made[name] = (kinds or TRACKERS)[name](config)
             except UsageError as missing:

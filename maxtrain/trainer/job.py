@@ -32,7 +32,6 @@ from maxtrain.config import (
 from maxtrain.config.across.attention_choice import Hardware, KernelChoice, choose
 from maxtrain.config.across.rows import row_lengths
 from maxtrain.config.across.steps import fit_warmup
-from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.rollouts import rollout_settings
 from maxtrain.config.run_path import run_path
 from maxtrain.config.schema import LossScaleConfig
@@ -298,8 +297,7 @@ class Job(TrainingParts):
     asked: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
-    # Settings kept from the run's beginning (config/older.py), and the number chosen for
-    # ACCUMULATION.
+    # The number chosen for ACCUMULATION.
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Notes on the config for the log, a line each.
     notes: tuple[str, ...] = ()
@@ -392,7 +390,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     """
     kept: dict[str, Any] = {}
     if saved is not None:
-        kept = kept_settings(saved.kept, saved.config)
+        kept = dict(saved.kept)
     _require_weights_to_start(config, saved)
     data, sets = open_data(config, saved)
     require_answers(config, data, sets)
@@ -411,10 +409,9 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     notes: list[str] = []
     if not as_launched:
         require_same_meaning(requested.model, saved)
-        requested, of_kept = with_kept(requested, kept)
-        requested, of_warmup = _with_warmup_of_plan(requested, num_steps, kept)
+        requested, of_warmup = _with_warmup_of_plan(requested, num_steps)
         requested, of_accumulation = _with_kept_accumulation(requested, kept)
-        notes = [note for note in (of_kept, of_warmup, of_accumulation) if note]
+        notes = [note for note in (of_warmup, of_accumulation) if note]
     before_fewer = requested
     run_dir = run_path(config)
 
@@ -510,9 +507,7 @@ def as_decided(count: int) -> str:
     return f"optimizer.accumulation={count}, as it was decided when the run began."
 
 
-def _with_warmup_of_plan(
-    config: RunConfig, num_steps: int, kept: dict[str, Any]
-) -> tuple[RunConfig, str]:
+def _with_warmup_of_plan(config: RunConfig, num_steps: int) -> tuple[RunConfig, str]:
     """Return the config with a warmup that fits into the plan, and a line if the warmup was
     changed.
 
@@ -520,7 +515,7 @@ def _with_warmup_of_plan(
     the number of steps.
     """
     was = config.schedule.warmup_steps
-    if config.steps != "auto" or kept.get("schedule.warmup_steps") == was:
+    if config.steps != "auto":
         return config, ""
     fitted = fit_warmup(config, num_steps)
     if fitted is config:

@@ -71,8 +71,6 @@ class RunFolder:
         self._made_here = False
         # The newest step that is known to have been saved; 0: none.
         self.saved = int(content.get("saved", 0))
-        # Steps that were saved before the folder had an id.
-        self._adopted = [int(step) for step in content.get("adopted", ())]
         self.id = _one_run(path, self._owners(str(content.get("run", ""))))
         # Without run.json, a launch that did not begin at step 0 shows that a checkpoint existed.
         if not content:
@@ -104,14 +102,10 @@ class RunFolder:
         of_metrics = metrics.metrics_owner(self.path)
         if of_metrics:
             yield metrics.FILE_NAME, of_metrics
-        ids = {path: run_of(read_record(path)) for path in self._steps}
-        for path, of_step in ids.items():
-            if of_step or (own and int(path.name) not in self._adopted):
-                yield str(path), of_step
+        for path in self._steps:
+            yield str(path), run_of(read_record(path))
         of_rollbacks = rollback.owner(self.path)
-        if of_rollbacks is None:
-            return
-        if of_rollbacks or own or any(ids.values()):
+        if of_rollbacks is not None:
             yield rollback.FILE_NAME, of_rollbacks
 
     def require_checkpoints(self, start_over: bool) -> None:
@@ -142,10 +136,7 @@ class RunFolder:
             tell(text)
         if not self.id:
             self.id = secrets.token_hex(8)
-            self._adopted = sorted({int(path.name) for path in self._steps})
         self._made_here = not (self.path / FILE_NAME).exists()
-        if rollback.owner(self.path) == "":
-            rollback.write_rollbacks(self.path, rollback.read_rollbacks(self.path) or [], self.id)
         self._write()
         self._mend_books(tell)
 
@@ -198,7 +189,7 @@ class RunFolder:
 
     def _write(self) -> None:
         """Write run.json."""
-        write_identity(self.path, self.id, self.saved, self.accumulation, self._adopted)
+        write_identity(self.path, self.id, self.saved, self.accumulation)
 
     def _set_aside(self) -> Path:
         """Move all files but the lock to a new subfolder, and return it.
@@ -214,13 +205,10 @@ class RunFolder:
         (self.path / FILE_NAME).rename(target / FILE_NAME)
         self.id = ""
         self.saved = 0
-        self._adopted = []
         return target
 
 
-def write_identity(
-    run: Path, run_id: str, saved: int, accumulation: int | None, adopted: Sequence[int] = ()
-) -> None:
+def write_identity(run: Path, run_id: str, saved: int, accumulation: int | None) -> None:
     """Write RUN/run.json.
 
     Args:
@@ -228,9 +216,8 @@ def write_identity(
         run_id: the id of the run.
         saved: the newest step that ever counted.
         accumulation: the number chosen for optimizer.accumulation=auto; None: none was chosen.
-        adopted: steps that were saved before the folder had an id.
     """
-    content: dict[str, Any] = {"run": run_id, "saved": saved, "adopted": list(adopted)}
+    content: dict[str, Any] = {"run": run_id, "saved": saved}
     if accumulation is not None:
         content["accumulation"] = accumulation
     write_atomic(run / FILE_NAME, json.dumps(content).encode() + b"\n")
@@ -249,8 +236,6 @@ def _read_identity(run: Path) -> dict[str, Any]:
         raise ValueError("it has no id of a run")
     # These calls raise if the values are no numbers.
     int(content.get("saved", 0))
-    for step in content.get("adopted", ()):
-        int(step)
     _accumulation(content)
     return content
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,7 @@ from maxtrain.checkpoint.run_state import (
     wrong_type,
 )
 
-# The stored format: other keys are another format, with a migration in checkpoint/formats.py.
+# The stored format: other keys are another format.
 KEYS = {
     *("run", "step", "num_steps", "seed", "kept", "config"),
     *("metrics", "tokens_seen", "since_record", "by_source"),
@@ -33,7 +31,6 @@ KEYS = {
     *("best", "stale", "read", "unevaluated"),
     "rollbacks",
 }
-FORMAT_3 = Path(__file__).parents[1] / "data" / "formats" / "run-of-format-3.tar.gz"
 CURSOR = {"step": 7, "sources": {"a1": [0, 3]}}
 STATE = RunState(
     run="a1b2",
@@ -82,21 +79,8 @@ def test_every_field_comes_back_typed():
 
 def test_the_keys_are_those_of_the_stored_format():
     assert set(stored(STATE)) == {*KEYS, "teacher", "tokenizer"}
-    # A run that never had a teacher, and one whose settings were not kept, do not say so.
-    assert set(stored(RunState(kept={}))) == KEYS
-    assert set(stored(RunState())) == KEYS - {"kept"}
-
-
-def test_records_that_an_earlier_version_wrote_say_the_same_again():
-    with tarfile.open(FORMAT_3) as archive:
-        names = [name for name in archive.getnames() if name.endswith("/record.json")]
-        records = [strict_json.loads(archive.extractfile(name).read()) for name in names]
-    assert len(records) == 3
-    for record in records:
-        # It is of the whole step: the manager adds and removes it.
-        del record["format"]
-        again = RunState.from_record(record).to_record()
-        assert again == record
+    # A run that never had a teacher does not say so.
+    assert set(stored(RunState())) == KEYS
 
 
 def test_what_needs_no_run_can_be_asked_of_any_record():

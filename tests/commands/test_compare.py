@@ -39,7 +39,7 @@ def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.
     for step, leaves in (digests or {}).items():
         path = folder / "checkpoints" / f"{step:08d}"
         path.mkdir(parents=True)
-        (path / "record.json").write_text(json.dumps({"step": step}))
+        (path / "record.json").write_text(json.dumps({"step": step, "format": FORMAT}))
         arrays = {
             name: {"shape": [], "dtype": "float32", "digest": digest}
             for name, digest in leaves.items()

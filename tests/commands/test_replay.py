@@ -104,7 +104,7 @@ def config(tmp_path_factory) -> Path:
         "checkpoint": {"keep": 9},
         "observe": {
             "progress": "off",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "peak_tflops": 1.0,
             "compilation_cache": None,

@@ -317,7 +317,7 @@ def config(tmp_path_factory):
         "watchdog": {"step_seconds": 3.0, "factor": 3.0},
         "observe": {
             "progress": "plain",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "peak_tflops": 1.0,
             "compilation_cache": None,

@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.base.errors import DivergedError, TryAgainError, UsageError
 from maxtrain.config.schema import ObserveConfig
-from maxtrain.config.sections.observe import chosen_trackers, tracker_problems
+from maxtrain.config.sections.observe import tracker_problems
 from maxtrain.observe import tracking
 from maxtrain.observe.samples import CompletionSample
 from maxtrain.observe.tracker import RunInfo, Tracker, by_name, numbers
@@ -261,19 +261,6 @@ def test_names_that_trackers_show():
     assert by_name(values, "eval") == {"eval/val/nll": 2.0, "eval/val/data": "hash"}
     assert by_name({"loss": 1}, "train") == {"train/loss": 1}
     assert numbers({"a": 1, "b": "x"}) == {"a": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("listed", "older", "expected"),
-    [
-        (("tensorboard",), None, ("tensorboard",)),
-        (("wandb",), True, ("tensorboard", "wandb")),
-        (("tensorboard", "wandb"), False, ("wandb",)),
-        ((), True, ("tensorboard",)),
-    ],
-)
-def test_the_older_spelling_adds_or_takes_out_tensorboard(listed, older, expected):
-    assert chosen_trackers(ObserveConfig(trackers=listed, tensorboard=older)) == expected
 
 
 def test_a_tracker_that_is_named_twice_is_refused():

@@ -8,16 +8,16 @@ import jax
 import pytest
 import yaml
 
-from maxtrain.trainer import loop
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.config.load import load_config
-from maxtrain.trainer.job import open_job
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.parallel import memory
 from maxtrain.parallel.memory import bytes_on_device
-from maxtrain.trainer.compile_step import Programs
-from maxtrain.trainer.run import Run
+from maxtrain.trainer import loop
 from maxtrain.trainer.abstract_step import StepMemory
+from maxtrain.trainer.compile_step import Programs
+from maxtrain.trainer.job import open_job
+from maxtrain.trainer.run import Run
 
 pytestmark = [pytest.mark.usefixtures("this_process"), pytest.mark.long]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import ConfigError
-from maxtrain.commands import replay
+from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import replay
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main

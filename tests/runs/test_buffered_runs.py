@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.commands import generate, replay
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import generate, replay
+from maxtrain.commands.evaluate import command as evaluate
 from maxtrain.config import load_config
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.models.buffer import Buffer
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 from tests.support.centred import centred
 
 __all__ = ["centred"]

@@ -12,10 +12,10 @@ from data_pipeline.tokenizer import BESIDE, carry_data
 from maxtrain import cli
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 # As somebody types them beside the data.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.imports import write_model
-from maxtrain.config.schema import ModelConfig
 from maxtrain.commands.import_hf import import_weights
+from maxtrain.config.schema import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 # Three, and as much as a busy machine may take until it gets to it.

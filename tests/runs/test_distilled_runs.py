@@ -11,19 +11,19 @@ import pytest
 from flax import nnx
 
 from data_pipeline.base.errors import ConfigError, DamagedError, StorageError
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.trainer import reference_model
-from maxtrain.commands import replay
 from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.commands import replay
+from maxtrain.commands.evaluate import command as evaluate
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig, MeshConfig
-from maxtrain.trainer.reference_model import find_model
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.observe.metrics import TAKEN, read_metrics
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.trainer import reference_model
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.reference_model import find_model
+from maxtrain.trainer.saved_run import load_run
 from maxtrain.weights.hf_export import write_config, write_weights
 from tests.support.preference_runs import assert_planned_batches
 

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import ConfigError, UserError
-from maxtrain.commands.evaluate import command as evaluate
+from data_pipeline.prepare import command as prepare
 from maxtrain.commands import replay
+from maxtrain.commands.evaluate import command as evaluate
+from maxtrain.commands.probe.command import StepMemory, learning_rate_trials, measured_speeds
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.commands.probe.command import StepMemory, learning_rate_trials, measured_speeds
+from tests.runs.test_distilled_runs import final_state
 from tests.support.preference_runs import (
     STEPS,
     assert_planned_batches,
@@ -26,7 +27,6 @@ from tests.support.preference_runs import (
     prepared_pairs,
     train,
 )
-from tests.runs.test_distilled_runs import final_state
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 

@@ -9,11 +9,11 @@ import pytest
 
 from data_pipeline.prepare.command import main as prepare
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.trainer import loop
 from maxtrain.checkpoint.listing import saved_steps
+from maxtrain.commands.evaluate import command as evaluate
 from maxtrain.config.load import load_config
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.trainer import loop
 
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 4

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.commands.export import command as export
-from maxtrain.commands import generate, replay
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import generate, replay
+from maxtrain.commands.evaluate import command as evaluate
+from maxtrain.commands.export import command as export
 from maxtrain.config.load import load_config, load_with_notes
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.known import MODELS
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 FAMILIES = {

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.commands.export import command as export
-from maxtrain.commands import generate, replay
 from maxtrain.checkpoint import frozen_params
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import generate, replay
 from maxtrain.commands.checkpoint import main as checkpoint
 from maxtrain.commands.compare import main as compare
+from maxtrain.commands.evaluate import command as evaluate
+from maxtrain.commands.export import command as export
 from maxtrain.config import load_config
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 ONLY = "train.only=[mlp]"

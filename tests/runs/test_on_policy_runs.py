@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.additions import task
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import ConfigError
+from data_pipeline.prepare import command as prepare
 from maxtrain import cli
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.commands import replay
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import replay
+from maxtrain.commands.evaluate import command as evaluate
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.observe.samples import read_samples

@@ -7,12 +7,12 @@ import jax
 import pytest
 
 from data_pipeline.base.errors import run_command
-from maxtrain.trainer import loop
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.config.load import load_config
-from maxtrain.trainer.job import open_job
 from maxtrain.parallel import memory
 from maxtrain.parallel.memory import bytes_on_device
+from maxtrain.trainer import loop
+from maxtrain.trainer.job import open_job
 from maxtrain.trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("this_process")

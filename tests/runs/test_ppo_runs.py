@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 from maxtrain.commands import replay
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.rl.rollout import load
-from tests.support.preference_runs import planned
+from maxtrain.trainer.saved_run import load_run
 from tests.runs.test_grpo_runs import STEPS, config, final, records, rollouts, train
+from tests.support.preference_runs import planned
 
 __all__ = ["config"]
 

@@ -92,7 +92,7 @@ def config(tmp_path_factory) -> Path:
         "precision": {"compute": "float32"},  # roundings to bfloat16 would hide what is compared
         "observe": {
             "progress": "plain",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "prompts": [],
             "peak_tflops": 1.0,

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.commands.evaluate import command as evaluate
-from maxtrain.commands.export import command as export
-from maxtrain.commands import generate, replay, score
-from maxtrain.commands.merge import command as merge
 from maxtrain.checkpoint import frozen_params
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import generate, replay, score
+from maxtrain.commands.evaluate import command as evaluate
+from maxtrain.commands.export import command as export
+from maxtrain.commands.merge import command as merge
 from maxtrain.config import load_config
-from maxtrain.trainer.saved_run import load_run
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.merged import merged
 from maxtrain.models.quantized import kernel_of, stored
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.saved_run import load_run
 from maxtrain.weights.hf import load_pretrained
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtrain.commands import generate
 from maxtrain.commands.evaluate import command as evaluate
 from maxtrain.commands.export import command as export
-from maxtrain.commands import generate
 from maxtrain.config import load_config
 from maxtrain.trainer.saved_run import load_run
 from maxtrain.weights.hf import load_pretrained
-from tests.support.preference_runs import STEPS, evaluations, prepared_pairs, train
 from tests.runs.test_distilled_runs import final_state
+from tests.support.preference_runs import STEPS, evaluations, prepared_pairs, train
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
 

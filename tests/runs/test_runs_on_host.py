@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.base.errors import ConfigError
-from maxtrain.commands import checkpoint, replay
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
+from maxtrain.commands import checkpoint, replay
 from maxtrain.config import load_config
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics

@@ -12,16 +12,17 @@ import pytest
 from data_pipeline.base.errors import ConfigError, DataError
 from data_pipeline.shards import TokenShards
 from data_pipeline.shards.teacher_logits import StoredTeacher, TeacherRecord
-from maxtrain.commands import replay
-from maxtrain.commands.teach import command as teach, compute
 from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.commands import replay
+from maxtrain.commands.probe.command import learning_rate_trials
+from maxtrain.commands.teach import command as teach
+from maxtrain.commands.teach import compute
 from maxtrain.config import load_config
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RoutingConfig
-from maxtrain.trainer.reference_model import FrozenModel
-from maxtrain.trainer.job import open_job
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.commands.probe.command import learning_rate_trials
+from maxtrain.trainer.job import open_job
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.reference_model import FrozenModel
 
 pytestmark = pytest.mark.usefixtures("this_process")
 STEPS = 4

@@ -40,7 +40,7 @@ def nearby(monkeypatch):
 
 
 def train(config, run_name, *overrides):
-    values = [f"config={config}", f"run_name={run_name}", "observe.tensorboard=null", *overrides]
+    values = [f"config={config}", f"run_name={run_name}", *overrides]
     return main(load_config(values))
 
 

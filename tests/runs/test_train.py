@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import pytest
 
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import ConfigError, UserError
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.checkpoint.frozen_params import all_arrays, stores
@@ -105,7 +105,7 @@ def final_state(folder):
 @pytest.fixture(scope="module")
 def finished(config):
     """The folder of a run that nothing disturbed."""
-    assert train(config, "undisturbed", "observe.tensorboard=true", "observe.plot=true") == 0
+    assert train(config, "undisturbed", "observe.trackers=tensorboard", "observe.plot=true") == 0
     return folder_of(config, "undisturbed")
 
 

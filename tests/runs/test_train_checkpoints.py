@@ -14,11 +14,11 @@ import jax
 import pytest
 
 from maxtrain import failpoints
-from maxtrain.trainer import loop as train_module
 from maxtrain.checkpoint import manager
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
 from maxtrain.parallel import agreement
+from maxtrain.trainer import loop as train_module
 from maxtrain.trainer.loop import main
 
 ROOT = Path(__file__).parents[2]

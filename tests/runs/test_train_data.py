@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.prepare import command as prepare
 from data_pipeline.base.errors import ConfigError
+from data_pipeline.prepare import command as prepare
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.trainer.run import Run
 from maxtrain.trainer.loop import main
+from maxtrain.trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("this_process")
 

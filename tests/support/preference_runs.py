@@ -50,7 +50,7 @@ def prepared_pairs(folder: Path) -> Path:
         "precision": {"compute": "float32"},
         "observe": {
             "progress": "plain",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "peak_tflops": 1.0,
             "compilation_cache": None,

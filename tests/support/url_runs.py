@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory, tiny_run, s3) -> Path:
         schedule={"name": "constant", "warmup_steps": 1},
         mesh={"data": 1, "fsdp": 8},
         checkpoint={"keep": 2},
-        observe={"tensorboard": True},
+        observe={"trackers": ["tensorboard"]},
     )
     assert train(folder, "whole") == 0
     return folder

@@ -1,17 +1,14 @@
 """A run's folder is one thing: what is foreign, torn or gone is found, named, and costs nothing."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.base.errors import StorageError, UsageError
+from data_pipeline.base.errors import UsageError
 from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.checkpoint.rollback import write_rollbacks
@@ -22,7 +19,6 @@ from maxtrain.observe.trackers.mlflow import Mlflow
 from maxtrain.trainer.loop import main
 from maxtrain.trainer.run_dir import RunFolder, config_owner
 
-FIXTURE = Path(__file__).parents[1] / "data" / "formats" / "run-of-format-2.tar.gz"
 pytestmark = pytest.mark.usefixtures("this_process")
 STEP = {"step": 5, "kind": "loss_spike", "left_out": [4, 5]}
 
@@ -103,7 +99,7 @@ def test_a_first_launch_that_fails_leaves_nothing(folder, capsys):
 def test_every_file_carries_the_id_of_its_run(folder):
     run = folder / "runs" / "whole"
     own = json.loads((run / "run.json").read_text())
-    assert re.fullmatch(r"[0-9a-f]{16}", own["run"]) and own["saved"] == 9 and own["adopted"] == []
+    assert re.fullmatch(r"[0-9a-f]{16}", own["run"]) and own["saved"] == 9
     lines = [
         (run / name).read_text().splitlines()
         for name in ("metrics.jsonl", "clock.jsonl", "launches.jsonl")
@@ -320,33 +316,6 @@ def test_a_config_of_another_run_is_not_generated_with(folder, run, capsys):
     shutil.copyfile(folder / "runs" / "other" / "config.yaml", run / "config.yaml")
     assert generate.main([str(run), "--prompt", "the"]) == 74
     assert "config.yaml is of run" in capsys.readouterr().err
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_a_run_of_the_version_before_goes_on(tmp_path):
-    """Its files carry no id, and its steps no word on whether they are finite."""
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    run = tmp_path / "runs" / "old"
-    (run / "rollbacks.json").write_text("[]")
-    words = [sys.executable, "-m", "maxtrain.train", "config=tiny.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(FIXTURE.parents[3])}
-    result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "Goes on from step 6" in result.stdout and "damaged" not in result.stdout
-    own = json.loads((run / "run.json").read_text())
-    assert own["adopted"] == [3, 6] and own["saved"] == 9
-    assert json.loads((run / "rollbacks.json").read_text()) == {"run": own["run"], "rollbacks": []}
-    assert [record["step"] for record in read_metrics(run) if record["kind"] == "train"] == list(
-        range(1, 10)
-    )
-    assert list(saved_steps(run / "checkpoints")) == [6, 9] and RunFolder(run).id == own["run"]
-    (run / "run.json").write_text(json.dumps(own | {"adopted": []}))
-    with pytest.raises(
-        StorageError, match="00000006"
-    ):  # of that version too, and nobody knows where it is from
-        RunFolder(run)
 
 
 @pytest.mark.long

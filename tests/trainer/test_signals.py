@@ -409,7 +409,7 @@ def config(tmp_path_factory):
         "precision": {"compute": "float32"},
         "observe": {
             "progress": "off",
-            "tensorboard": False,
+            "trackers": [],
             "plot": False,
             "peak_tflops": 1.0,
             "compilation_cache": None,

@@ -72,11 +72,6 @@ class ObserveConfig:
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = key(
         ("tensorboard",), "where records are sent, besides metrics.jsonl, which always has them"
     )
-    tensorboard: bool | None = key(
-        None,
-        "older spelling of a tracker: true adds tensorboard to observe.trackers, false "
-        "removes it; null: no change",
-    )
     plot: bool = key(True, "draw the curves of the run to curves.png")
     prompts: tuple[str, ...] = key((), "prompts that the model completes at the end of the run")
     sample_interval: int = key(
@@ -135,16 +130,6 @@ class ObserveConfig:
         path="local",
     )
     tracking: TrackingConfig = key(TrackingConfig(), "settings of trackers")
-
-
-def chosen_trackers(observe: ObserveConfig) -> tuple[str, ...]:
-    """The names of the trackers that a run has, in order."""
-    names: list[str] = list(observe.trackers)
-    if observe.tensorboard is True and "tensorboard" not in names:
-        names.insert(0, "tensorboard")
-    if observe.tensorboard is False and "tensorboard" in names:
-        names.remove("tensorboard")
-    return tuple(names)
 
 
 def tracker_problems(observe: ObserveConfig) -> Iterator[str]:

@@ -202,7 +202,7 @@ def finished(config):
         "model.num_kv_heads=2",
     ]
     quiet = [
-        "observe.tensorboard=false",
+        "observe.trackers=[]",
         "observe.plot=false",
         "log_interval=5",
         "checkpoint_interval=6",

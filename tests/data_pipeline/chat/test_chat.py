@@ -244,9 +244,7 @@ def test_a_developer_is_a_system_where_the_template_knows_no_such_role():
 
 @pytest.mark.parametrize("role", ["system", "developer", "user"])
 def test_a_message_that_the_template_leaves_out_is_refused(role):
-    source = (
-        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
-    )
+    source = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     late = [*TURN, {"role": role, "content": "Speak Latin."}, *TURN]
     with pytest.raises(ChatError, match="leaves out message 1, of the role user"):
         render(Template(source), late)
