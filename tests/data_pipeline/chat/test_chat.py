@@ -252,7 +252,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(role):
     parts = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(ChatError, match="message 3, of the role (system|user): 'x y'"):
+    with pytest.raises(ChatError, match=r"message 3, of the role (system|user): 'x y'"):
         render(Template(parts), messages)
 
 
