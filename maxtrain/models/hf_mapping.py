@@ -1,10 +1,11 @@
-"""From our parameters to another format's tensors and back: one table serves both directions.
+"""Converts between our parameters and the tensors of another format: one table for both directions.
 
-A table is a list of `ParamMapping`: the paths of our parameters, the names of their tensors, and
-the steps between. Every step has `forward`, from ours to theirs, and `inverse`. Both take and give
-arrays that are read piece by piece, so that a device's part of a parameter is read from a file
-without the rest, and one tensor is written without the others. All steps but `Offset` move numbers
-without changing them: import after export gives the same bits, and so does export after import.
+A table is a list of `ParamMapping`: the paths of our parameters, the names of the other format's
+tensors, and the steps between them. Every step has `forward`, from ours to the other format, and
+`inverse`. Both take and return arrays that are read piece by piece, so that a device's part of a
+parameter is read from a file without the rest, and one tensor is written without the others. All
+steps but `Offset` move numbers without changing them: import after export gives the same bits, and
+so does export after import.
 
 No jax here: the tables are read before a device is started.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 Shape = tuple[int, ...]
-Part = tuple[range, ...]  # of each dim the indices that are wanted, without gaps
+Part = tuple[range, ...]  # the wanted indices of each dim, without gaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +27,10 @@ class LazyArray:
     """An array that is read piece by piece.
 
     Args:
-        shape: of the whole array.
-        read: gives the numbers of a part of it.
-        write: puts the numbers of a part into memory that is there, of any type and strides, at
-            once or when whoever reads the files comes to them; None: it copies what `read` gives.
+        shape: shape of the whole array.
+        read: returns the numbers of a part of the array.
+        write: writes the numbers of a part into existing memory of any type and strides, at once or
+            later, when the reader of the files gets to them. None: the output of `read` is copied.
     """
 
     shape: Shape
@@ -37,29 +38,29 @@ class LazyArray:
     write: Callable[[Part, np.ndarray], None] | None = None
 
     def read_into(self, part: Part, out: np.ndarray) -> None:
-        """The numbers of a part, put into `out`."""
+        """Write the numbers of a part into `out`."""
         if self.write is None:
             out[...] = self.read(part)
         else:
             self.write(part, out)
 
     def whole(self) -> np.ndarray:
-        """All numbers."""
+        """Read all numbers."""
         return self.read(everything(self.shape))
 
 
 def everything(shape: Shape) -> Part:
-    """The part that is the whole."""
+    """Return the part that covers the whole array."""
     return tuple(range(size) for size in shape)
 
 
 def slices(part: Part) -> tuple[slice, ...]:
-    """A part as an index."""
+    """Return a part as an index of slices."""
     return tuple(slice(indices.start, indices.stop) for indices in part)
 
 
 def in_memory(array: np.ndarray) -> LazyArray:
-    """An array that is there already."""
+    """Wrap an array that is in memory as a `LazyArray`."""
 
     def read(part: Part) -> np.ndarray:
         return array[slices(part)]
@@ -68,7 +69,7 @@ def in_memory(array: np.ndarray) -> LazyArray:
 
 
 def _shape_only(shape: Shape) -> LazyArray:
-    """An array of which nothing but the shape is asked."""
+    """Return an array of which only the shape may be used."""
 
     def read(part: Part) -> np.ndarray:
         raise AssertionError("an array without numbers is read")
@@ -77,30 +78,33 @@ def _shape_only(shape: Shape) -> LazyArray:
 
 
 class TensorTransform(abc.ABC):
-    """One thing that is done to arrays, and how it is undone."""
+    """A step of a mapping: a change of arrays that can be undone."""
 
     @abc.abstractmethod
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
-        """From ours towards theirs."""
+        """Convert our arrays towards the other format."""
 
     @abc.abstractmethod
     def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
-        """From theirs towards ours; `shapes` are those of the arrays that `forward` was given."""
+        """Convert the other format's arrays towards ours; `shapes` are those of the inputs of
+        `forward`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StackLayers(TensorTransform):
-    """Ours has a leading dim of several tensors there, such as one for each layer.
+    """A leading dim of ours that is several tensors in the other format, such as one for each
+    layer.
 
     Args:
-        start, stride: index i here is number `start + i * stride` in the names there.
+        start, stride: index i of ours is number `start + i * stride` in the names of the other
+            format.
     """
 
     start: int = 0
     stride: int = 1
 
     def numbers(self, size: int) -> list[int]:
-        """The numbers in the names of `size` tensors."""
+        """Return the numbers in the names of `size` tensors."""
         return [self.start + i * self.stride for i in range(size)]
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
@@ -138,7 +142,7 @@ def _stacked(arrays: list[LazyArray], shape: Shape) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Flatten(TensorTransform):
-    """A matrix whose inputs and outputs may have several dims here, as [inputs, outputs] there.
+    """A matrix whose inputs and outputs may have several dims here and is [inputs, outputs] there.
 
     Args:
         inputs: how many of the dims are inputs.
@@ -165,7 +169,8 @@ class Flatten(TensorTransform):
         groups = (slice(0, self.inputs), slice(self.inputs, len(shape)))
 
         def read(part: Part) -> np.ndarray:
-            # Of dims that share one there, the first bounds what is read; the others are cut after.
+            # Where several dims share one there, the first one bounds what is read; the others are
+            # cut afterwards.
             there = [_joined(shape[group], part[group]) for group in groups]
             wide = [(part[group][0], *everything(shape[group][1:])) for group in groups]
             sizes = [len(indices) for dims in wide for indices in dims]
@@ -185,7 +190,7 @@ class Flatten(TensorTransform):
 
 
 def _view(out: np.ndarray, shape: Shape) -> np.ndarray | None:
-    """The same memory in another shape; None: it can't be seen so."""
+    """Return the same memory in another shape, or None if that is not possible without a copy."""
     if out.size != math.prod(shape):
         return None
     try:
@@ -195,14 +200,15 @@ def _view(out: np.ndarray, shape: Shape) -> np.ndarray | None:
 
 
 def _joined(dims: Shape, part: Part) -> range:
-    """Where the indices `part[0]` of the first of these dims lie, when all of them are one."""
+    """Return where the indices `part[0]` of the first dim lie once these dims are merged into
+    one."""
     step = math.prod(dims[1:])
     return range(part[0].start * step, part[0].stop * step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ravel(TensorTransform):
-    """A vector there, which may have several dims here."""
+    """A vector of the other format that may have several dims here."""
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
         return [_raveled(array) for array in arrays]
@@ -220,7 +226,7 @@ def _raveled(array: LazyArray) -> LazyArray:
 
 def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
     def read(part: Part) -> np.ndarray:
-        # The first dim bounds what is read; the others are cut after.
+        # The first dim bounds what is read; the others are cut afterwards.
         numbers = array.read((_joined(shape, part),))
         return numbers.reshape(len(part[0]), *shape[1:])[(slice(None), *slices(part[1:]))]
 
@@ -237,7 +243,7 @@ def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(TensorTransform):
-    """The two dims of a matrix change places, or those of several matrices in one array."""
+    """A swap of the two dims of a matrix, or of several matrices in one array."""
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
         return [_transposed(array) for array in arrays]
@@ -262,11 +268,11 @@ def _last_two_swapped[T](values: tuple[T, ...]) -> tuple[T, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Split(TensorTransform):
-    """One array here is several there, one after the other along a dim.
+    """One array of ours that is several in the other format, one after the other along a dim.
 
     Args:
-        dim: along which; not negative.
-        sizes: of the parts.
+        dim: the dim along which the array is split; not negative.
+        sizes: sizes of the parts along `dim`.
     """
 
     dim: int
@@ -281,9 +287,9 @@ class Split(TensorTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Join(TensorTransform):
-    """Several arrays here are one there, one after the other along a dim: the inverse of `Split`.
+    """Several arrays of ours that are one in the other format, along a dim: the inverse of `Split`.
 
-    Beside a `StackLayers` it stands first, and `dim` counts the stacked dim.
+    Together with a `StackLayers` it comes first, and `dim` counts the stacked dim.
     """
 
     dim: int
@@ -332,7 +338,7 @@ def _chain(arrays: list[LazyArray], dim: int) -> LazyArray:
     stops = list(itertools.accumulate(sizes))
 
     def pieces(part: Part) -> Iterator[tuple[LazyArray, range]]:
-        """Each array that is read from, and the indices along `dim` that are wanted of it."""
+        """Yield each array that is read from, with the indices wanted along `dim`."""
         for array, size, stop in zip(arrays, sizes, stops):
             begin = stop - size
             low = max(part[dim].start, begin)
@@ -357,12 +363,12 @@ def _chain(arrays: list[LazyArray], dim: int) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Permute(TensorTransform):
-    """The entries of a dim in another order: the dim seen as several, whose order changes.
+    """A reordering of the entries of a dim: the dim is seen as several, whose order changes.
 
     Args:
-        dim: whose entries move; not negative.
-        sizes: of the dims that it is seen as.
-        order: of these dims there, as `numpy.transpose` takes it.
+        dim: the dim whose entries move; not negative.
+        sizes: sizes of the dims that it is seen as.
+        order: the order of these dims in the other format, as `numpy.transpose` takes it.
     """
 
     dim: int
@@ -370,7 +376,7 @@ class Permute(TensorTransform):
     order: tuple[int, ...]
 
     def _places(self) -> np.ndarray:
-        """Of each entry there, which it is here."""
+        """Return our index of each entry of the other format."""
         return np.arange(math.prod(self.sizes)).reshape(self.sizes).transpose(self.order).ravel()
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
@@ -393,10 +399,10 @@ def _taken(array: LazyArray, dim: int, places: np.ndarray) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Offset(TensorTransform):
-    """A number is added to every entry there, such as 1 to a scale that counts from 0 here.
+    """Adds a number to every entry, such as 1 to a scale that counts from 0 here.
 
-    The one step that rounds: what comes back is the same bits where the sum needs no more bits than
-    its type has, else the same but for the sum's last bit.
+    The only step that rounds: a round trip gives the same bits where the sum needs no more bits
+    than its type has, and otherwise differs at most in the last bit of the sum.
     """
 
     value: float
@@ -418,14 +424,14 @@ def _added(array: LazyArray, value: float) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class ParamMapping:
-    """Parameters of ours that become tensors of theirs together.
+    """Parameters of ours that together become tensors of the other format.
 
     Args:
-        params: our paths; several if a `Join` is among the steps.
-        tensors: their names, with one `{}` for each `StackLayers` among the steps; several if there
-            is a `Split`, in its order.
-        steps: from ours to theirs.
-        dtype: that their tensors have in any file; None: that of the file.
+        params: our paths; several if there is a `Join` among the steps.
+        tensors: names in the other format, with one `{}` for each `StackLayers` among the steps;
+            several, in its order, if there is a `Split`.
+        steps: steps from ours to the other format.
+        dtype: type of these tensors in any file; None: the type of the file.
     """
 
     params: tuple[str, ...]
@@ -434,21 +440,22 @@ class ParamMapping:
     dtype: str | None = None
 
     def places(self, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
-        """The numbers in the names, of one tensor after the other; `shapes` are those of ours."""
+        """Return the numbers in the names of each tensor; `shapes` are those of our parameters."""
         stacks = [step for step in self.steps if isinstance(step, StackLayers)]
         numbers = [stack.numbers(size) for stack, size in zip(stacks, shapes[0])]
         return list(itertools.product(*numbers))
 
     def names(self, shapes: Sequence[Shape]) -> list[str]:
-        """The names of the tensors, in the order of the steps' arrays."""
+        """Return the names of the tensors, in the order of the arrays of the steps."""
         return [name.format(*place) for place in self.places(shapes) for name in self.tensors]
 
     def pattern(self) -> str:
-        """The names for people, with N for a number."""
+        """Return the names for people to read, with N for a number."""
         return " + ".join(self.tensors).replace("{}", "N")
 
     def forward(self, arrays: Sequence[LazyArray]) -> dict[str, LazyArray]:
-        """Their tensors by name, from our parameters in the order of `params`."""
+        """Return the other format's tensors by name, given our parameters in the order of
+        `params`."""
         names = self.names([array.shape for array in arrays])
         current = list(arrays)
         for step in self.steps:
@@ -456,16 +463,18 @@ class ParamMapping:
         return dict(zip(names, current, strict=True))
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
-        """The shape of each tensor there, from those of our parameters."""
+        """Return the shape of each tensor of the other format, given the shapes of our
+        parameters."""
         tensors = self.forward([_shape_only(tuple(shape)) for shape in shapes])
         return {name: tensor.shape for name, tensor in tensors.items()}
 
     def inverse(
         self, theirs: Mapping[str, LazyArray], shapes: Sequence[Shape]
     ) -> dict[str, LazyArray]:
-        """Our parameters by path, from their tensors by name; `shapes` are those of ours."""
+        """Return our parameters by path, given the other format's tensors by name; `shapes` are
+        ours."""
         current = [_shape_only(tuple(shape)) for shape in shapes]
-        # Of each step, the shapes of what it was given on the way forward.
+        # The shapes of the inputs of each step in the forward direction.
         before = []
         for step in self.steps:
             before.append([array.shape for array in current])
@@ -479,10 +488,10 @@ class ParamMapping:
 def tensors_in_order(
     table: Sequence[ParamMapping], ours: Mapping[str, LazyArray]
 ) -> dict[str, LazyArray]:
-    """All tensors of a table, in the order in which models list theirs: layer by layer.
+    """Return all tensors of a table, layer by layer, as models list theirs.
 
     Args:
-        table: with neighbours that are stacked alike.
+        table: a table whose neighbouring entries are stacked alike.
         ours: our parameters by path.
     """
     found = []

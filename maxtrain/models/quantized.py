@@ -1,4 +1,4 @@
-"""The kernel of a product whose base is frozen, kept in eight or four bits.
+"""A frozen kernel of a product, stored in eight or four bits.
 
 Its arrays take the place of the kernel's: `layers.0.mlp.up.kernel.codes` and
 `layers.0.mlp.up.kernel.scales` instead of `layers.0.mlp.up.kernel`. Both are split over the mesh as
@@ -23,14 +23,14 @@ SCALES = "scales"
 
 
 class KernelShape(NamedTuple):
-    """What codes and scales stand for.
+    """The kernel that codes and scales stand for.
 
     Attributes:
         experts, inputs, outputs: sizes of the kernel's dims, without those stacked over layers.
         axes: the logical names of these dims.
-        dtype: of the kernel when it is whole.
-        form: how it is stored.
-        block: inputs that share a scale.
+        dtype: type of the kernel when it is whole.
+        form: the form in which it is stored.
+        block: number of inputs that share a scale.
     """
 
     experts: tuple[int, ...]
@@ -43,7 +43,7 @@ class KernelShape(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of one layer's kernel."""
+        """The dims of the kernel of one layer."""
         return (*self.experts, *self.inputs, *self.outputs)
 
     @property
@@ -53,7 +53,7 @@ class KernelShape(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Of each output."""
+        """The number of blocks of each output."""
         return math.prod(self.inputs) // self.block
 
     @property
@@ -62,7 +62,7 @@ class KernelShape(NamedTuple):
 
 
 class QuantizedParam(nnx.Param):
-    """Codes or scales, which never train.
+    """Codes or scales, which are never trained.
 
     Its metadata: `axes`; `weights`, the number of weights that an entry counts as; and
     `stands_for`, a KernelShape.
@@ -74,9 +74,9 @@ class QuantizedKernel(nnx.Module):
 
     Args:
         kernel: [*layers, *experts, *inputs, *outputs].
-        axes: their logical names, without that of layers.
-        num_inputs: how many dims are inputs.
-        lora: says how they are stored.
+        axes: logical names of the dims, without that of layers.
+        num_inputs: number of dims that are inputs.
+        lora: configuration with the storage form.
     """
 
     def __init__(self, kernel: Float[Array, "..."], axes: Axes, num_inputs: int, lora: LoraConfig):
@@ -110,11 +110,11 @@ class QuantizedKernel(nnx.Module):
         )
 
     def matrices(self) -> QuantizedArray:
-        """With all outputs as one dim, as products take them."""
+        """Return the arrays with all outputs as one dim, as products take them."""
         return _flat(QuantizedArray(self.codes[...], self.scales[...]), self.shape)
 
     def whole(self) -> Float[Array, "..."]:
-        """The kernel that is multiplied with, float32."""
+        """Return the dequantised kernel, float32."""
         return whole(QuantizedArray(self.codes[...], self.scales[...]), self.shape)
 
 
@@ -122,21 +122,21 @@ Kernel = nnx.Param | QuantizedKernel
 
 
 def kernel_of(kernel: Kernel) -> Float[Array, "..."]:
-    """The array of a kernel, whatever it is stored as."""
+    """Return the array of a kernel, dequantised if it is stored in codes."""
     if isinstance(kernel, QuantizedKernel):
         return kernel.whole()
     return kernel[...]
 
 
 def kernel_dtype(kernel: Kernel) -> str:
-    """Of a kernel when it is whole."""
+    """Return the type of a kernel when it is whole."""
     if isinstance(kernel, QuantizedKernel):
         return kernel.shape.dtype
     return str(kernel.dtype)
 
 
 def stored(kernel: Float[Array, "..."], shape: KernelShape) -> QuantizedArray:
-    """What takes the place of a kernel, with its outputs as the dims that they are."""
+    """Quantise a kernel; its output dims stay as they are."""
     stacked = kernel.shape[: kernel.ndim - len(shape.inputs) - len(shape.outputs)]
     flat = kernel.reshape(*stacked, math.prod(shape.inputs), math.prod(shape.outputs))
     codes, scales = quantize(flat, shape.form, shape.block)
@@ -147,13 +147,13 @@ def stored(kernel: Float[Array, "..."], shape: KernelShape) -> QuantizedArray:
 
 
 def whole(arrays: QuantizedArray, shape: KernelShape) -> Float[Array, "..."]:
-    """The kernel that codes and scales stand for, float32."""
+    """Return the kernel that codes and scales stand for, float32."""
     flat = dequantize(_flat(arrays, shape))
     return flat.reshape(*flat.shape[:-2], *shape.inputs, *shape.outputs)
 
 
 def _flat(arrays: QuantizedArray, shape: KernelShape) -> QuantizedArray:
-    """All outputs as one dim."""
+    """Merge all output dims into one."""
     count = len(shape.outputs)
     codes, scales = arrays
     return QuantizedArray(
@@ -167,12 +167,12 @@ def is_quantized(variable: Any) -> bool:
 
 
 def count_weights(variables: nnx.State) -> int:
-    """The number of parameters, whatever they are stored as."""
+    """Return the number of parameters, independent of the form in which they are stored."""
     return sum(weights_of(variable) for _, variable in nnx.to_flat_state(variables))
 
 
 def weights_of(variable: nnx.Variable) -> int:
-    """The number of parameters that an array stands for."""
+    """Return the number of parameters that an array stands for."""
     return variable.get_value().size * variable.get_metadata("weights", 1)
 
 
@@ -181,7 +181,7 @@ class StoredKernel(NamedTuple):
 
     Attributes:
         codes, scales: shapes with shardings.
-        shape: of what they stand for, in one layer.
+        shape: shape of the kernel of one layer.
         whole: shape and sharding of the kernel itself.
     """
 
@@ -191,11 +191,11 @@ class StoredKernel(NamedTuple):
     whole: jax.ShapeDtypeStruct
 
     def describe(self) -> str:
-        """How it is stored, and its shape when it is whole."""
+        """Describe the storage form and the shape of the whole kernel."""
         return f"{self.shape.form}{list(self.whole.shape)}"
 
     def quantized(self, kernel: Array) -> QuantizedArray:
-        """Its arrays from the kernel, which is given up."""
+        """Quantise the kernel and delete its own array."""
 
         def codes_and_scales(kernel: Array) -> tuple[Array, Array]:
             codes, scales = stored(kernel, self.shape)
@@ -209,10 +209,10 @@ class StoredKernel(NamedTuple):
 
 
 def stored_kernels(abstract: nnx.State) -> dict[str, StoredKernel]:
-    """The quantised kernels of a model by path, such as `layers.0.mlp.up.kernel`.
+    """Return the quantised kernels of a model by path, such as `layers.0.mlp.up.kernel`.
 
     Args:
-        abstract: its parameters, as shapes with shardings.
+        abstract: the parameters of the model, as shapes with shardings.
     """
     flat = dict(nnx.to_flat_state(abstract))
     found = {}
@@ -236,8 +236,8 @@ def stored_kernels(abstract: nnx.State) -> dict[str, StoredKernel]:
 def with_whole_kernels(
     leaves: Mapping[str, jax.ShapeDtypeStruct], kernels: Mapping[str, StoredKernel]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of an abstract model by name, with these kernels in the place of their codes and
-    scales."""
+    """Return the leaves of an abstract model by name, with these kernels in the place of their
+    codes and scales."""
     found = dict(leaves)
     for name, kernel in kernels.items():
         del found[f"{name}.{CODES}"]
@@ -249,8 +249,8 @@ def with_whole_kernels(
 def quantized_among(
     arrays: Mapping[str, Array], kernels: Mapping[str, StoredKernel]
 ) -> dict[str, Array]:
-    """Arrays by name, and in the place of these kernels their codes and scales; the kernels are
-    given up."""
+    """Return arrays by name, with the codes and scales of these kernels in the place of the
+    kernels, whose own arrays are deleted."""
     found = {}
     for name, array in arrays.items():
         if name in kernels:
@@ -263,10 +263,10 @@ def quantized_among(
 
 
 def require_whole_blocks(sizes: Mapping[str, int], lora: LoraConfig) -> None:
-    """ConfigError: blocks do not divide the inputs of a product.
+    """Raise ConfigError if the block size does not divide the inputs of a product.
 
     Args:
-        sizes: the number of inputs of each product that is quantised, by its path.
+        sizes: the number of inputs of each quantised product, by path.
     """
     wrong = {name: size for name, size in sizes.items() if size % lora.base_block}
     if not wrong:
@@ -282,8 +282,8 @@ def require_whole_blocks(sizes: Mapping[str, int], lora: LoraConfig) -> None:
 
 
 def axes_on(variable: nnx.Variable, mesh_shape: Mapping[str, int], rules: Rules = RULES) -> Axes:
-    """The logical names of the dims of codes or scales, without that of layers. Blocks are not
-    split over a mesh that does not divide them: each device then has all of them."""
+    """Return the logical names of the dims of codes or scales, without that of layers. Blocks are
+    not split over a mesh that does not divide them: each device then has all of them."""
     axes = list(variable.get_metadata("axes"))
     shape = variable.get_metadata("stands_for")
     if shape.num_blocks % parts_of(shape.input_axis, mesh_shape, rules):
@@ -292,8 +292,8 @@ def axes_on(variable: nnx.Variable, mesh_shape: Mapping[str, int], rules: Rules 
 
 
 def require_blocks_of_experts(abstract: nnx.State, mesh_shape: Mapping[str, int]) -> None:
-    """ConfigError: blocks of hidden units of experts, of which each device uses its own, are not
-    divided by the mesh.
+    """Raise ConfigError if the mesh does not divide the blocks of hidden units of experts, of which
+    each device uses its own.
 
     Args:
         abstract: parameters of a model, as shapes.
@@ -316,7 +316,8 @@ def require_blocks_of_experts(abstract: nnx.State, mesh_shape: Mapping[str, int]
 
 
 def _mend(sizes: Iterable[int], form: str, block: int) -> str:
-    """What to set instead of a block that does not divide these numbers of inputs."""
+    """Return the setting that replaces a block size which does not divide these numbers of
+    inputs."""
     most = math.gcd(block, *sizes)
     fills_bytes = form == "int8" or most % 2 == 0
     if most > 1 and fills_bytes:

@@ -1,4 +1,4 @@
-"""From a config to a model."""
+"""Builds a model from its configuration."""
 
 import jax
 from flax import nnx
@@ -16,10 +16,11 @@ def build_model(
     seed: int | jax.Array = 0,
     init: InitConfig | None = None,
 ) -> Decoder:
-    """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
+    """Build a model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are
+    abstract.
 
-    The same seed (or key) gives the same bits on every mesh. Without `init` as InitConfig's
-    defaults say, which is all the same to a model whose weights come from elsewhere.
+    The same seed (or key) gives the same bits on every mesh. Without `init`, the defaults of
+    InitConfig apply; they do not matter for a model whose weights come from elsewhere.
 
     Raises:
         ConfigError: the config has no vocab_size. A run takes it from its data.
@@ -39,7 +40,7 @@ def build_model(
 
 
 def logical_axes(variable: nnx.Variable) -> Axes:
-    """The logical names of a parameter's dims; what is stacked over layers has `layers` in
+    """Return the logical names of the dims of a parameter; one stacked over layers has `layers` in
     front."""
     axes = variable.get_metadata("axes")
     return ("layers",) * (variable.ndim - len(axes)) + axes

@@ -1,4 +1,5 @@
-"""What the backward pass finds stored of a layer, and what it computes again (`model.remat`).
+"""Activation checkpointing: the intermediate results that are stored for the backward pass, and
+those that are recomputed (`model.remat`).
 
     none           everything is stored
     dots           results of all matrix products
@@ -6,8 +7,8 @@
     named          what `model.kept` names, on the device or in the memory of its host
     full           the input of each layer only
 
-All of these are stored in the type of activations; what attention stores of its own, such as the
-scores under dots, stays float32.
+All of these are stored in the type of activations; the results that attention stores itself, such
+as the scores under dots, stay float32.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ _POLICIES = jax.checkpoint_policies
 
 
 def _is_product_of_attention(primitive: Any, *arrays: Any, **options: Any) -> bool:
-    """A policy: what is stored are the results of products of activations with each other, which
-    are those with batch dims."""
+    """Policy that stores the products of activations with each other, which are those with batch
+    dims."""
     if _POLICIES.checkpoint_dots_with_no_batch_dims(primitive, *arrays, **options):
         return False
     return _POLICIES.checkpoint_dots(primitive, *arrays, **options)
@@ -36,8 +37,7 @@ _POLICY: dict[str, Policy | None] = {
     "dots": _POLICIES.checkpoint_dots,
     "dots_no_batch": _POLICIES.checkpoint_dots_with_no_batch_dims,
 }
-# Products accumulate in float32. Where activations are stored in fewer bits, the results that are
-# kept are those that have been rounded.
+# Products accumulate in float32. Where activations have fewer bits, the rounded results are kept.
 _ROUNDED = _POLICIES.save_only_these_names(PRODUCT)
 _POLICY_OF_ROUNDED: dict[str, Policy | None] = {
     "full": None,
@@ -49,13 +49,13 @@ _POLICY_OF_ROUNDED: dict[str, Policy | None] = {
 def rematerialized[**P, R](
     layer: Callable[P, R], remat: str, kept: RematNamesConfig, dtype: DTypeLike
 ) -> Callable[P, R]:
-    """The layer, whose backward pass computes again what is not stored.
+    """Return the layer with a backward pass that recomputes the results that are not stored.
 
     Args:
         layer: a function of arrays.
         remat: a name of the table above.
-        kept: what is stored, where it is `named`.
-        dtype: of activations.
+        kept: the names that are stored if `remat` is `named`.
+        dtype: type of activations.
     """
     if remat == "none":
         return layer

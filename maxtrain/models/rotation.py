@@ -1,4 +1,4 @@
-"""How the rotary positions of a spec turn the tokens of a batch."""
+"""Rotary rotation of the tokens of a batch, as a `RopeSpec` describes it."""
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,17 +18,17 @@ from maxtrain.ops.rope_scaling import linear_frequencies, yarn_frequencies
 def rotation_of(
     rope: RopeSpec, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> Rotation:
-    """The rotation of each token.
+    """Return the rotation of each token.
 
     With the scalings "dynamic" and "longrope" the frequencies of a row depend on its length, and
     other rows do not matter. The documents of a packed row have the frequencies of the longest of
-    them. As generation goes on, the newest token gives the length, and what was rotated before
-    stays as it was.
+    them. During generation the newest token determines the length, and keys that are already
+    rotated stay as they are.
 
     Args:
-        rope: what the positions are like.
-        positions: of the tokens.
-        lengths: of the rows, as `row_lengths` gives them.
+        rope: the rotary positions.
+        positions: positions of the tokens.
+        lengths: lengths of the rows, from `row_lengths`.
     """
     if rope.follows_length:
         frequencies = _frequencies_of_rows(rope, lengths)[:, None, :]
@@ -39,7 +39,8 @@ def rotation_of(
 
 
 def _frequencies(rope: RopeSpec) -> np.ndarray:
-    """Radians a token, [H / 2], of a scaling that does not depend on lengths."""
+    """Return the frequencies [H / 2] in radians per token of a scaling that does not depend on
+    lengths."""
     frequencies = rope_frequencies(rope.head_dim, rope.theta)
     if rope.scaling == "linear":
         return linear_frequencies(frequencies, rope.factor)
@@ -67,7 +68,8 @@ def _frequencies(rope: RopeSpec) -> np.ndarray:
 
 
 def _frequencies_of_rows(rope: RopeSpec, lengths: Int[Array, " B"]) -> Float[Array, "B F"]:
-    """Radians a token, for each row, of a scaling that depends on lengths."""
+    """Return the frequencies of each row in radians per token, of a scaling that depends on
+    lengths."""
     frequencies = rope_frequencies(rope.head_dim, rope.theta)
     if rope.scaling == "dynamic":
         return dynamic_frequencies(frequencies, rope.factor, rope.original_length, lengths)

@@ -23,17 +23,17 @@ Sums = dict[str, WeightedSum]
 
 
 class LayerAux(NamedTuple):
-    """What layers give back beside activations."""
+    """The outputs of layers other than activations."""
 
-    aux_losses: Sums  # of the loss, added up over layers
-    metrics: Sums  # what is recorded, added up over layers
-    # By the path of the buffer, such as `0.mlp.bias`; [R, ...] for a place in the period.
+    aux_losses: Sums  # terms of the loss, summed over layers
+    metrics: Sums  # recorded numbers, summed over layers
+    # By path of the buffer, such as `0.mlp.bias`; [R, ...] for a place in the period.
     buffer_inputs: dict[str, Array]
 
     def merged(
         self, name: str, aux_losses: Sums, metrics: Sums, buffer_inputs: dict[str, Array]
     ) -> "LayerAux":
-        """These outputs with those of one more layer, or of one more place in the period."""
+        """Merge in the outputs of one more layer, or of one more place in the period."""
         by_path = {f"{name}.{path}": value for path, value in buffer_inputs.items()}
         return LayerAux(
             added_by_name(self.aux_losses, aux_losses),
@@ -42,7 +42,7 @@ class LayerAux(NamedTuple):
         )
 
     def buffer_inputs_in_model(self) -> dict[str, Array]:
-        """The inputs of buffers, by the path of the buffer in the model."""
+        """Return the inputs of buffers, by path of the buffer in the model."""
         return {f"layers.{path}": value for path, value in self.buffer_inputs.items()}
 
 
@@ -50,7 +50,7 @@ NOTHING = LayerAux({}, {}, {})
 
 
 class StackOut(NamedTuple):
-    """What all layers together give back."""
+    """The outputs of all layers together."""
 
     x: Float[Array, "B T D"]
     caches: Caches | None
@@ -58,15 +58,16 @@ class StackOut(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What one layer has of its own; stacked over repeats for a place in the period."""
+    """The inputs of one layer besides activations; stacked over repeats for a place in the
+    period."""
 
     params: Any
     cache: KVCache | None
-    index: Array | None  # of the layer, where something is random
+    index: Array | None  # index of the layer, where something is random
 
 
 class ScannedLayerOut(NamedTuple):
-    """What is kept of a layer's output until all have run."""
+    """The outputs of a layer that are kept until all layers have run."""
 
     cache: KVCache | None
     aux_losses: Sums
@@ -81,16 +82,16 @@ def run_layers(
     caches: Caches | None,
     config: ModelConfig,
 ) -> StackOut:
-    """x through all layers, in order.
+    """Run x through all layers, in order.
 
     Args:
         stack: the layers.
-        x: [B, T, D] what the first one gets.
-        context: what they share. Noise is drawn by the number of a layer.
-        caches: as of `LayerStack.new_caches`; None: there are none.
-        config: whether the period is one loop, which compiles fast, or unrolled, which runs fast;
-            what the backward pass computes again; how rows go through the stages of the current
-            mesh. With caches there is no backward pass, and all devices compute all layers.
+        x: [B, T, D] input of the first layer.
+        context: context shared by all layers. Noise is drawn by the number of a layer.
+        caches: as from `LayerStack.new_caches`; None: there are none.
+        config: decides whether the period is one loop, which compiles fast, or unrolled, which runs
+            fast; what the backward pass recomputes; and how rows go through the stages of the
+            current mesh. With caches there is no backward pass, and all devices compute all layers.
     """
     spec = stack.spec
     indices = None
@@ -110,7 +111,7 @@ def run_layers(
 
 
 class _LayerScan:
-    """One pass through a stack, and what it has gathered so far."""
+    """One pass through a stack, with the outputs collected so far."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _LayerScan:
         self.aux = NOTHING
 
     def single(self, name: str, number: int, x: Array) -> Array:
-        """A layer of the prefix or of the rest."""
+        """Run one layer of the prefix or of the rest."""
         graphdef, params = nnx.split(getattr(self._stack, name))
         index = None
         if self._indices is not None:
@@ -142,7 +143,7 @@ class _LayerScan:
         return out.x
 
     def period(self, x: Array, first: int) -> Array:
-        """The period, as often as it is repeated; `first` is the number of its first layer."""
+        """Run all repeats of the period; `first` is the number of its first layer."""
         spec = self._stack.spec
         names = self._stack.period_names()
         graphdefs = []
@@ -159,7 +160,7 @@ class _LayerScan:
         def through(
             x: Array, context: Context, inputs: list[LayerInputs]
         ) -> tuple[Array, list[ScannedLayerOut]]:
-            """Some repeats, one after the other."""
+            """Run some repeats, one after the other."""
             layers = [self._function(graphdef, context, x.dtype) for graphdef in graphdefs]
 
             def once(x: Array, parts: list[LayerInputs]) -> tuple[Array, list[ScannedLayerOut]]:
@@ -197,7 +198,7 @@ class _LayerScan:
     def _function(
         self, graphdef: nnx.GraphDef, context: Context, dtype: DTypeLike
     ) -> Callable[[Array, LayerInputs], LayerOut]:
-        """A layer as a function of activations of a type."""
+        """Return a layer as a function of activations of this type."""
         num_layers = self._stack.spec.num_layers
 
         def layer(x: Array, inputs: LayerInputs) -> LayerOut:
@@ -205,7 +206,8 @@ class _LayerScan:
             if context.noise is not None:
                 assert inputs.index is not None
                 own = context._replace(noise=context.noise.layer(inputs.index, num_layers))
-            # Weights that lie on hosts: fetched once more for the backward pass, and not kept.
+            # Weights in host memory are fetched again for the backward pass and are not kept on the
+            # device.
             params = jax.tree.map(on_device, inputs.params)
             out = nnx.merge(graphdef, params)(x, own, inputs.cache)
             # No gradient changes a buffer.
@@ -224,11 +226,11 @@ class _LayerScan:
 def aux_of_period(
     names: Sequence[str], stacked: Sequence[ScannedLayerOut], before: LayerAux = NOTHING
 ) -> LayerAux:
-    """What the layers of the period say, and what was said before.
+    """Return `before` with the outputs of the layers of the period merged in.
 
     Args:
-        names: of the places in the period.
-        stacked: what is kept of each place, [R, ...].
+        names: names of the places in the period.
+        stacked: the kept outputs of each place, [R, ...].
     """
     aux = before
     for name, out in zip(names, stacked, strict=True):
@@ -237,7 +239,7 @@ def aux_of_period(
 
 
 def added_by_name(sums: Sums, more: Sums) -> Sums:
-    """Both, those of one name added up."""
+    """Return the union of both, with values of the same name added."""
     result = dict(sums)
     for name, new in more.items():
         if name in result:
@@ -247,13 +249,13 @@ def added_by_name(sums: Sums, more: Sums) -> Sums:
 
 
 def _total(sums: Sums) -> Sums:
-    """Added up over repeats."""
+    """Sum over repeats."""
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def _unstack(tree: Any) -> list[Any]:
-    """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation:
-    indexing layer by layer would add so many arrays of the full size."""
+    """Split the leading dim of every leaf, with `lax.split`, whose gradient is one concatenation:
+    indexing layer by layer would add one array of the full size per layer."""
     leaves, structure = jax.tree.flatten(tree)
     parts = len(leaves[0])
     columns = []

@@ -1,7 +1,7 @@
-"""What a model is made of, as data: layers that may differ, the order that they stand in, and what
-is before and behind them.
+"""Data that describes a model: its layers, which may differ, their order, and what comes before and
+after them.
 
-A family writes these from its config; models/stack.py makes modules of them. No jax here.
+A family writes these from its config; models/stack.py builds modules from them. No jax here.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 def head_dim(config: ModelConfig) -> int:
-    """H: given, or embed_dim / num_heads."""
+    """Return H: as configured, or embed_dim / num_heads."""
     return config.head_dim or config.embed_dim // config.num_heads
 
 
 def expert_dim(config: ModelConfig) -> int:
-    """Hidden units of an expert: given, or those of a dense block."""
+    """Return the hidden units of an expert: as configured, or those of a dense block."""
     return config.moe.expert_dim or config.mlp_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """How activations are normalised.
+    """A normalisation of activations.
 
     Args:
-        eps: added to mean squares, or to variances.
-        kind: rms: divided by the root of the mean square; layer: by the deviation, after the mean
-            is taken away, and with a bias.
-        offset: added to the scale; with 1, a scale begins at 0.
+        eps: number added to mean squares, or to variances.
+        kind: rms: division by the root of the mean square; layer: the mean is subtracted, then
+            division by the standard deviation, and a bias is added.
+        offset: number added to the scale; with 1, a scale begins at 0.
 
     Raises:
         ValueError: eps is not above 0.
@@ -69,8 +69,8 @@ class AttentionSpec:
 
     Args:
         num_heads, num_kv_heads, head_dim: N, K and H.
-        scale: what scores are multiplied with; None: 1 / sqrt(H).
-        softcap: scores are bounded by it, as in `ops.attention`; None: they are not.
+        scale: factor of the scores; None: 1 / sqrt(H).
+        softcap: bound of the scores, as in `ops.attention`; None: no bound.
         sinks: each head has a learned logit beside those of the keys.
 
     Raises:
@@ -100,40 +100,41 @@ class AttentionSpec:
         _require_positive("softcap", self.softcap)
 
     def token_weights(self, embed_dim: int) -> int:
-        """The weights that each token is multiplied with."""
+        """Return the number of weights that each token is multiplied with."""
         return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def rope_dim(self) -> int:
-        """How many numbers of a head rotary positions turn."""
+        """The number of entries of a head that rotary positions rotate."""
         return self.head_dim
 
     @property
     def pair_products(self) -> int:
-        """Multiply-adds of a query with a key that it sees, and with its value."""
+        """The multiply-adds of a query with a key that it sees, and with its value."""
         return 2 * self.num_heads * self.head_dim
 
     def cache_shapes(self, rows: int, columns: int) -> tuple[CacheShape, CacheShape]:
-        """[B, K, S, H] of the keys and of the values that generation keeps for one layer."""
+        """Return the shapes [B, K, S, H] of the cached keys and values of one layer."""
         shape = (rows, self.num_kv_heads, columns, self.head_dim)
         return shape, shape
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentSpec:
-    """A mixer: attention whose keys and values are made of one short vector of each token, its
-    latent, and of one rotated vector that all heads share.
+    """A mixer: attention whose keys and values are computed from one short vector of each token,
+    its latent, and from one rotated vector that all heads share.
 
     Args:
         num_heads: N.
-        head_dim: H, of queries and keys; the last `rope_dim` numbers of a head are rotated.
-        rope_dim: see there.
-        value_dim: of the values of a head.
-        kv_rank: numbers of the latent.
-        query_rank: numbers of the vector that queries are made of; None: of the token itself.
-        scale: what scores are multiplied with.
-        interleaved: neighbouring numbers are rotated against each other, instead of the halves.
-        norm_eps: of the norms of the latent and of what queries are made of.
+        head_dim: H of queries and keys; the last `rope_dim` numbers of a head are rotated.
+        rope_dim: rotated numbers of a head.
+        value_dim: size of the values of a head.
+        kv_rank: size of the latent.
+        query_rank: size of the vector from which queries are computed; None: they are computed from
+            the token itself.
+        scale: factor of the scores.
+        interleaved: neighbouring numbers are the pairs that are rotated, instead of the two halves.
+        norm_eps: eps of the norms of the latent and of the vector from which queries are computed.
 
     Raises:
         ValueError: sizes that do not fit together.
@@ -162,11 +163,11 @@ class LatentSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Every head has its own keys."""
+        """The number of key heads: every head has its own keys."""
         return self.num_heads
 
     def token_weights(self, embed_dim: int) -> int:
-        """The weights that each token is multiplied with."""
+        """Return the number of weights that each token is multiplied with."""
         heads = self.num_heads
         if self.query_rank is None:
             of_queries = embed_dim * heads * self.head_dim
@@ -180,11 +181,12 @@ class LatentSpec:
 
     @property
     def pair_products(self) -> int:
-        """Multiply-adds of a query with a key that it sees, and with its value."""
+        """The multiply-adds of a query with a key that it sees, and with its value."""
         return self.num_heads * (self.head_dim + self.value_dim)
 
     def cache_shapes(self, rows: int, columns: int) -> tuple[CacheShape, CacheShape]:
-        """Latents with the rotated vectors [B, 1, S, R + P], of which the values are a part."""
+        """Return the shape of the latents with the rotated vectors, [B, 1, S, R + P], of which the
+        values are a part."""
         return (rows, 1, columns, self.kv_rank + self.rope_dim), (rows, 1, columns, 0)
 
 
@@ -194,8 +196,8 @@ class MlpSpec:
 
     Args:
         width: F.
-        activation: of the hidden units, or of their gates.
-        gated: with a gate for each hidden unit, a product of its own.
+        activation: activation of the hidden units, or of their gates.
+        gated: each hidden unit has a gate, a product of its own.
 
     Raises:
         ValueError: a width below 1.
@@ -218,7 +220,7 @@ class MlpSpec:
             )
 
     def token_weights(self, embed_dim: int) -> int:
-        """The weights that each token is multiplied with."""
+        """Return the number of weights that each token is multiplied with."""
         products = 2
         if self.gated:
             products = 3
@@ -227,20 +229,20 @@ class MlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingSpec:
-    """How experts are kept busy in training, and how their products are made; a run's choice, which
+    """The balancing of experts in training and the kernel of their products: a run's choice, which
     no weights depend on.
 
     Args:
-        kernel: "eager": every expert for every token, the oracle; the others: as of
+        kernel: "eager": every expert for every token, the oracle; the others: kernels of
             `ops.experts.grouped_dot`.
-        capacity_factor: how many choices an expert takes of a row, in equal shares; the others are
-            dropped. None: none are.
-        balance: factor of the loss that grows with uneven shares.
+        capacity_factor: number of choices of a row that an expert accepts, as a multiple of an
+            equal share; the others are dropped. None: none are dropped.
+        balance: factor of the loss term that grows with uneven shares.
         balance_scope: the tokens over which shares are taken.
         z_loss: factor of the mean of logsumexp(router logits)^2.
-        correction_rate: by how much a step changes an expert's correction.
-        exchange_factor: rows that a device sends to another at a time, in equal shares, where
-            experts are split over devices; None: all at once.
+        correction_rate: change of an expert's correction per step.
+        exchange_factor: rows that a device sends to another at a time, as a multiple of an equal
+            share, where experts are split over devices; None: all at once.
     """
 
     kernel: Literal["eager", "blocks", "ragged", "tokamax"] = "blocks"
@@ -254,21 +256,22 @@ class RoutingSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoeSpec:
-    """A feed-forward block of experts, of which each token goes to a few, and perhaps one that all
-    go to; routed as in `ops.routing.choose`.
+    """A feed-forward block of experts, of which each token uses a few, and possibly one that all
+    tokens use; routed as in `ops.routing.choose`.
 
     Args:
         num_experts: E.
-        num_choices: experts of a token.
+        num_choices: number of experts per token.
         width: hidden units of an expert.
-        activation: of their gates.
-        scores: what becomes of the router's logits.
-        normalize: whether a token's weights add up to `scale`.
-        scale: what its weights are multiplied with.
+        activation: activation of the gates.
+        scores: function that turns the router's logits into scores.
+        normalize: the weights of a token add up to `scale`.
+        scale: factor of the weights of a token.
         num_groups, top_groups, best_of_group: groups of experts.
-        corrected: the choice has a correction for each expert, a buffer that evens shares out.
-        shared_width: hidden units of the expert that all tokens go to; 0: there is none.
-        shared_gate: its output is multiplied with the sigmoid of one more product.
+        corrected: the choice adds a correction for each expert, a buffer that balances the shares.
+        shared_width: hidden units of the expert that all tokens use; 0: there is none.
+        shared_gate: the output of the shared expert is multiplied with the sigmoid of one more
+            product.
         routing: the run's choices.
 
     Raises:
@@ -313,12 +316,13 @@ class MoeSpec:
             )
 
     def token_weights(self, embed_dim: int) -> int:
-        """The weights that each token is multiplied with: those of its experts alone."""
+        """Return the number of weights that each token is multiplied with: those of its own experts
+        only."""
         products = 3 * (self.num_choices * self.width + self.shared_width)
         return embed_dim * (products + self.num_experts + self.shared_gate)
 
     def quantities(self) -> tuple[Metric, ...]:
-        """What the block says."""
+        """Return the metrics that the block reports."""
         found = []
         if self.routing.balance:
             found.append(Metric("expert_balance_loss", "nats per token"))
@@ -331,26 +335,28 @@ class MoeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions; see ops/rope.py and ops/rope_scaling.py. A scaling reads its own of these
-    numbers, and all but "none" and "linear" the original length.
+    """Rotary positions; see ops/rope.py and ops/rope_scaling.py. Each scaling reads its own subset
+    of these numbers, and all but "none" and "linear" read the original length.
 
     Args:
-        head_dim: of the heads that are turned.
+        head_dim: size of the rotated heads.
         theta: base of the frequencies.
-        scaling: how they are stretched for long contexts.
-        factor: how far; of all but "longrope", which has factors for each pair.
-        original_length: context of the unstretched model, tokens.
-        low_freq_factor: of "llama3".
-        high_freq_factor: of "llama3".
-        beta_fast: of "yarn".
-        beta_slow: of "yarn".
-        truncate: of "yarn".
-        attention_factor: what cos and sin are multiplied by; of "yarn" and "longrope".
-        short_factors: one for each pair, for rows up to the original length; of "longrope".
-        long_factors: likewise, for longer rows.
+        scaling: method that stretches the frequencies for long contexts.
+        factor: stretch factor; read by all scalings but "longrope", which has a factor for each
+            pair.
+        original_length: context of the unstretched model, in tokens.
+        low_freq_factor: read by "llama3".
+        high_freq_factor: read by "llama3".
+        beta_fast: read by "yarn".
+        beta_slow: read by "yarn".
+        truncate: read by "yarn".
+        attention_factor: factor of cos and sin; read by "yarn" and "longrope".
+        short_factors: one factor for each pair, for rows up to the original length; read by
+            "longrope".
+        long_factors: one factor for each pair, for longer rows; read by "longrope".
 
     Raises:
-        ValueError: a head dim that can't be turned in pairs, or that lists of factors do not fit.
+        ValueError: the head dim is odd, or a list of factors does not have one for each pair.
     """
 
     head_dim: int
@@ -369,7 +375,7 @@ class RopeSpec:
 
     @property
     def follows_length(self) -> bool:
-        """Whether the frequencies of a row depend on its length."""
+        """True if the frequencies of a row depend on its length."""
         return self.scaling in ("dynamic", "longrope")
 
     def __post_init__(self) -> None:
@@ -395,16 +401,17 @@ class LayerSpec:
     """One layer: a mixer and a feed-forward block, both added to the residual stream.
 
     Args:
-        mixer: how tokens see each other.
-        mlp: what is done to each token.
-        window: columns that a query sees, its own the last; None: all before it.
-        rope: positions of queries and keys; None: they have none.
-        norms: what is normalised: "attention" and "mlp", the inputs of these blocks;
+        mixer: the attention between tokens.
+        mlp: the block that is applied to each token.
+        window: number of columns that a query sees, including its own as the last; None: all up to
+            its own.
+        rope: rotary positions of queries and keys; None: they have none.
+        norms: the normalised activations: "attention" and "mlp", the inputs of these blocks;
             "attention_out" and "mlp_out", their outputs before they are added; "query" and "key",
             each head before rope; "all_queries" and "all_keys", all heads of a token as one.
-        norm: how.
+        norm: the kind of normalisation.
         biases: the products that have one, of q, k, v, o, gate, up, down and router.
-        quantities: what the layer says in `terms` and `stats`, with units.
+        quantities: the metrics that the layer reports in `aux_losses` and `metrics`, with units.
 
     Raises:
         ValueError: names that are unknown, and sizes that do not fit.
@@ -470,11 +477,11 @@ class StackSpec:
         return len(self.prefix) + len(self.period) * self.repeats + len(self.rest)
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Every layer, in order."""
+        """Return every layer, in order."""
         return self.prefix + self.period * self.repeats + self.rest
 
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The different rotary positions, in the order of their first layers."""
+        """Return the different rotary positions, in the order of their first layers."""
         found = [layer.rope for layer in self.layers() if layer.rope is not None]
         return tuple(dict.fromkeys(found))
 
@@ -485,12 +492,11 @@ class DecoderSpec:
 
     Args:
         stack: the layers.
-        norm: of the last hidden states.
-        embedding_scale: what embedded tokens are multiplied with.
-        learned_positions: how many positions have a learned vector, which is added to the embedded
-            token; 0: none have.
-        logit_softcap: logits are bounded by it, as in `ops.cross_entropy.soft_capped`; None: they
-            are not.
+        norm: norm of the last hidden states.
+        embedding_scale: factor of the embedded tokens.
+        learned_positions: number of positions with a learned vector, which is added to the embedded
+            token; 0: none.
+        logit_softcap: bound of the logits, as in `ops.cross_entropy.soft_capped`; None: no bound.
 
     Raises:
         ValueError: a scale or bound that is not above 0, or a negative number of positions.
@@ -513,13 +519,13 @@ class DecoderSpec:
 
 
 def _require_positive(key: str, value: float | None) -> None:
-    """ValueError: the value is there and not above 0."""
+    """Raise ValueError if the value is set and not above 0."""
     if value is not None and not value > 0:
         raise ValueError(f"{key}={value} must be above 0. Set it to 1, or leave it out.")
 
 
 def _require_known(key: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """ValueError: a name is unknown, or stands there twice."""
+    """Raise ValueError if a name is unknown or occurs twice."""
     for name in names:
         if name not in known:
             raise ValueError(f"{key}={names}: {name!r} is unknown. Use some of {', '.join(known)}.")

@@ -21,15 +21,15 @@ from maxtrain.ops.dot import MatmulPrecision
 
 
 class LayerLocation(NamedTuple):
-    """Where a layer's parameters are: the name, and the number in what is stacked there; None:
-    nothing is."""
+    """The location of a layer's parameters: the name, and the index in the stacked arrays of that
+    name, or None if they are not stacked."""
 
     name: str
     repeat: int | None
 
 
 def layer_names(spec: StackSpec) -> list[LayerLocation]:
-    """Of each layer, in order."""
+    """Return the location of each layer, in order."""
     places = [LayerLocation(f"prefix_{i}", None) for i in range(len(spec.prefix))]
     for repeat in range(spec.repeats):
         places += [LayerLocation(str(i), repeat) for i in range(len(spec.period))]
@@ -38,15 +38,15 @@ def layer_names(spec: StackSpec) -> list[LayerLocation]:
 
 
 class LayerStack(nnx.Module):
-    """All layers; models/scan_layers.py runs them.
+    """All layers of a decoder; models/scan_layers.py runs them.
 
     Args:
-        spec: what each is.
+        spec: specification of each layer.
         embed_dim: D.
-        kernel: of ops.attention.
+        kernel: kernel of ops.attention.
         init: draws the weights.
-        recipe: types of the products; its result is that of all activations.
-        key: that the weights of all layers are drawn from, a part of it for each layer's number.
+        recipe: types of the products; its result type is that of all activations.
+        key: random key of the weights, split by the number of the layer.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class LayerStack(nnx.Module):
         key: Key[Array, ""],
     ):
         self.spec = spec
-        # What takes rows through the period where nothing is generated, as of `run_layers.Block`,
-        # rows, context and inputs; None: `run_layers` does.
+        # Replacement for the run through the period where nothing is generated: called with the
+        # function of some repeats, x, the context and the inputs of the layers. None: `run_layers`
+        # runs them.
         self.run_period: Callable[..., Array] | None = None
         keys = jax.random.split(key, spec.num_layers)
 
@@ -92,7 +93,7 @@ class LayerStack(nnx.Module):
         return [f"rest_{i}" for i in range(len(self.spec.rest))]
 
     def paged_names(self) -> frozenset[str]:
-        """Of the layers, or places of the period, that can keep what they keep in pages: those
+        """Return the names of the layers, or places of the period, whose caches can be paged: those
         without a window."""
         names = (*self.prefix_names(), *self.period_names(), *self.rest_names())
         layers = (*self.spec.prefix, *self.spec.period, *self.spec.rest)
@@ -102,14 +103,15 @@ class LayerStack(nnx.Module):
     def new_caches(
         self, rows: int, columns: int, most_tokens: int, dtype: str, pages: int | None = None
     ) -> Caches:
-        """Empty caches, those of a place [R, B, K, S, H].
+        """Return empty caches; those of a place are [R, B, K, S, H].
 
         Args:
             rows: B.
-            columns: that a row may have.
-            most_tokens: that a pass may add to a row.
-            dtype: of keys and values.
-            pages: that layers without a window have for all rows; None: a ring for each row.
+            columns: maximum number of columns of a row.
+            most_tokens: maximum number of tokens that a pass adds to a row.
+            dtype: type of keys and values.
+            pages: number of pages that layers without a window have for all rows; None: a ring for
+                each row.
         """
         spec = self.spec
 

@@ -1,5 +1,5 @@
 """Numbers of a step that no sum over layers gives, such as the load of the busiest expert: they are
-made of what layers observed in the whole batch, once it is known."""
+computed from the observations of all layers in the whole batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,13 +11,14 @@ from maxtrain.ops.quantity import Metric
 
 
 class Summary(NamedTuple):
-    """What is made of one thing that layers observe.
+    """The numbers that are computed from one observation of the layers.
 
     Attributes:
-        name: that it is observed by, in the block's `observed`.
-        dims: of what one layer observes.
-        quantities: the numbers that are made.
-        function: from what all layers observed, [layers, ...], to these numbers, in their order.
+        name: name of the observation in the block's `buffer_inputs`.
+        dims: number of dims of the observation of one layer.
+        quantities: the resulting metrics.
+        function: computes these metrics, in their order, from the observations of all layers,
+            [layers, ...].
     """
 
     name: str
@@ -27,18 +28,18 @@ class Summary(NamedTuple):
 
 
 class SummaryResult(NamedTuple):
-    """Numbers by name, and what else was observed: that is for buffers."""
+    """The numbers by name, and the remaining observations, which are for buffers."""
 
     numbers: dict[str, Array]
     of_buffers: dict[str, Array]
 
 
 def summarise(summaries: Sequence[Summary], observed: Mapping[str, Array]) -> SummaryResult:
-    """The numbers of these summaries.
+    """Return the numbers of these summaries.
 
     Args:
-        summaries: of the layers.
-        observed: by path; [R, ...] for a place in the period.
+        summaries: the summaries of the layers.
+        observed: observations by path; [R, ...] for a place in the period.
     """
     rest = dict(observed)
     numbers = {}

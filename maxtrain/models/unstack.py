@@ -1,8 +1,8 @@
-"""A model whose layers have arrays of their own, for generation.
+"""Converts a model to separate arrays for each layer, for generation.
 
-Layers that are alike have their parameters stacked, which training runs as one loop. A matrix in a
-stack is copied each time that it is used where a product takes no part of an array, as on CPUs;
-that is nothing beside the product of a whole batch, and twice the time of a product of one token.
+Layers that are alike have stacked parameters, which training runs as one loop. Where a product
+can't take a part of an array, as on CPUs, a matrix in a stack is copied each time it is used; that
+is negligible beside the product of a whole batch, and doubles the time of a product of one token.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from maxtrain.models.stack import layer_names
 
 
 def for_generation(model: Decoder) -> Decoder:
-    """The model in the form that generates fastest on the devices that it lies on; it may be given
-    up, as by `unstacked`."""
+    """Return the model in the form that generates fastest on its devices; its arrays may be
+    deleted, as by `unstacked`."""
     (device, *_) = model.embedding[...].devices()
     if device.platform == "cpu":
         return unstacked(model)
@@ -29,18 +29,19 @@ def for_generation(model: Decoder) -> Decoder:
 
 
 def unstacked(model: Decoder) -> Decoder:
-    """The same model with each layer in arrays of its own. The arrays of the model are given up,
-    one after the other, so that hardly more memory is needed than for one of them.
+    """Return the same model with separate arrays for each layer. The arrays of the given model are
+    deleted one by one, so that the extra memory needed is hardly more than that of one of them.
 
     Args:
-        model: with its arrays, on one device or many.
+        model: the model with its arrays, on one or more devices.
     """
     stack = model.spec.stack
     layers = stack.layers()
     # The last layer is a period that occurs once.
     apart = StackSpec(period=layers[-1:], repeats=1, prefix=layers[:-1])
     spec = dataclasses.replace(model.spec, stack=apart)
-    # Where each layer is now, and where it was: its name, and its number in the stack of that name.
+    # New name of each layer, and its old location: the name, and the index in the stack of that
+    # name.
     moves: dict[str, tuple[str, int | None]] = {}
     for new, old in zip(layer_names(apart), layer_names(stack), strict=True):
         moves[new.name] = (old.name, old.repeat)
@@ -77,7 +78,7 @@ def unstacked(model: Decoder) -> Decoder:
 
 
 def _adapted(model: Decoder, moves: dict[str, tuple[str, int | None]]) -> tuple[str, ...]:
-    """Patterns of the products that have adapters, by the new names of their layers."""
+    """Return patterns of the products that have adapters, by the new names of their layers."""
     found = []
     for path, module in products(model.layers):
         if module.adapter is None:
@@ -90,8 +91,8 @@ def _adapted(model: Decoder, moves: dict[str, tuple[str, int | None]]) -> tuple[
 
 
 def _source(path: tuple, moves: dict[str, tuple[str, int | None]]) -> tuple[tuple, int | None]:
-    """Where the variable at a path of the new model was in the old one: its path, and its number in
-    the stack."""
+    """Return the old location of a variable of the new model: its path, and its index in the
+    stack."""
     if path[0] != "layers":
         return path, None
     name, repeat = moves[path[1]]

@@ -1,9 +1,8 @@
-"""A model that sees a part of a batch, and knows how many choices of the whole batch fall on each
-of
-its experts: what `balance_scope=global` compares shares over.
+"""Expert loads of a whole batch for a model that sees a part of it: `balance_scope=global` compares
+shares over the whole batch.
 
-The loss of uneven shares is linear in shares, and choices have no gradient. So the parts of a batch
-add up to the loss and the gradient of the whole, once its choices are known.
+The loss of uneven shares is linear in the shares, and choices have no gradient. The parts of a
+batch therefore add up to the loss and the gradient of the whole batch, once its choices are known.
 """
 
 from collections.abc import Mapping
@@ -17,11 +16,11 @@ from maxtrain.models.specs import MoeSpec
 
 
 class WholeLoad(nnx.Variable):
-    """The choices of a whole batch that fall on each expert, [E]; of no model that is kept."""
+    """The number of choices of a whole batch for each expert, [E]; part of no saved model."""
 
 
 def compares_whole_batches(model: Decoder) -> bool:
-    """Whether a term of the loss needs the choices of the whole batch."""
+    """Return True if a term of the loss needs the choices of the whole batch."""
     routings = [
         layer.mlp.routing for layer in model.spec.stack.layers() if isinstance(layer.mlp, MoeSpec)
     ]
@@ -29,12 +28,14 @@ def compares_whole_batches(model: Decoder) -> bool:
 
 
 def loads_of(observed: Mapping[str, Array]) -> dict[str, Array]:
-    """The choices that fall on experts, by path, of all that layers observed."""
+    """Return the number of choices for each expert, by path, among all observations of the
+    layers."""
     return {path: value for path, value in observed.items() if path.endswith(f".{LOAD.name}")}
 
 
 def with_loads(model: Decoder, loads: Mapping[str, Array]) -> Decoder:
-    """The model with the choices of a whole batch, as of `loads_of`. Its weights are the same."""
+    """Return the model with the choices of a whole batch, from `loads_of`. Its weights are the
+    same."""
     graphdef, variables = nnx.split(model)
     model = nnx.merge(graphdef, variables)
     for path, load in loads.items():

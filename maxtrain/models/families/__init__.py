@@ -1,5 +1,5 @@
-"""One file for each model family: its layers, and how its configuration and its weights are named
-at Hugging Face. No jax here."""
+"""One file for each model family: its layers, and its names for configuration and weights at
+Hugging Face. No jax here."""
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
 }
-# Of all families, by the names of models that have been released.
+# Presets of all families, by the names of released models.
 PRESETS: dict[str, ModelConfig] = {}
 for _family in FAMILIES.values():
     assert not PRESETS.keys() & _family.presets.keys()

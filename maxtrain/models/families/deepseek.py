@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3: attention over latents, first dense layers, then fine-grained experts beside
-one that all tokens go to.
+"""DeepSeek V2 and V3: attention over latents, a few dense layers first, then fine-grained experts
+beside one that all tokens use.
 
 Sources: https://arxiv.org/abs/2405.04434; https://arxiv.org/abs/2412.19437.
 """
@@ -33,15 +33,16 @@ from maxtrain.models.specs import (
 )
 from maxtrain.ops.rope_scaling import yarn_scale
 
-# Of its further layers, which predict more tokens ahead and are not read.
+# Layer 61 of V3, which predicts further tokens ahead, is not read.
 _IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight|model\.layers\.61\..*"
 _EXPERTS = ExpertNames(shared="shared_experts")
-# Of DeepSeek's norms inside attention, whatever the config says.
+# The eps of DeepSeek's norms inside attention, independent of the config.
 _NORM_EPS = 1e-6
 
 
 def v2_spec(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek V2: experts by softmax, whose weights are not normalised."""
+    """Return the specification of DeepSeek V2: experts by softmax, whose weights are not
+    normalised."""
     moe = llama.experts(
         config,
         scale=config.moe.scale,
@@ -52,7 +53,8 @@ def v2_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def v3_spec(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek V3: experts by sigmoid, with a correction that evens out shares."""
+    """Return the specification of DeepSeek V3: experts by sigmoid, with a correction that balances
+    shares."""
     group = config.moe.num_experts // config.moe.num_groups
     moe = llama.experts(
         config,
@@ -78,7 +80,7 @@ def _spec(config: ModelConfig, moe: MoeSpec) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig) -> LayerSpec:
-    """The layer without experts."""
+    """Return the layer without experts."""
     latent = config.latent
     size = config.head_dim
     assert size is not None
@@ -105,7 +107,7 @@ def _layer(config: ModelConfig) -> LayerSpec:
 
 
 def read_v2(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of DeepSeek V2's config.json."""
+    """Read the ModelConfig from the config.json of DeepSeek V2."""
     settings = settings.with_defaults(
         first_k_dense_replace=0,
         moe_intermediate_size=1407,
@@ -116,7 +118,7 @@ def read_v2(settings: HfConfig) -> ModelConfig:
     )
     settings.require("topk_method", "greedy", "group_limited_greedy")
     settings.require("scoring_func", "softmax")
-    # Without effect in transformers, which does not normalise.
+    # This key has no effect in transformers, which does not normalise.
     settings.require("norm_topk_prob", False)
     settings.require("mlp_bias", False)
     groups = (1, 1)
@@ -126,7 +128,7 @@ def read_v2(settings: HfConfig) -> ModelConfig:
 
 
 def read_v3(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of DeepSeek V3's config.json."""
+    """Read the ModelConfig from the config.json of DeepSeek V3."""
     settings = settings.where_missing(
         n_group=8,
         num_experts_per_tok=8,
@@ -188,7 +190,7 @@ def _read(
         interleaved=interleaved,
     )
     _require_both_scales(settings)
-    # What `head_dim` says there is the size of the rotated part.
+    # `head_dim` of the file is the size of the rotated part.
     whole = number("qk_nope_head_dim") + rope_dim
     values = {**settings.values, "head_dim": whole}
     settings = dataclasses.replace(settings, values=values)
@@ -196,7 +198,8 @@ def _read(
 
 
 def _require_both_scales(settings: HfConfig) -> None:
-    """One alone would count for scores, and not for cos and sin."""
+    """Raise DataError if mscale_all_dim stands without mscale: it would count for scores, and not
+    for cos and sin."""
     for name in ("rope_parameters", "rope_scaling"):
         given = settings.values.get(name)
         if not isinstance(given, dict) or not given.get("mscale_all_dim"):
@@ -212,7 +215,7 @@ def _require_both_scales(settings: HfConfig) -> None:
 
 
 def write_v2(config: ModelConfig) -> dict[str, Any]:
-    """DeepSeek V2's config.json for this ModelConfig."""
+    """Return the config.json of DeepSeek V2 for this ModelConfig."""
     method = "greedy"
     if config.moe.num_groups > 1:
         method = "group_limited_greedy"
@@ -227,7 +230,7 @@ def write_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_v3(config: ModelConfig) -> dict[str, Any]:
-    """DeepSeek V3's config.json for this ModelConfig."""
+    """Return the config.json of DeepSeek V3 for this ModelConfig."""
     return _write(config) | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -273,12 +276,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def v2_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where DeepSeek V2's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of DeepSeek V2 to a Hugging Face checkpoint."""
     return _table(config, v2_spec(config))
 
 
 def v3_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where DeepSeek V3's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of DeepSeek V3 to a Hugging Face checkpoint."""
     return _table(config, v3_spec(config))
 
 
@@ -308,7 +311,7 @@ def _attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
     names = (f"{ours}.kv_down.kernel", f"{ours}.k_rope.kernel")
     entries.append(ParamMapping(names, (f"{theirs}.kv_a_proj_with_mqa.weight",), down))
     entries.append(norm(place, "attention.kv_norm", f"{theirs}.kv_a_layernorm"))
-    # Of each head, what is not rotated of its keys, and then its values.
+    # For each head, the part of its keys that is not rotated, and then its values.
     up = (
         Join(2 + stacked, (mixer.head_dim - mixer.rope_dim, mixer.value_dim)),
         *place.steps,
@@ -326,7 +329,7 @@ def _expert_entries(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[ParamM
     if moe.corrected:
         ours = f"{place.ours}.mlp.correction"
         name = f"{theirs}.mlp.gate.e_score_correction_bias"
-        # A model that is stored in bfloat16 has it in float32, too.
+        # It is float32 in a model that is stored in bfloat16, too.
         entries.append(ParamMapping((ours,), (name,), place.steps, dtype="float32"))
     return entries
 

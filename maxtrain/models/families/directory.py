@@ -1,4 +1,5 @@
-"""The model that a directory holds: a Hugging Face directory, or a run of maxtrain. No jax here."""
+"""Reads the configuration of the model in a directory: a Hugging Face directory, or a run of
+maxtrain. No jax here."""
 
 import atexit
 import contextlib
@@ -24,7 +25,7 @@ from maxtrain.models.families.family import HfConfig
 from maxtrain.models.families.quantization import Quantization, read_quantization
 
 AGAIN = "Get the file again from where the model is"
-# Keys of a ModelConfig that say how it is computed, not what.
+# Keys of a ModelConfig that affect how the model is computed, not what it computes.
 OF_THE_RUN = {
     "attention",
     "lora",
@@ -41,7 +42,7 @@ FREE = {"max_length", *OF_THE_RUN}
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory.
+    """Read the ModelConfig of a Hugging Face directory.
 
     Raises:
         DataError: config.json is missing or damaged, or describes a model that is not supported.
@@ -74,8 +75,8 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def _require_one_score(values: Mapping[str, Any], path: Path) -> None:
-    """DataError: a model classifies texts, and does not score them."""
-    # Without labels, transformers takes it that there are two.
+    """Raise DataError if a model classifies texts instead of scoring them."""
+    # Without labels, transformers assumes two.
     labels = values.get("id2label", {"0": "", "1": ""})
     if not isinstance(labels, dict) or len(labels) != 1:
         raise DataError(
@@ -85,22 +86,23 @@ def _require_one_score(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _of_text_part(values: Mapping[str, Any], path: Path) -> HfConfig:
-    """The settings of the part for text of a model that also sees pictures.
+    """Return the settings of the text part of a model that also processes images.
 
-    DataError: there are none.
+    Raises:
+        DataError: there are none.
     """
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise DataError(
             f"{path}: text_config={show(text)} must be the config of the part for text. {AGAIN}."
         )
-    # The whole model's say counts.
+    # These keys are read from the whole model.
     of_all = ("quantization_config", "tie_word_embeddings")
     return HfConfig({**text, **{key: values[key] for key in of_all if key in values}}, path)
 
 
 def quantization_of(directory: str | Path) -> Quantization | None:
-    """How a Hugging Face directory stores its weights; None: as plain floats.
+    """Return the storage form of the weights of a Hugging Face directory; None: plain floats.
 
     Raises:
         DataError: config.json is missing or damaged, or they are stored in a way that is not read.
@@ -110,8 +112,8 @@ def quantization_of(directory: str | Path) -> Quantization | None:
 
 
 def stored_as(directory: str | Path) -> str:
-    """How a Hugging Face directory stores its weights, in words; empty: as plain floats. Raises as
-    `quantization_of`."""
+    """Describe the storage form of the weights of a Hugging Face directory; empty for plain floats.
+    Raises the errors of `quantization_of`."""
     quantization = quantization_of(directory)
     if quantization is None:
         return ""
@@ -119,7 +121,7 @@ def stored_as(directory: str | Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a Hugging Face directory.
+    """Return the object in a JSON file of a Hugging Face directory.
 
     Raises:
         DataError: the file can't be read, or is not a JSON object.
@@ -139,10 +141,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_of(directory: str | Path) -> dict[str, Any]:
-    """The keys of `model` that the weights in a directory decide.
+    """Return the keys of `model` that the weights in a directory decide.
 
     Args:
-        directory: of Hugging Face, of a run, or of a checkpoint in a run; or its URL.
+        directory: a Hugging Face directory, a run, or a checkpoint in a run; or the URL of one.
 
     Returns:
         The keys and values; empty if the directory is none of these, which is reported when its
@@ -161,15 +163,15 @@ def model_of(directory: str | Path) -> dict[str, Any]:
 
 
 def free_keys(family: str | None) -> set[str]:
-    """Keys of a ModelConfig that a run may choose, whatever weights of this family it has."""
+    """Return the keys of a ModelConfig that a run may choose for weights of this family."""
     if family in FAMILIES and FAMILIES[family].learns_positions:
         return OF_THE_RUN
     return FREE
 
 
 def model_named(place: str) -> NamedModel:
-    """The model that `model=PLACE` names: one that has been released, by its name; or that in a
-    directory of Hugging Face or of a run, with its weights.
+    """Return the model that `model=PLACE` names: a released model, by its name, or the model and
+    weights in a directory of Hugging Face or of a run.
 
     Raises:
         UsageError: it is neither.
@@ -194,8 +196,8 @@ def model_named(place: str) -> NamedModel:
 
 
 def _with_config(place: str | Path) -> Path:
-    """The directory of a model; of one behind a URL a copy on this host of its config alone, which
-    goes when the process ends."""
+    """Return the directory of a model; for a URL, a local copy of its config alone, which is
+    deleted when the process ends."""
     if not is_url(place):
         return Path(place).expanduser()
     return _copy_of_config(re.sub(r"(/checkpoints(/\d+)?)?/?$", "", str(place)))
@@ -212,14 +214,14 @@ def _copy_of_config(url: str) -> Path:
 
 
 def _without(model: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """The keys of a ModelConfig but for these."""
+    """Return the keys of a ModelConfig without these."""
     keys = {field.name for field in dataclasses.fields(ModelConfig)}.difference(left_out)
     return {key: value for key, value in model.items() if key in keys}
 
 
 def _model_of_run(directory: Path) -> dict[str, Any]:
-    """`model` in the config.yaml of a run, given its folder or a checkpoint in it; empty if there
-    is none that can be read."""
+    """Return `model` of the config.yaml of a run, given its folder or a checkpoint in it; empty if
+    there is none that can be read."""
     folders = [directory, *list(directory.absolute().parents)[:2]]
     files = [folder / "config.yaml" for folder in folders]
     found = [file for file in files if file.exists()]

@@ -1,5 +1,5 @@
-"""What a model family is: its choices for the shared decoder, and the form of its configuration
-and weights at Hugging Face."""
+"""Model families: the settings of a family for the shared decoder, and the format of its
+configuration and weights at Hugging Face."""
 
 import dataclasses
 import re
@@ -17,10 +17,10 @@ from maxtrain.models.hf_mapping import Flatten, ParamMapping, Transpose
 from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
 
-# The head, in all families.
+# Name of the head in all families.
 HEAD = "lm_head.weight"
-# Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
-# the head of a model with tied embeddings, which must be a copy of its embedding.
+# Tensors that a file may contain and that are not read: rotary frequencies, which old files
+# contain, and the head of a model with tied embeddings, which must be a copy of its embedding.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -58,14 +58,14 @@ _LARGEST_NUMBER = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class HfConfig:
-    """A config.json, read key by key. All methods raise DataError for a value that the decoder
-    does not support."""
+    """A config.json, read key by key. All methods raise DataError for a value that the decoder does
+    not support."""
 
     values: Mapping[str, Any]
     path: Path
 
     def number(self, name: str, default: Any = None, kind: type = int) -> Any:
-        """A number above 0 and not above the largest that is read; the default if the key is
+        """Return a number above 0 and up to the largest that is read; the default if the key is
         missing or null."""
         value = self.values.get(name)
         if value is None:
@@ -93,23 +93,23 @@ class HfConfig:
         return kind(value)
 
     def with_defaults(self, **defaults: Any) -> "HfConfig":
-        """The same, with values for keys that are missing or null."""
+        """Return a copy with values for keys that are missing or null."""
         given = {key: value for key, value in self.values.items() if value is not None}
         null = dict.fromkeys(self.values.keys() - given.keys() - defaults.keys())
         return dataclasses.replace(self, values={**defaults, **given, **null})
 
     def where_missing(self, **defaults: Any) -> "HfConfig":
-        """The same, with values for keys that are missing; null stays."""
+        """Return a copy with values for keys that are missing; null stays."""
         return dataclasses.replace(self, values={**defaults, **self.values})
 
     def number_or_null(self, name: str, default: Any, kind: type = int) -> Any:
-        """A number above 0, or None if the key is null; the default if it is missing."""
+        """Return a number above 0, or None if the key is null; the default if it is missing."""
         if self.values.get(name, default) is None:
             return None
         return self.number(name, default, kind)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; the default if the key is missing."""
+        """Return true or false; the default if the key is missing."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise DataError(
@@ -119,19 +119,20 @@ class HfConfig:
         return value
 
     def tied(self, default: bool) -> bool:
-        """Whether the head is the embedding; the default if the key is missing or null."""
+        """Return True if the head is the embedding; the default if the key is missing or null."""
         if self.values.get("tie_word_embeddings") is None:
             return default
         return self.flag("tie_word_embeddings", default)
 
     def experts(self, moe: MoeConfig) -> MoeConfig:
-        """The same experts; refuses numbers that do not fit together."""
+        """Return the same experts; raise DataError if the numbers do not fit together."""
         for problem in expert_problems(moe):
             raise DataError(f"{self.path}: {problem} Get the file again from where the model is.")
         return moe
 
     def require_heads(self, heads: int, kv_heads: int, size: int) -> None:
-        """Refuses heads that can't be grouped, and heads that can't be turned in pairs."""
+        """Raise DataError if the heads can't be grouped, or their size is odd and can't be rotated
+        in pairs."""
         if heads % kv_heads or size % 2:
             raise DataError(
                 f"{self.path}: num_key_value_heads={kv_heads} must divide "
@@ -140,7 +141,7 @@ class HfConfig:
             )
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Refuses a key that is there, not null, and none of `allowed`."""
+        """Raise DataError if a key is present, not null, and none of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             need = " or ".join(map(_repr, allowed)) or "null"
@@ -150,8 +151,9 @@ class HfConfig:
             )
 
     def rope(self, max_length: int) -> dict[str, Any]:
-        """The rope keys of a ModelConfig, from `rope_scaling` with `rope_theta` beside it, or from
-        `rope_parameters`. Where both are there, all versions of transformers take the first."""
+        """Return the rope keys of a ModelConfig, from `rope_scaling` with `rope_theta` beside it,
+        or from `rope_parameters`. Where both are present, all versions of transformers use the
+        first."""
         given = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         kind = self._rope_kind(given)
         inner = HfConfig({**self.values, **given}, self.path)
@@ -168,11 +170,11 @@ class HfConfig:
         return {"rope_theta": theta, "rope_scaling": kind, **scaling}
 
     def _rope_scaling(self, kind: str, given: Mapping[str, Any], max_length: int) -> dict[str, Any]:
-        """The keys of a ModelConfig that a scaling reads, from a set of rope parameters."""
+        """Return the keys of a ModelConfig that a scaling reads, from a set of rope parameters."""
         own = HfConfig(given, self.path)
         original = max_length
         if kind in ("llama3", "yarn", "longrope"):
-            # Where it stands at the top, too, as in Phi 3, that one counts.
+            # A value at the top level, as in Phi 3, takes precedence.
             original = own.number("original_max_position_embeddings", max_length)
             original = self.number("original_max_position_embeddings", original)
         factor = None
@@ -194,7 +196,7 @@ class HfConfig:
         return scaling
 
     def at_least_1(self, name: str, default: float | None) -> float:
-        """A number of at least 1; the default if the key is missing or null."""
+        """Return a number of at least 1; the default if the key is missing or null."""
         value = self.number(name, default, float)
         if value < 1:
             raise DataError(
@@ -204,7 +206,7 @@ class HfConfig:
         return value
 
     def _rope_kind(self, given: Any) -> str:
-        """The type in `rope_parameters` or `rope_scaling`."""
+        """Return the type in `rope_parameters` or `rope_scaling`."""
         kind = given
         is_one_set = False
         if isinstance(given, dict):
@@ -220,7 +222,7 @@ class HfConfig:
         return kind
 
     def _yarn(self) -> RopeConfig:
-        """What YaRN reads, from the keys of a set of rope parameters."""
+        """Return the parameters of YaRN from the keys of a set of rope parameters."""
         truncate = self.flag("truncate", True)
         usual = RopeConfig()
         beta_fast = self.number("beta_fast", usual.beta_fast, float)
@@ -247,7 +249,7 @@ class HfConfig:
         )
 
     def _longrope(self, original_length: int, pairs: int) -> RopeConfig:
-        """What LongRoPE reads, from the keys of a set of rope parameters."""
+        """Return the parameters of LongRoPE from the keys of a set of rope parameters."""
         attention_factor = self.number_or_null("attention_factor", None, float)
         if original_length == 1 and attention_factor is None:
             raise DataError(
@@ -261,7 +263,7 @@ class HfConfig:
         )
 
     def _pair_factors(self, name: str, pairs: int) -> tuple[float, ...]:
-        """A list of numbers above 0, one for each pair of a head."""
+        """Return a list of numbers above 0, one for each pair of a head."""
         factors = self.values.get(name)
         if not isinstance(factors, list) or len(factors) != pairs:
             raise DataError(
@@ -274,18 +276,18 @@ class HfConfig:
 
 
 def rope_settings(config: ModelConfig) -> dict[str, Any]:
-    """The rope keys of a config.json in both spellings: `rope_parameters`, which transformers 5
-    reads, and `rope_scaling` with `rope_theta` beside it, which older versions read.
+    """Return the rope keys of a config.json in both spellings: `rope_parameters`, which
+    transformers 5 reads, and `rope_scaling` with `rope_theta` beside it, which older versions read.
 
     With the scaling "dynamic", transformers has one key for the original length and for the longest
-    sequence: max_position_embeddings is the original length then, whatever model.max_length is.
+    sequence: max_position_embeddings is then the original length, independent of model.max_length.
     """
     kind = _rope_parameters(config)
     settings: dict[str, Any] = {}
     if config.rope_scaling == "dynamic":
         settings["max_position_embeddings"] = config.rope_original_length
     if config.rope_scaling == "longrope":
-        # Older versions read it here, and newer ones, too.
+        # Both older and newer versions read it here.
         settings["original_max_position_embeddings"] = config.rope_original_length
     scaling = None
     if config.rope_scaling != "none":
@@ -298,7 +300,7 @@ def rope_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """One set of rope parameters of a config.json, without the base."""
+    """Return one set of rope parameters of a config.json, without the base."""
     if config.rope_scaling == "none":
         return {"rope_type": "default"}
     kind: dict[str, Any] = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
@@ -335,7 +337,7 @@ def _longrope_parameters(config: ModelConfig) -> dict[str, Any]:
     }
     factor = rope.attention_factor
     if factor is None and config.rope_factor != config.max_length / config.rope_original_length:
-        # Older versions would take the ratio of the lengths in place of the factor.
+        # Older versions would use the ratio of the lengths instead of the factor.
         factor = longrope_attention_factor(config.rope_factor, config.rope_original_length)
     if factor is not None:
         parameters["attention_factor"] = factor
@@ -343,7 +345,8 @@ def _longrope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def _repr(value: Any) -> str:
-    """A value as Python writes it, shortened: a stranger's list may have any length."""
+    """Return the Python repr of a value, shortened: a list in a foreign file may have any
+    length."""
     return reprlib.Repr(maxstring=100, maxother=100).repr(value)
 
 
@@ -352,49 +355,49 @@ def _same(name: str) -> str:
 
 
 def plain_number(value: float) -> int | float:
-    """As a config.json has it: whole numbers without a point."""
+    """Return the number as a config.json writes it: whole numbers without a decimal point."""
     if float(value).is_integer():
         return int(value)
     return value
 
 
 class Family(NamedTuple):
-    """One model family."""
+    """A model family."""
 
     # The class name in Hugging Face configurations.
     architecture: str
-    # What a model is made of.
+    # Builds the specification of a model.
     spec: Callable[[ModelConfig], DecoderSpec]
-    # The ModelConfig that a config.json describes.
+    # Reads the ModelConfig from a config.json.
     read: Callable[[HfConfig], ModelConfig]
-    # The keys of a config.json that a ModelConfig decides.
+    # Returns the keys of a config.json that a ModelConfig decides.
     write: Callable[[ModelConfig], dict[str, Any]]
-    # Where each parameter of a model with logits is in a checkpoint, in the order of transformers;
-    # whoever reads or writes tensors asks `tensors`.
+    # Maps the parameters of a model with logits to a checkpoint, in the order of transformers; code
+    # that reads or writes tensors calls `tensors`.
     table: Callable[[ModelConfig], list[ParamMapping]]
-    # Names of tensors that may be in a file and are not read.
+    # Names of tensors that a file may contain and that are not read.
     ignored: str = IGNORED
-    # The name in `table` of a tensor with another name that some files have.
+    # Returns the name in `table` of a tensor that some files name differently.
     renamed: Callable[[str], str] = _same
-    # Models that have been released, by their names.
+    # Released models, by their names.
     presets: Mapping[str, ModelConfig] = types.MappingProxyType({})
-    # Its positions have learned vectors, as many as max_length.
+    # The positions have learned vectors, one for each of max_length.
     learns_positions: bool = False
-    # The class name of models that also see pictures, whose part for text is one of this family:
-    # its config is `text_config` there. Empty: there are none.
+    # The class name of models that also process images and whose text part is of this family: its
+    # config is their `text_config`. Empty: there are none.
     text_part_of: str = ""
-    # Names of the tensors of a model's other parts, by what the parts are called.
+    # Patterns of the tensors of a model's other parts, by the name of the part.
     other_parts: Mapping[str, str] = types.MappingProxyType({})
-    # What `architecture` is called of models with a score; empty: as by the usual rule.
+    # The class name of models with a score; empty: the name that the usual rule gives.
     scored: str = ""
 
     def scored_architecture(self) -> str:
-        """The class name of models with a score in the place of logits."""
+        """Return the class name of models with a score in the place of logits."""
         usual = re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", self.architecture)
         return self.scored or usual
 
     def tensors(self, config: ModelConfig) -> list[ParamMapping]:
-        """Where each parameter of a model is in a checkpoint."""
+        """Return the mapping of each parameter of a model to a checkpoint."""
         entries = self.table(config)
         if not config.score:
             return entries

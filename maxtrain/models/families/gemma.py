@@ -1,5 +1,5 @@
-"""Gemma 2 and 3: Llama with a wider use of norms, GELU, scaled embeddings, and layers whose window
-alternates with none; Gemma 2 bounds scores and logits, Gemma 3 has norms of query and key heads.
+"""Gemma 2 and 3: Llama with more norms, GELU, scaled embeddings, and alternating layers with and
+without a window; Gemma 2 bounds scores and logits, Gemma 3 normalises query and key heads.
 
 Sources: https://arxiv.org/abs/2408.00118; https://arxiv.org/abs/2503.19786.
 """
@@ -41,9 +41,10 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-# Every so many layers, one sees all tokens, if config.json says nothing else.
+# One in this many layers sees all tokens, unless config.json says otherwise.
 _PERIOD_OF_GEMMA3 = len(usual_period("gemma3"))
-# How names of Gemma 3's part for text begin in a model that sees pictures, and in one for text.
+# Prefixes of the names of Gemma 3's text part in a model that processes images, and in one for
+# text.
 _TEXT_PARTS = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -56,14 +57,14 @@ _OTHER_PARTS = {
 
 
 def gemma2_spec(config: ModelConfig) -> DecoderSpec:
-    """Gemma 2."""
+    """Return the specification of Gemma 2."""
     wide = _layer(config)
     narrow = dataclasses.replace(wide, window=config.window)
     return _spec(config, narrow, wide)
 
 
 def gemma3_spec(config: ModelConfig) -> DecoderSpec:
-    """Gemma 3."""
+    """Return the specification of Gemma 3."""
     layer = _layer(config)
     wide = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
     rope = llama.rope(config, theta=config.rope.local_theta, scaling="none")
@@ -72,7 +73,7 @@ def gemma3_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig) -> LayerSpec:
-    """The layer without a window."""
+    """Return the layer without a window."""
     scalar = config.query_pre_attn_scalar or head_dim(config)
     mixer = AttentionSpec(
         config.num_heads,
@@ -91,7 +92,7 @@ def _layer(config: ModelConfig) -> LayerSpec:
 
 
 def _spec(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> DecoderSpec:
-    """A decoder of layers with and without a window, which take turns."""
+    """Return a decoder of alternating layers with and without a window."""
     return DecoderSpec(
         windowed_stack(config, narrow, wide),
         wide.norm,
@@ -101,7 +102,7 @@ def _spec(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> DecoderSpe
 
 
 def read_gemma2(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Gemma 2's config.json."""
+    """Read the ModelConfig from the config.json of Gemma 2."""
     settings = settings.where_missing(num_key_value_heads=4)
     settings = settings.with_defaults(max_position_embeddings=8192)
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -109,9 +110,10 @@ def read_gemma2(settings: HfConfig) -> ModelConfig:
 
 
 def read_gemma3(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Gemma 3's config.json, of a model for text or of the part for text.
+    """Read the ModelConfig from the config.json of Gemma 3, of a text model or of the text part of
+    a model.
 
-    Those of its models that see pictures leave out what is as transformers has it by default.
+    Models that process images leave out the keys that have the default of transformers.
     """
     settings = settings.where_missing(num_key_value_heads=4)
     settings = settings.with_defaults(
@@ -135,7 +137,7 @@ def read_gemma3(settings: HfConfig) -> ModelConfig:
 
 
 def _usual_of_gemma3(settings: HfConfig) -> list[LayerType]:
-    """The kind of each layer that `sliding_window_pattern` gives it: one of so many layers sees all
+    """Return the kind of each layer by `sliding_window_pattern` = N: every Nth layer sees all
     tokens. Of the two spellings, transformers reads this one."""
     every = settings.number("sliding_window_pattern", _PERIOD_OF_GEMMA3)
     other = settings.number("_sliding_window_pattern", every)
@@ -154,11 +156,11 @@ def _usual_of_gemma3(settings: HfConfig) -> list[LayerType]:
 
 
 def _two_ropes(settings: HfConfig) -> tuple[HfConfig, HfConfig]:
-    """The settings as layers without and with a window see them."""
+    """Return the settings for layers without a window and those for layers with one."""
     values = dict(settings.values)
     both = values.pop("rope_parameters", None)
     scaling = values.pop("rope_scaling", None)
-    # As older versions of transformers say it.
+    # The keys of older versions of transformers.
     everywhere = {"rope_theta": values.pop("rope_theta", None)}
     nearby = {"rope_theta": values.pop("rope_local_base_freq", None)}
     if isinstance(both, dict) and isinstance(both.get(FULL_ATTENTION), dict):
@@ -166,7 +168,7 @@ def _two_ropes(settings: HfConfig) -> tuple[HfConfig, HfConfig]:
         if isinstance(both.get(SLIDING_ATTENTION), dict):
             nearby |= both[SLIDING_ATTENTION]
     if isinstance(scaling, dict):
-        # It counts beside the others, too.
+        # It counts in addition to the others.
         everywhere |= scaling
     if everywhere.get("rope_theta") is None:
         everywhere = everywhere | {"rope_theta": 1_000_000.0}
@@ -181,18 +183,18 @@ def _two_ropes(settings: HfConfig) -> tuple[HfConfig, HfConfig]:
 def _read(
     settings: HfConfig, family: str, caps: dict[str, float], usual: list[LayerType] | None = None
 ) -> ModelConfig:
-    """What both say in the same words.
+    """Read the keys that both families share.
 
     Args:
-        settings: of config.json.
-        family: of the two.
+        settings: settings of config.json.
+        family: `gemma2` or `gemma3`.
         caps: defaults of the bounds, which may be null.
-        usual: as of `read_window`.
+        usual: as in `read_window`.
     """
     settings.require("hidden_activation", "gelu_pytorch_tanh")
     settings.require("use_bidirectional_attention", False)
     window = settings.number_or_null("sliding_window", 4096)
-    # What is left are the words of all families; `hidden_act` was another key for the same.
+    # The remaining keys are those of all families; `hidden_act` is another key for the activation.
     values = {key: value for key, value in settings.values.items() if key != "hidden_act"}
     values.setdefault("tie_word_embeddings", True)
     plain = dataclasses.replace(settings, values=values).with_defaults(head_dim=256)
@@ -226,7 +228,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    """Gemma 2's config.json for this ModelConfig."""
+    """Return the config.json of Gemma 2 for this ModelConfig."""
     values = _write(config)
     if config.window is None:
         values["layer_types"] = [FULL_ATTENTION] * config.num_layers
@@ -238,7 +240,7 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    """Gemma 3's config.json for this ModelConfig."""
+    """Return the config.json of Gemma 3 for this ModelConfig."""
     values = _write(config)
     if not config.layer_types:
         # Both spellings of the period.
@@ -257,8 +259,8 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 def renamed_gemma3(name: str) -> str:
-    """The name in a model for text of a tensor of the part for text, which transformers 4 and 5 put
-    in front of different names."""
+    """Return the name in a text model of a tensor of the text part, which transformers 4 and 5
+    prefix differently."""
     for before, after in _TEXT_PARTS.items():
         if name.startswith(before):
             return after + name.removeprefix(before)
@@ -266,12 +268,12 @@ def renamed_gemma3(name: str) -> str:
 
 
 def gemma2_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Gemma 2's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Gemma 2 to a Hugging Face checkpoint."""
     return decoder_table(gemma2_spec(config), config.tie_embeddings, NORMS)
 
 
 def gemma3_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Gemma 3's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Gemma 3 to a Hugging Face checkpoint."""
     return decoder_table(gemma3_spec(config), config.tie_embeddings, NORMS)
 
 
@@ -325,7 +327,7 @@ _3_1B = ModelConfig(
     query_pre_attn_scalar=256.0,
     rope_theta=1_000_000.0,
 )
-# The parts for text of models that see pictures.
+# The text parts of models that process images.
 _3_4B = dataclasses.replace(
     _3_1B,
     vocab_size=262_208,

@@ -21,14 +21,14 @@ from maxtrain.models.specs import (
     head_dim,
 )
 
-# Files that were written before there was a class with a head have no prefix.
+# Files that are older than the class with a head have no prefix.
 _PREFIX = "transformer."
 # Masks, which old files contain, and the head, which is a copy of the embedding.
 _IGNORED = r".*\.attn\.(masked_)?bias|lm_head\.weight"
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    """GPT-2."""
+    """Return the specification of GPT-2."""
     norm = NormSpec(config.norm_eps, "layer")
     layer = LayerSpec(
         mixer=AttentionSpec(config.num_heads, config.num_kv_heads, head_dim(config)),
@@ -41,7 +41,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 
 def read_config(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of GPT-2's config.json, with Hugging Face's defaults for missing keys."""
+    """Read the ModelConfig from the config.json of GPT-2, with Hugging Face's defaults for missing
+    keys."""
     number = settings.number
     heads = number("n_head", 12)
     embed = number("n_embd", 768)
@@ -66,7 +67,7 @@ def read_config(settings: HfConfig) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """GPT-2's config.json for this ModelConfig."""
+    """Return the config.json of GPT-2 for this ModelConfig."""
     units = config.mlp_dim
     if units == 4 * config.embed_dim:
         units = None
@@ -95,9 +96,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> list[ParamMapping]:
-    """Where GPT-2's parameters are in a checkpoint of Hugging Face.
+    """Return the mapping of the parameters of GPT-2 to a Hugging Face checkpoint.
 
-    Matrices are [inputs, outputs] there, too, and queries, keys and values are one.
+    Matrices are [inputs, outputs] there, too, and queries, keys and values are one tensor.
     """
     decoder = spec(config)
     entries = [
@@ -138,12 +139,12 @@ def _linear(place: LayerGroup, ours: str, theirs: str, inputs: int) -> list[Para
 
 
 def _joined(place: LayerGroup, theirs: str) -> list[ParamMapping]:
-    """Queries, keys and values, which stand behind each other along their heads."""
+    """Return the entries of queries, keys and values, which are concatenated along their heads."""
     mixer = place.layer.mixer
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     kernels = tuple(f"{place.ours}.attention.{name}.kernel" for name in "qkv")
     biases = tuple(f"{place.ours}.attention.{name}.bias" for name in "qkv")
-    # Dims of a layer, and before them that of all layers of the place.
+    # A stack of layers has one more dim in front of those of a layer.
     stacked = len(place.steps)
     return [
         ParamMapping(

@@ -1,5 +1,5 @@
-"""GPT-OSS: layers with a window and without one take turns, heads have sinks, and experts have
-biases and bounded units.
+"""GPT-OSS: layers with and without a window alternate, heads have sinks, and experts have biases
+and bounded units.
 
 Source: https://arxiv.org/abs/2508.10925.
 """
@@ -22,7 +22,7 @@ from maxtrain.models.families.tables import (
 from maxtrain.models.hf_mapping import Join, ParamMapping, Permute
 from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
 
-# Where a config.json says nothing of them.
+# Rope parameters of a config.json that has none.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -35,7 +35,7 @@ _BIASES = ("q", "k", "v", "o", "router", "gate", "up", "down")
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    """GPT-OSS."""
+    """Return the specification of GPT-OSS."""
     moe = llama.experts(config, activation="clamped_swiglu")
     layer = llama.layer(config)
     wide = dataclasses.replace(
@@ -49,7 +49,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 
 def read(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of GPT-OSS's config.json."""
+    """Read the ModelConfig from the config.json of GPT-OSS."""
     settings = settings.where_missing(num_key_value_heads=8)
     settings = settings.with_defaults(
         head_dim=64,
@@ -75,7 +75,7 @@ def read(settings: HfConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """GPT-OSS's config.json for this ModelConfig."""
+    """Return the config.json of GPT-OSS for this ModelConfig."""
     moe = config.moe
     kinds = layer_types(config)
     if config.window is None:
@@ -98,7 +98,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> list[ParamMapping]:
-    """Where GPT-OSS's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of GPT-OSS to a Hugging Face checkpoint."""
     return decoder_table(
         spec(config), config.tie_embeddings, LLAMA_NORMS, _attention_entries, _expert_entries
     )
@@ -110,7 +110,8 @@ def _attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
 
 
 def _expert_entries(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[ParamMapping]:
-    """All experts are one tensor there, in which gates and units take turns."""
+    """Return the entries of the experts, which are one tensor there, with gates and units
+    alternating."""
     stacked = len(place.steps)
     sizes = (moe.width, moe.width)
     ours = f"{place.ours}.mlp"

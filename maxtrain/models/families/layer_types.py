@@ -1,5 +1,5 @@
-"""Which layers of a model have a sliding window: what config.json says in `layer_types`, and the
-stack of layers that follows from it. No jax here."""
+"""Sliding windows by layer: `layer_types` of config.json, and the resulting stack of layers. No jax
+here."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ AGAIN = "Get the file again from where the model is."
 
 
 def windowed_stack(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> StackSpec:
-    """The layers of a model, of two kinds that take turns.
+    """Return a stack of layers of two alternating kinds.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         narrow: the layer of the kind `sliding_attention`.
         wide: the layer of the kind `full_attention`.
     """
@@ -37,12 +37,12 @@ def windowed_stack(config: ModelConfig, narrow: LayerSpec, wide: LayerSpec) -> S
 
 
 def with_window(config: ModelConfig, wide: LayerSpec) -> StackSpec:
-    """The layers of a model whose two kinds differ in the window alone."""
+    """Return a stack of layers whose two kinds differ in the window alone."""
     return windowed_stack(config, dataclasses.replace(wide, window=config.window), wide)
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """The kind of each layer, as config.json says it."""
+    """Return the kind of each layer, as config.json names it."""
     period = layer_period(config)
     return [period[index % len(period)] for index in range(config.num_layers)]
 
@@ -50,14 +50,14 @@ def layer_types(config: ModelConfig) -> list[str]:
 def read_window(
     settings: HfConfig, family: str, window: int | None, usual: Sequence[LayerType] | None = None
 ) -> dict[str, int | tuple[LayerType, ...] | None]:
-    """The keys `window` and `layer_types` of a ModelConfig.
+    """Read the keys `window` and `layer_types` of a ModelConfig.
 
     Args:
-        settings: of config.json.
-        family: of the model.
-        window: tokens that layers with a window see; None: there is no window.
-        usual: the kind of each layer where config.json does not say; None: those of the family,
-            or without a window `full_attention`.
+        settings: settings of config.json.
+        family: family of the model.
+        window: number of tokens that layers with a window see; None: there is no window.
+        usual: the kind of each layer if config.json does not specify it; None: the kinds of the
+            family, or without a window `full_attention`.
 
     Raises:
         DataError: `layer_types` has not one known kind for each layer, or names layers with a
@@ -70,7 +70,7 @@ def read_window(
         kinds = list(usual or _repeated(period, count))
         if window is None and usual is None and family != "gemma3":
             kinds = [FULL_ATTENTION] * count
-    # Layers with a window have rotary positions of their own in Gemma 3.
+    # In Gemma 3, layers with a window have rotary positions of their own.
     elif window is None and SLIDING_ATTENTION in kinds and family != "gemma3":
         raise DataError(
             f"{settings.path}: layer_types has layers of the kind 'sliding_attention', but there "
@@ -84,8 +84,8 @@ def read_window(
 
 
 def require_equal_layers(settings: HfConfig, window: int | None) -> None:
-    """Refuse `layer_types` with other kinds than one for all layers, for families of which
-    transformers does not read it: the window is in all layers, or in none."""
+    """Raise DataError if `layer_types` has more than one kind, for families of which transformers
+    does not read it: the window is in all layers, or in none."""
     count = settings.number("num_hidden_layers")
     kinds = _given_kinds(settings, count)
     kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
@@ -98,8 +98,11 @@ def require_equal_layers(settings: HfConfig, window: int | None) -> None:
 
 
 def _given_kinds(settings: HfConfig, count: int) -> list[LayerType] | None:
-    """`layer_types` of a config.json; None: it is missing or null. DataError: it is no list of
-    known kinds, one for each layer."""
+    """Return `layer_types` of a config.json; None if it is missing or null.
+
+    Raises:
+        DataError: it is not a list of known kinds, one for each layer.
+    """
     given = settings.values.get("layer_types")
     if given is None:
         return None
@@ -122,7 +125,8 @@ def _repeated(period: Sequence[LayerType], count: int) -> list[LayerType]:
 
 
 def _shortest_period(kinds: Sequence[LayerType]) -> tuple[LayerType, ...]:
-    """The shortest beginning whose repetition these are; the last repetition may be cut off."""
+    """Return the shortest prefix of which these kinds are a repetition; the last repetition may be
+    cut off."""
     for length in range(1, len(kinds)):
         if list(kinds) == _repeated(kinds[:length], len(kinds)):
             return tuple(kinds[:length])

@@ -2,8 +2,7 @@
 window; and Mixtral, whose layers have experts.
 
 Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825;
-    Mixtral:
-https://arxiv.org/abs/2401.04088.
+Mixtral: https://arxiv.org/abs/2401.04088.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ def rope(
     scaling: RopeScaling | None = None,
     size: int | None = None,
 ) -> RopeSpec:
-    """The rotary positions that the config describes, but for another base, scaling or size."""
+    """Return the rotary positions of the config, optionally with another base, scaling or size."""
     theta = theta or config.rope_theta
     scaling = scaling or config.rope_scaling
     size = size or head_dim(config)
@@ -67,7 +66,7 @@ def rope(
 
 
 def _attention_factor(config: ModelConfig, scaling: RopeScaling) -> float:
-    """What a scaling multiplies cos and sin by: as the config says, or as published."""
+    """Return the factor of cos and sin of a scaling: as configured, or as published."""
     if scaling not in ("yarn", "longrope"):
         return 1.0
     rope = config.rope
@@ -79,7 +78,7 @@ def _attention_factor(config: ModelConfig, scaling: RopeScaling) -> float:
 
 
 def layer(config: ModelConfig) -> LayerSpec:
-    """The layer of Llama; all are the same."""
+    """Return the layer of Llama; all layers are the same."""
     return LayerSpec(
         mixer=AttentionSpec(config.num_heads, config.num_kv_heads, head_dim(config)),
         mlp=MlpSpec(config.mlp_dim),
@@ -89,7 +88,7 @@ def layer(config: ModelConfig) -> LayerSpec:
 
 
 def experts(config: ModelConfig, **more: Any) -> MoeSpec:
-    """The experts that the config describes; `more`: what is the family's."""
+    """Return the experts of the config; `more` are settings of the family."""
     moe = config.moe
     routing = config.routing
     return MoeSpec(
@@ -112,30 +111,31 @@ def experts(config: ModelConfig, **more: Any) -> MoeSpec:
 
 
 def of_equal_layers(config: ModelConfig, layer: LayerSpec) -> DecoderSpec:
-    """A decoder whose layers are all the same, with their norm at the end, too."""
+    """Return a decoder whose layers are all the same, with the same norm at the end."""
     return DecoderSpec(StackSpec(period=(layer,), repeats=config.num_layers), layer.norm)
 
 
 def llama_spec(config: ModelConfig) -> DecoderSpec:
-    """Llama."""
+    """Return the specification of Llama."""
     return of_equal_layers(config, layer(config))
 
 
 def mistral_spec(config: ModelConfig) -> DecoderSpec:
-    """Llama with a window."""
+    """Return the specification of Mistral: Llama with a window."""
     one = layer(config)
     return DecoderSpec(with_window(config, one), one.norm)
 
 
 def mixtral_spec(config: ModelConfig) -> DecoderSpec:
-    """Mistral with experts."""
+    """Return the specification of Mixtral: Mistral with experts."""
     moe = experts(config)
     one = dataclasses.replace(layer(config), mlp=moe, quantities=moe.quantities())
     return DecoderSpec(with_window(config, one), one.norm)
 
 
 def read_config(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for missing keys."""
+    """Read the ModelConfig from the config.json of Llama, with Hugging Face's defaults for missing
+    keys."""
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     settings.require("mlp_bias", False)
     settings.require("sliding_window")
@@ -143,7 +143,7 @@ def read_config(settings: HfConfig) -> ModelConfig:
 
 
 def read_decoder(settings: HfConfig, **more: Any) -> ModelConfig:
-    """What most config.json say in the same words; `more`: keys that the family adds."""
+    """Read the keys that most families share; `more` are keys that the family adds."""
     number = settings.number
     heads = number("num_attention_heads")
     embed = number("hidden_size")
@@ -170,7 +170,7 @@ def read_decoder(settings: HfConfig, **more: Any) -> ModelConfig:
 
 
 def read_mixtral(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Mixtral's config.json."""
+    """Read the ModelConfig from the config.json of Mixtral."""
     settings = settings.where_missing(num_key_value_heads=8).with_defaults(
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
@@ -186,7 +186,7 @@ def read_mixtral(settings: HfConfig) -> ModelConfig:
 
 
 def read_mistral(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Mistral's config.json."""
+    """Read the ModelConfig from the config.json of Mistral."""
     settings = settings.where_missing(num_key_value_heads=8)
     settings = settings.with_defaults(max_position_embeddings=131_072)
     window = settings.number_or_null("sliding_window", 4096)
@@ -194,7 +194,7 @@ def read_mistral(settings: HfConfig) -> ModelConfig:
 
 
 def write_decoder(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of most families for this ModelConfig."""
+    """Return the keys of config.json that most families share, for this ModelConfig."""
     return {
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -214,7 +214,7 @@ def write_decoder(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
-    """Llama's config.json for this ModelConfig."""
+    """Return the config.json of Llama for this ModelConfig."""
     return write_decoder(config) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -226,7 +226,7 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_mistral(config: ModelConfig) -> dict[str, Any]:
-    """Mistral's config.json for this ModelConfig."""
+    """Return the config.json of Mistral for this ModelConfig."""
     values = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -234,13 +234,13 @@ def write_mistral(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.window,
     }
     if config.layer_types:
-        # Where it is there, AutoModel of transformers takes the model for a Ministral.
+        # If it is present, AutoModel of transformers takes the model for a Ministral.
         values["layer_types"] = layer_types(config)
     return write_decoder(config) | values
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    """Mixtral's config.json for this ModelConfig."""
+    """Return the config.json of Mixtral for this ModelConfig."""
     moe = config.moe
     size = None
     if head_dim(config) * config.num_heads != config.embed_dim:
@@ -260,7 +260,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def llama_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Llama's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Llama to a Hugging Face checkpoint."""
     return decoder_table(llama_spec(config), config.tie_embeddings)
 
 
@@ -274,12 +274,12 @@ def _mixtral_experts(place: LayerGroup, moe: MoeSpec, theirs: str) -> list[Param
 
 
 def mixtral_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Mixtral's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Mixtral to a Hugging Face checkpoint."""
     return decoder_table(mixtral_spec(config), config.tie_embeddings, experts=_mixtral_experts)
 
 
 def mistral_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Mistral's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Mistral to a Hugging Face checkpoint."""
     return decoder_table(mistral_spec(config), config.tie_embeddings)
 
 

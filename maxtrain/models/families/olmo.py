@@ -1,4 +1,4 @@
-"""OLMo 2: Llama whose norms stand behind the blocks, and with norms of all queries and all keys.
+"""OLMo 2: Llama with its norms after the blocks, and with norms over all queries and all keys.
 
 Source: https://arxiv.org/abs/2501.00656.
 """
@@ -20,33 +20,33 @@ NORMS = {
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    """Llama with its norms elsewhere."""
+    """Return the specification of OLMo 2: Llama with other norms."""
     norms = ("attention_out", "mlp_out", "all_queries", "all_keys")
     layer = dataclasses.replace(llama.layer(config), norms=norms)
     return llama.of_equal_layers(config, layer)
 
 
 def read_config(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of OLMo 2's config.json."""
+    """Read the ModelConfig from the config.json of OLMo 2."""
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     return llama.read_decoder(settings.with_defaults(rms_norm_eps=1e-5))
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """OLMo 2's config.json for this ModelConfig."""
+    """Return the config.json of OLMo 2 for this ModelConfig."""
     values = {
         "architectures": ["Olmo2ForCausalLM"],
         "model_type": "olmo2",
         "attention_bias": False,
     }
     if head_dim(config) * config.num_heads != config.embed_dim:
-        # transformers takes it for granted otherwise.
+        # transformers assumes this value otherwise.
         values["head_dim"] = head_dim(config)
     return llama.write_decoder(config) | values
 
 
 def table(config: ModelConfig) -> list[ParamMapping]:
-    """Where OLMo 2's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of OLMo 2 to a Hugging Face checkpoint."""
     return decoder_table(spec(config), config.tie_embeddings, NORMS)
 
 

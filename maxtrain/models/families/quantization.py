@@ -1,5 +1,5 @@
-"""How the weights of a Hugging Face directory are stored, if in fewer bits: what its config.json
-says in `quantization_config`. No jax here."""
+"""Storage form of the weights of a Hugging Face directory with fewer bits: `quantization_config` of
+its config.json. No jax here."""
 
 import dataclasses
 from typing import Any, Literal
@@ -11,12 +11,12 @@ from maxtrain.models.families.family import HfConfig
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A way to store weights.
+    """A storage form of weights.
 
     Attributes:
-        method: "mxfp4", numbers of 4 bits with a power of two for each 32, as GPT-OSS has them; or
-            "fp8", numbers of 8 bits (e4m3) with a scale for each block of a matrix, as DeepSeek V3
-            and Qwen 3 have them.
+        method: "mxfp4", numbers of 4 bits with a power of two for each 32, as in GPT-OSS; or "fp8",
+            numbers of 8 bits (e4m3) with a scale for each block of a matrix, as in DeepSeek V3 and
+            Qwen 3.
         block: rows and columns of a block of "fp8".
     """
 
@@ -24,7 +24,7 @@ class Quantization:
     block: tuple[int, int] = (128, 128)
 
     def words(self) -> str:
-        """For people."""
+        """Describe the form in words."""
         if self.method == "mxfp4":
             return "MXFP4"
         rows, columns = self.block
@@ -32,10 +32,10 @@ class Quantization:
 
 
 def read_quantization(settings: HfConfig) -> Quantization | None:
-    """How the weights are stored; None: as plain floats.
+    """Return the storage form of the weights; None: plain floats.
 
     Raises:
-        DataError: in a way that is not read.
+        DataError: the form is not supported.
     """
     given = settings.values.get("quantization_config")
     if given is None:
@@ -57,7 +57,7 @@ def read_quantization(settings: HfConfig) -> Quantization | None:
 
 
 def _block(size: Any) -> tuple[int, int] | None:
-    """Rows and columns; None: it does not say both."""
+    """Return rows and columns, or None if the size is not a pair of valid numbers."""
     if not isinstance(size, list) or len(size) != 2:
         return None
     rows, columns = size

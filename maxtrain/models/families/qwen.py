@@ -21,64 +21,64 @@ from maxtrain.models.families.tables import decoder_table
 from maxtrain.models.hf_mapping import ParamMapping
 from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
 
-# The window, and a number of layers, of a config.json that does not say them.
+# Defaults of config.json for the window and for max_window_layers.
 _WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
 
 def _qwen2_layer(config: ModelConfig) -> LayerSpec:
-    """Llama's with biases of queries, keys and values."""
+    """Return the layer of Llama with biases of queries, keys and values."""
     return dataclasses.replace(llama.layer(config), biases=("q", "k", "v"))
 
 
 def _qwen3_layer(config: ModelConfig) -> LayerSpec:
-    """Llama's with norms of query and key heads."""
+    """Return the layer of Llama with norms of query and key heads."""
     layer = llama.layer(config)
     return dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
 
 
 def _spec(config: ModelConfig, layer: LayerSpec) -> DecoderSpec:
-    """A decoder of these layers, some of which may have a window."""
+    """Return a decoder of these layers, some of which may have a window."""
     return DecoderSpec(with_window(config, layer), layer.norm)
 
 
 def qwen2_spec(config: ModelConfig) -> DecoderSpec:
-    """Qwen 2."""
+    """Return the specification of Qwen 2."""
     return _spec(config, _qwen2_layer(config))
 
 
 def qwen3_spec(config: ModelConfig) -> DecoderSpec:
-    """Qwen 3."""
+    """Return the specification of Qwen 3."""
     return _spec(config, _qwen3_layer(config))
 
 
 def qwen2_moe_spec(config: ModelConfig) -> DecoderSpec:
-    """Qwen 2 with experts, and one with a gate that all tokens go to."""
+    """Return the specification of Qwen 2 with experts, and one with a gate that all tokens use."""
     moe = llama.experts(config, shared_gate=config.moe.shared_dim > 0)
     layer = dataclasses.replace(_qwen2_layer(config), mlp=moe, quantities=moe.quantities())
     return _spec(config, layer)
 
 
 def qwen3_moe_spec(config: ModelConfig) -> DecoderSpec:
-    """Qwen 3 with experts."""
+    """Return the specification of Qwen 3 with experts."""
     moe = llama.experts(config)
     layer = dataclasses.replace(_qwen3_layer(config), mlp=moe, quantities=moe.quantities())
     return _spec(config, layer)
 
 
 def read_qwen2(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Qwen 2's config.json."""
+    """Read the ModelConfig from the config.json of Qwen 2."""
     return _read(settings.with_defaults(max_position_embeddings=32_768), "qwen2")
 
 
 def read_qwen3(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Qwen 3's config.json."""
+    """Read the ModelConfig from the config.json of Qwen 3."""
     settings = settings.with_defaults(head_dim=128, max_position_embeddings=32_768)
     return _read(settings, "qwen3")
 
 
 def read_qwen2_moe(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Qwen 2 MoE's config.json."""
+    """Read the ModelConfig from the config.json of Qwen 2 MoE."""
     settings = settings.with_defaults(
         max_position_embeddings=32_768,
         moe_intermediate_size=1408,
@@ -91,7 +91,7 @@ def read_qwen2_moe(settings: HfConfig) -> ModelConfig:
 
 
 def read_qwen3_moe(settings: HfConfig) -> ModelConfig:
-    """The ModelConfig of Qwen 3 MoE's config.json."""
+    """Read the ModelConfig from the config.json of Qwen 3 MoE."""
     settings = settings.with_defaults(
         max_position_embeddings=32_768,
         moe_intermediate_size=768,
@@ -102,7 +102,7 @@ def read_qwen3_moe(settings: HfConfig) -> ModelConfig:
 
 
 def _read_experts(settings: HfConfig, with_shared: bool) -> MoeConfig:
-    """The experts of a config.json; every layer has them."""
+    """Read the experts of a config.json; every layer has them."""
     settings.require("decoder_sparse_step", 1)
     settings.require("mlp_only_layers", [])
     shared = 0
@@ -118,13 +118,14 @@ def _read_experts(settings: HfConfig, with_shared: bool) -> MoeConfig:
     return settings.experts(moe)
 
 
-# Where `num_key_value_heads` is missing; null is as many as there are queries.
+# Default of a missing `num_key_value_heads`; null means the number of query heads.
 _KV_HEADS = {"qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
 
 
 def _read(settings: HfConfig, family: str, **more: Any) -> ModelConfig:
-    """The sliding window counts only with `use_sliding_window`, and is there if the key is
-    missing. Which layers have it where `layer_types` does not say, differs."""
+    """Read the keys that the Qwen families share. The sliding window counts only with
+    `use_sliding_window`, and has a default if the key is missing. Families differ in which layers
+    have it if `layer_types` is missing."""
     settings = settings.where_missing(num_key_value_heads=_KV_HEADS[family])
     window = None
     if settings.flag("use_sliding_window", False):
@@ -138,9 +139,9 @@ def _read(settings: HfConfig, family: str, **more: Any) -> ModelConfig:
 
 
 def _usual(settings: HfConfig, family: str, window: int | None) -> list[LayerType]:
-    """The kind of each layer that `max_window_layers` gives it in transformers."""
+    """Return the kind of each layer by `max_window_layers`, as in transformers."""
     limit = _MAX_WINDOW_LAYERS
-    # Zero is a number of layers here.
+    # Zero is allowed here.
     if settings.values.get("max_window_layers", limit) != 0:
         limit = settings.number("max_window_layers", limit)
     else:
@@ -158,14 +159,14 @@ def _usual(settings: HfConfig, family: str, window: int | None) -> list[LayerTyp
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    """The window, and which layers have it."""
+    """Return the shared keys, with the window and the layers that have it."""
     has_window = config.window is not None
     kinds = layer_types(config)
     if not has_window:
         kinds = [FULL_ATTENTION] * config.num_layers
     return llama.write_decoder(config) | {
         "layer_types": kinds,
-        # What counts of these two where there is no `layer_types`.
+        # It counts where there is no `layer_types`.
         "max_window_layers": _MAX_WINDOW_LAYERS,
         "sliding_window": config.window,
         "use_sliding_window": has_window,
@@ -173,16 +174,16 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    """Qwen 2's config.json for this ModelConfig."""
+    """Return the config.json of Qwen 2 for this ModelConfig."""
     values = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     if head_dim(config) * config.num_heads != config.embed_dim:
-        # transformers takes it for granted otherwise.
+        # transformers assumes this value otherwise.
         values["head_dim"] = head_dim(config)
     return _write(config) | values
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    """Qwen 3's config.json for this ModelConfig."""
+    """Return the config.json of Qwen 3 for this ModelConfig."""
     return _write(config) | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -192,7 +193,7 @@ def write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
-    """Qwen 2 MoE's config.json for this ModelConfig."""
+    """Return the config.json of Qwen 2 MoE for this ModelConfig."""
     values = {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
@@ -200,7 +201,7 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
         "shared_expert_intermediate_size": config.moe.shared_dim,
     }
     if config.window is None:
-        # What transformers makes of none.
+        # transformers writes 0 for no window.
         values["sliding_window"] = 0
     if head_dim(config) * config.num_heads != config.embed_dim:
         values["head_dim"] = head_dim(config)
@@ -208,7 +209,7 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    """Qwen 3 MoE's config.json for this ModelConfig."""
+    """Return the config.json of Qwen 3 MoE for this ModelConfig."""
     return (
         write_qwen3(config)
         | _write_experts(config)
@@ -235,22 +236,22 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def qwen2_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Qwen 2's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Qwen 2 to a Hugging Face checkpoint."""
     return decoder_table(qwen2_spec(config), config.tie_embeddings)
 
 
 def qwen3_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Qwen 3's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Qwen 3 to a Hugging Face checkpoint."""
     return decoder_table(qwen3_spec(config), config.tie_embeddings)
 
 
 def qwen2_moe_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Qwen 2 MoE's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Qwen 2 MoE to a Hugging Face checkpoint."""
     return decoder_table(qwen2_moe_spec(config), config.tie_embeddings)
 
 
 def qwen3_moe_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where Qwen 3 MoE's parameters are in a checkpoint of Hugging Face."""
+    """Return the mapping of the parameters of Qwen 3 MoE to a Hugging Face checkpoint."""
     return decoder_table(qwen3_moe_spec(config), config.tie_embeddings)
 
 
@@ -292,7 +293,7 @@ _QWEN2_72B = dataclasses.replace(
 
 
 def _of_32k(config: ModelConfig) -> ModelConfig:
-    """For the shorter contexts of the small models of Qwen 2.5."""
+    """Return the config with the shorter context of the small models of Qwen 2.5."""
     return dataclasses.replace(config, max_length=32_768)
 
 

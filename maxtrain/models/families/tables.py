@@ -1,4 +1,4 @@
-"""Where the parameters of a decoder are in checkpoints of Hugging Face, for families with the names
+"""Mappings of the parameters of a decoder to Hugging Face checkpoints, for families with the names
 of Llama. No jax here."""
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from maxtrain.models.hf_mapping import (
 )
 from maxtrain.models.specs import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, StackSpec
 
-# The names there of our norms, in the order of the files. By the part of a layer that a norm
-# belongs to, families differ.
+# Names of our norms in a checkpoint, in the order of the files. Families differ in the part of a
+# layer that a name belongs to.
 Norms = Mapping[str, str]
 LLAMA_NORMS: Norms = {
     "attention_norm": "input_layernorm",
@@ -27,16 +27,16 @@ class LayerGroup(NamedTuple):
     """A layer, or the layers at one place of the period."""
 
     layer: LayerSpec
-    # Of our parameters, as in `layers.0`.
+    # Prefix of our parameters, such as `layers.0`.
     ours: str
-    # Its number there; `{}` where each of the place's layers has its own.
+    # Its number in the names of a checkpoint; `{}` where each layer of the place has its own.
     number: str
-    # What takes the layers apart, if there are several.
+    # The step that splits the layers, if there are several.
     steps: tuple[TensorTransform, ...]
 
 
 def places(stack: StackSpec) -> list[LayerGroup]:
-    """All places, in order."""
+    """Return all places, in order."""
     found = []
     for index, layer in enumerate(stack.prefix):
         found.append(LayerGroup(layer, f"layers.prefix_{index}", str(index), ()))
@@ -51,12 +51,12 @@ def places(stack: StackSpec) -> list[LayerGroup]:
 
 
 class ExpertNames(NamedTuple):
-    """The names there of experts."""
+    """The names of experts in a checkpoint."""
 
-    # Of the block in a layer.
+    # Name of the block in a layer.
     block: str = "mlp"
     router: str = "gate"
-    # By our names, in the order of the files.
+    # Names by our names, in the order of the files.
     products: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
@@ -72,14 +72,16 @@ def decoder_table(
     attention: Callable[[LayerGroup, str], list[ParamMapping]] | None = None,
     experts: Callable[[LayerGroup, MoeSpec, str], list[ParamMapping]] | None = None,
 ) -> list[ParamMapping]:
-    """Where the parameters are.
+    """Return the mapping of the parameters of a decoder.
 
     Args:
         spec: the model.
         tied: the head is the embedding.
         norms: names of the norms of a layer.
-        attention: (place, name there of the block) -> where its parameters are; None: as in Llama.
-        experts: (place, experts, name there of the layer) -> likewise; None: as in Qwen.
+        attention: (place, name of the block in the checkpoint) -> mapping of its parameters; None:
+            as in Llama.
+        experts: (place, experts, name of the layer in the checkpoint) -> mapping of its parameters;
+            None: as in Qwen.
     """
     attention = attention or attention_entries
     experts = experts or expert_entries
@@ -102,7 +104,7 @@ def decoder_table(
 
 
 def attention_entries(place: LayerGroup, theirs: str) -> list[ParamMapping]:
-    """The attention of Llama, with biases and norms where the layer has them."""
+    """Return the entries of Llama's attention, with biases and norms where the layer has them."""
     layer = place.layer
     entries = []
     for name in "qkvo":
@@ -131,7 +133,8 @@ def _of_mlp(place: LayerGroup, mlp: MlpSpec, theirs: str) -> list[ParamMapping]:
 def expert_entries(
     place: LayerGroup, moe: MoeSpec, theirs: str, names: ExpertNames = QWEN_EXPERTS
 ) -> list[ParamMapping]:
-    """Experts with a tensor each; `theirs` is the name there of the layer."""
+    """Return the entries of experts with a tensor each; `theirs` is the name of the layer in the
+    checkpoint."""
     theirs = f"{theirs}.{names.block}"
     entries = linear(place, "mlp.router", f"{theirs}.{names.router}", 1, False)
     for ours, name in names.products.items():
@@ -151,8 +154,8 @@ def expert_entries(
 def linear(
     place: LayerGroup, ours: str, theirs: str, inputs: int, bias: bool
 ) -> list[ParamMapping]:
-    """A product: its matrix is [outputs, inputs] there; of ours, the first `inputs` dims are
-    inputs."""
+    """Return the entries of a product, whose matrix in the checkpoint is [outputs, inputs]; the
+    first `inputs` dims of ours are inputs."""
     matrix = (*place.steps, Flatten(inputs), Transpose())
     entries = [ParamMapping((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), matrix)]
     if bias:
@@ -162,5 +165,5 @@ def linear(
 
 
 def norm(place: LayerGroup, ours: str, theirs: str) -> ParamMapping:
-    """The scale of a norm."""
+    """Return the entry of the scale of a norm."""
     return ParamMapping((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps)
