@@ -56,7 +56,7 @@ STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class SetUp:
+class TrainSetup:
     """One way to train the tiny model."""
 
     mesh: tuple[int, int, int] = (1, 1, 1)
@@ -71,28 +71,28 @@ class SetUp:
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-SET_UPS: dict[str, SetUp] = {
-    "plain": SetUp(),
-    "bfloat16": SetUp(compute="bfloat16"),
-    "unrolled": SetUp(compute="bfloat16", model={"scan_layers": False}),
-    "unrolled, remat": SetUp(model={"scan_layers": False, "remat": "dots"}),
-    "remat full": SetUp(compute="bfloat16", model={"remat": "full"}),
-    "remat dots_no_batch": SetUp(mesh=(2, 2, 2), model={"remat": "dots_no_batch"}),
-    "data and fsdp": SetUp(mesh=(2, 4, 1), compute="bfloat16"),
-    "fsdp and tensor, accumulation": SetUp(mesh=(1, 2, 4), accumulation=2),
-    "eager": SetUp(mesh=(2, 1, 2), model={"attention": "eager"}),
-    "tied": SetUp(compute="bfloat16", model={"tie_embeddings": True}),
-    "qwen3": SetUp(mesh=(1, 4, 1), model={"family": "qwen3"}),
-    "muon with an average": SetUp(
+SET_UPS: dict[str, TrainSetup] = {
+    "plain": TrainSetup(),
+    "bfloat16": TrainSetup(compute="bfloat16"),
+    "unrolled": TrainSetup(compute="bfloat16", model={"scan_layers": False}),
+    "unrolled, remat": TrainSetup(model={"scan_layers": False, "remat": "dots"}),
+    "remat full": TrainSetup(compute="bfloat16", model={"remat": "full"}),
+    "remat dots_no_batch": TrainSetup(mesh=(2, 2, 2), model={"remat": "dots_no_batch"}),
+    "data and fsdp": TrainSetup(mesh=(2, 4, 1), compute="bfloat16"),
+    "fsdp and tensor, accumulation": TrainSetup(mesh=(1, 2, 4), accumulation=2),
+    "eager": TrainSetup(mesh=(2, 1, 2), model={"attention": "eager"}),
+    "tied": TrainSetup(compute="bfloat16", model={"tie_embeddings": True}),
+    "qwen3": TrainSetup(mesh=(1, 4, 1), model={"family": "qwen3"}),
+    "muon with an average": TrainSetup(
         mesh=(2, 2, 1), optimizer="muon", options={"ema_decay": 0.9}, model={"family": "qwen3"}
     ),
-    "adafactor, float16, tied": SetUp(
+    "adafactor, float16, tied": TrainSetup(
         mesh=(1, 8, 1), compute="float16", optimizer="adafactor", model={"tie_embeddings": True}
     ),
-    "bfloat16 parameters": SetUp(
+    "bfloat16 parameters": TrainSetup(
         params="bfloat16", compute="bfloat16", options={"stochastic_rounding": True}
     ),
-    "dropout": SetUp(
+    "dropout": TrainSetup(
         mesh=(4, 1, 1),
         regularization=RegularizationConfig(
             residual_dropout=0.1,
@@ -100,11 +100,11 @@ SET_UPS: dict[str, SetUp] = {
             stochastic_depth=0.2,
         ),
     ),
-    "muP": SetUp(
+    "muP": TrainSetup(
         init=InitConfig(mup_base_width=16, mup_base_head_dim=3, mup_base_depth=1),
         options={"weight_decay": 0.1, "no_decay": ("mlp",)},
     ),
-    "zero 3": SetUp(mesh=(4, 2, 1), options={"zero": 3}),
+    "zero 3": TrainSetup(mesh=(4, 2, 1), options={"zero": 3}),
 }
 
 
@@ -134,7 +134,7 @@ def content_hash(tree: Any) -> str:
     return hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()[:16]
 
 
-def numbers_of(set_up: SetUp) -> dict[str, Any]:
+def numbers_of(set_up: TrainSetup) -> dict[str, Any]:
     """What training gives."""
     model = dataclasses.replace(MODEL, **set_up.model)
     precision = PrecisionConfig(params=set_up.params, compute=set_up.compute)

@@ -2,9 +2,9 @@
 
     python benchmarks/trl_grpo.py FOLDER
 
-FOLDER has rl_speed.json (shape and numbers), tokenizer.json and prompts.jsonl. Prints the seconds of
-each step, those of them in generate, and the tokens of completions, as JSON. Generation is that of
-transformers, with its own cache.
+FOLDER has rl_speed.json (shape and numbers), tokenizer.json and prompts.jsonl. Prints the seconds
+of each step, those of them in generate, and the tokens of completions, as JSON. Generation is that
+of transformers, with its own cache.
 """
 
 import json
@@ -20,7 +20,7 @@ import transformers
 import trl
 
 
-class Clock(transformers.TrainerCallback):
+class StepClock(transformers.TrainerCallback):
     """Seconds of each step."""
 
     def __init__(self):
@@ -69,7 +69,7 @@ def main() -> None:
     model = transformers.Qwen2ForCausalLM(config).float()
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     prompts = datasets.Dataset.from_list([json.loads(line) for line in lines])
-    clock = Clock()
+    clock = StepClock()
 
     def reward(prompts, completions, completion_ids, **columns):
         clock.tokens.append(sum(map(len, completion_ids)))

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from maxtrain.commands.fit.estimate import Fit, fit_step
+from maxtrain.commands.fit.estimate import FitEstimate, fit_step
 from maxtrain.config import RunConfig, load_config
 from maxtrain.parallel.memory import memory_limit
 from maxtrain.parallel.topologies import described_devices
@@ -113,14 +113,14 @@ def cases() -> list[ScalingCase]:
     return found
 
 
-def measure(case: ScalingCase, model: tuple[str, ...] = MODEL) -> Fit:
+def measure(case: ScalingCase, model: tuple[str, ...] = MODEL) -> FitEstimate:
     """The compiled step."""
     devices = described_devices(case.topology)
     limit = memory_limit(devices[0], described=True)
     return fit_step(case.config(model), devices, limit)
 
 
-def row(case: ScalingCase, found: Fit) -> str:
+def row(case: ScalingCase, found: FitEstimate) -> str:
     """Of the table."""
     sent: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
     for line in found.lines:

@@ -103,7 +103,7 @@ class TrialStart:
     disk: bool
 
 
-class Bucket(Scene):
+class BucketScene(Scene):
     """A scene whose run is behind a URL, with its store."""
 
     def __init__(self, folder: Path):
@@ -207,7 +207,7 @@ class Bucket(Scene):
         return self.log(RUN).read_bytes()[since:].decode(errors="replace")
 
 
-def judge(scene: Bucket, code: int | str, counted: int) -> list[str]:
+def judge(scene: BucketScene, code: int | str, counted: int) -> list[str]:
     """What is wrong with what is at the URL.
 
     Args:
@@ -236,7 +236,7 @@ def judge(scene: Bucket, code: int | str, counted: int) -> list[str]:
 
 def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """Kills the process of a run behind a URL, so many times."""
-    scene = Bucket(folder / "bucket")
+    scene = BucketScene(folder / "bucket")
     trials = Trials(folder, tally, asked)
     starts = scene.starts()
     requests = {start.name: len(scene.requests(start)) for start in starts}
@@ -269,7 +269,7 @@ class KilledRun(Protocol):
 
 
 def kill_all(
-    scene: Bucket, tally: Tally, trials: "Trials", begin: Callable[[random.Random], KilledRun]
+    scene: BucketScene, tally: Tally, trials: "Trials", begin: Callable[[random.Random], KilledRun]
 ) -> None:
     """Makes the trials, with runs that begin one after the other, and closes the store."""
     run: KilledRun | None = None
@@ -295,7 +295,7 @@ def kill_all(
 class BucketVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
-    def __init__(self, scene: Bucket, start: TrialStart, requests: dict[str, int]):
+    def __init__(self, scene: BucketScene, start: TrialStart, requests: dict[str, int]):
         self._scene = scene
         self._requests = requests[start.name]
         # The newest step whose checkpoint is known to be at the URL.
@@ -359,7 +359,7 @@ class BucketVictim:
 
 def bucket_faults(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """Has the store of a run behind a URL fail, so many times."""
-    scene = Bucket(folder / "bucket")
+    scene = BucketScene(folder / "bucket")
     trials = Trials(folder, tally, asked)
     starts = scene.starts()
     requests = {start.name: scene.requests(start) for start in starts}
@@ -384,7 +384,7 @@ def bucket_faults(folder: Path, tally: Tally, asked: argparse.Namespace) -> None
 
 
 def _with_fault(
-    scene: Bucket, start: TrialStart, requests: list[str], kind: str, rng: random.Random
+    scene: BucketScene, start: TrialStart, requests: list[str], kind: str, rng: random.Random
 ) -> tuple[str, list[str]]:
     """An attempt with a fault, and another without it, if that is needed: what came of it, and what
     is wrong."""

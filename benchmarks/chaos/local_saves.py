@@ -13,7 +13,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from benchmarks.chaos.bucket import BUCKET, RUN, Bucket, Trials, TrialStart, kill_all
+from benchmarks.chaos.bucket import BUCKET, RUN, BucketScene, Trials, TrialStart, kill_all
 from benchmarks.chaos.flips import damage
 from benchmarks.chaos.report import Tally
 from benchmarks.chaos.victim import ForkedProcess, end, ended_with, size_of, wait_for
@@ -37,7 +37,7 @@ DISK = {"kept": 5, "lost": 2, "damaged": 3}
 _BEGUN = re.compile(r"Goes on from step (\d+) in")
 
 
-class BetweenUploads(Bucket):
+class LocalSavesScene(BucketScene):
     """A scene whose run is behind a URL, and on the disk of its host."""
 
     def __init__(self, folder: Path):
@@ -73,7 +73,7 @@ class BetweenUploads(Bucket):
 class LocalSavesVictim:
     """One run, whose attempts are killed until one reaches the end."""
 
-    def __init__(self, scene: BetweenUploads, start: TrialStart):
+    def __init__(self, scene: LocalSavesScene, start: TrialStart):
         self._scene = scene
         self._uploaded = 0
         # The step that the next attempt has to begin with, at least.
@@ -162,7 +162,7 @@ class LocalSavesVictim:
 
 def local_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """Kills the process of a run that saves on its disk between uploads, so many times."""
-    scene = BetweenUploads(folder / "local")
+    scene = LocalSavesScene(folder / "local")
     trials = Trials(folder, tally, asked)
     start = TrialStart("nothing", {}, disk=False)
     kill_all(scene, tally, trials, lambda rng: LocalSavesVictim(scene, start))

@@ -20,7 +20,7 @@ from maxtrain.ops.digest import by_name, digests
 from maxtrain.parallel.agreement import gather, raising_together
 
 
-class Constant:
+class ConstantArrays:
     """What this process knows of the arrays that no step of a run changes."""
 
     def __init__(self, directory: Path):

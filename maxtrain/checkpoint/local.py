@@ -39,7 +39,7 @@ from maxtrain.parallel.agreement import report, tell_all
 _TEXTS = (*SMALL_FILES, LOCAL_FILE, "commit.json")
 
 
-class OtherStep(Exception):
+class StepMismatchError(Exception):
     """The processes go on from another step than one of them began its launch with."""
 
 
@@ -124,7 +124,7 @@ class LocalSteps:
             mine = "another"
         said = report(f"{name}/same", mine)
         if tell_all(f"{name}/all the same", "".join(said)):
-            raise OtherStep
+            raise StepMismatchError
 
     def told(self, newest: int) -> list[str]:
         """On process 0, after `agree`, a line about each step that was passed over.

@@ -36,7 +36,7 @@ from data_pipeline.base.errors import StorageError
 from data_pipeline.base.remote import RemotePath
 from maxtrain import failpoints
 from maxtrain.checkpoint import at_url, frozen_params
-from maxtrain.checkpoint.constant import Constant
+from maxtrain.checkpoint.constant import ConstantArrays
 from maxtrain.checkpoint.copying import remove_here_and_at_url
 from maxtrain.checkpoint.integrity import FORMAT, defect, read_commit, survey
 from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
@@ -116,7 +116,7 @@ class Checkpoints:
         self._confirmed = -1
         # The steps of the best evaluations, by the newest record.
         self._best: set[int] = set()
-        self._constant = Constant(self.directory)
+        self._constant = ConstantArrays(self.directory)
         quieten()
 
     def steps(self) -> list[int]:

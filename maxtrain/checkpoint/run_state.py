@@ -29,7 +29,7 @@ class LogMark(NamedTuple):
     crc32: str  # of their lines
 
 
-class Best(NamedTuple):
+class BestEvaluation(NamedTuple):
     """The best evaluation of a set."""
 
     step: int
@@ -82,7 +82,7 @@ class ValidationState:
         read: what the set was; losses of another text can't be compared.
     """
 
-    best: Mapping[str, Best] = field(default_factory=dict)
+    best: Mapping[str, BestEvaluation] = field(default_factory=dict)
     stale: Mapping[str, int] = field(default_factory=dict)
     read: Mapping[str, str] = field(default_factory=dict)
 
@@ -362,7 +362,7 @@ def _frozen_models(record: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _best(record: Mapping[str, Any]) -> dict[str, Best]:
+def _best(record: Mapping[str, Any]) -> dict[str, BestEvaluation]:
     best = {}
     for name, mark in _value(record, "best", {}, dict).items():
         losses = [key for key in mark if key != "step"]
@@ -371,7 +371,7 @@ def _best(record: Mapping[str, Any]) -> dict[str, Best]:
         (loss,) = losses
         if not isinstance(mark[loss], int | float):
             raise ValueError("the loss of best must be a number")
-        best[name] = Best(mark["step"], mark[loss], loss)
+        best[name] = BestEvaluation(mark["step"], mark[loss], loss)
     return best
 
 

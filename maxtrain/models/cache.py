@@ -148,7 +148,7 @@ def _of_rings(
 
 
 @dataclasses.dataclass(frozen=True)
-class Extension:
+class CacheExtension:
     """The tokens that a pass adds to rows.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from maxtrain.config.schema import RegularizationConfig
-from maxtrain.models.cache import Extension
+from maxtrain.models.cache import CacheExtension
 from maxtrain.models.specs import RopeSpec
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
@@ -77,4 +77,4 @@ class Context(NamedTuple):
     mask: Mask
     noise: TrainNoise | None = None  # in training; each layer has its own
     # In generation: the tokens that this pass adds to the caches.
-    extension: Extension | None = None
+    extension: CacheExtension | None = None

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from maxtrain.config.kernels import kernel_of_model
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.adapt import attach
-from maxtrain.models.cache import Caches, Extension
+from maxtrain.models.cache import CacheExtension, Caches
 from maxtrain.models.context import Context, Rotation, TrainNoise
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import FEED_FORWARDS
@@ -262,7 +262,7 @@ class Decoder(nnx.Module):
             whole_lengths = row_lengths(positions, is_token)
         rotations = self._rotations(positions, whole_lengths)
         mask = Mask.of_rows(is_token.astype(jnp.int32))
-        extension = Extension(columns, is_token, from_start, pages)
+        extension = CacheExtension(columns, is_token, from_start, pages)
         context = Context(rotations, mask, extension=extension)
         out = self._run(self._embed(tokens, positions), context, caches)
         assert out.caches is not None

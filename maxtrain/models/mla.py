@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxtrain.models.attention import dropout_of
-from maxtrain.models.cache import Extension, KVCache
+from maxtrain.models.cache import CacheExtension, KVCache
 from maxtrain.models.context import Context
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import Linear
@@ -152,7 +152,7 @@ class LatentAttention(nnx.Module):
         plain: Float[Array, "B T N Hp"],
         turned: Float[Array, "B T N P"],
         keys: Float[Array, "B S 1 RP"],
-        extension: Extension,
+        extension: CacheExtension,
     ) -> Float[Array, "B T N Hv"]:
         """Attend with the cache as the one key of all heads, and its latents as their value."""
         dtype = self.recipe.inputs

@@ -34,23 +34,23 @@ class HostTime(NamedTuple):
     own: OwnTime
 
 
-class Slowest(NamedTuple):
+class SlowestHost(NamedTuple):
     """The slowest host, and the median of the others, in seconds."""
 
     of: HostTime
     others: float
 
 
-def slowest_of(hosts: Sequence[HostTime]) -> Slowest | None:
+def slowest_of(hosts: Sequence[HostTime]) -> SlowestHost | None:
     """None: there is only one process."""
     if len(hosts) < 2:
         return None
     slowest = max(hosts, key=lambda one: one.own.seconds)
     others = [one.own.seconds for one in hosts if one is not slowest]
-    return Slowest(slowest, statistics.median(others))
+    return SlowestHost(slowest, statistics.median(others))
 
 
-def in_record(slowest: Slowest | None, steps: int) -> dict[str, Any]:
+def in_record(slowest: SlowestHost | None, steps: int) -> dict[str, Any]:
     """What a training record has of it, for each of so many steps; nothing for one process."""
     if slowest is None:
         return {}
@@ -75,7 +75,7 @@ class Stragglers:
         self._in_a_row = 0
         self._told_at = PATIENCE
 
-    def warning(self, slowest: Slowest | None, steps: int, step_seconds: float) -> str:
+    def warning(self, slowest: SlowestHost | None, steps: int, step_seconds: float) -> str:
         """What to say after a record of so many steps; mostly nothing."""
         if slowest is None or not self._is_slow(slowest, steps * step_seconds):
             self._process = None
@@ -98,7 +98,7 @@ class Stragglers:
             f"host."
         )
 
-    def _is_slow(self, slowest: Slowest, seconds: float) -> bool:
+    def _is_slow(self, slowest: SlowestHost, seconds: float) -> bool:
         """Whether it holds up steps that took so many seconds together."""
         if not self._factor:
             return False

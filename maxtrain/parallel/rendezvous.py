@@ -73,7 +73,7 @@ def meet(
         # Process 0 must be there as well.
         places = places[:1]
     me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
-    return _Meeting(places, me, time.monotonic() + seconds, suffices).hold()
+    return _Rendezvous(places, me, time.monotonic() + seconds, suffices).hold()
 
 
 def _places(addresses: str) -> list[str]:
@@ -89,7 +89,7 @@ def _places(addresses: str) -> list[str]:
     return places
 
 
-class _Meeting:
+class _Rendezvous:
     """The meeting, as one process sees it.
 
     Args:
@@ -192,7 +192,7 @@ class _Meeting:
             self._news += _NEWS
 
 
-class _Host(NamedTuple):
+class _RendezvousHost(NamedTuple):
     """One that leads, and has heard this process."""
 
     address: str
@@ -221,7 +221,7 @@ class _Host(NamedTuple):
         return JobMembership(said["count"], said["index"], self.address)
 
 
-def _knock(address: str, me: dict[str, Any], seconds: float) -> _Host:
+def _knock(address: str, me: dict[str, Any], seconds: float) -> _RendezvousHost:
     """Tells one that may lead who this process is.
 
     OSError: it is not there, or does not answer as it should.
@@ -244,4 +244,4 @@ def _knock(address: str, me: dict[str, Any], seconds: float) -> _Host:
     except OSError:
         connection.close()
         raise
-    return _Host(address, connection, reader, patience)
+    return _RendezvousHost(address, connection, reader, patience)

@@ -2,7 +2,7 @@
 
 `due(after)` returns whether the hook has work, and changes nothing; calling the hook does the work.
 All processes call the hooks in the same order, because some hooks communicate between processes.
-Apart from errors, a hook leaves the loop only by `StopRequested` (signals.py) or `RollBack`
+Apart from errors, a hook leaves the loop only by `StopRequested` (signals.py) or `RollbackRequest`
 (run.py).
 """
 

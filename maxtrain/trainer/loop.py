@@ -32,7 +32,7 @@ from data_pipeline.loader.loader import HostBatch
 from data_pipeline.tokenizer import BESIDE, TOKENIZER_FOLDER, carry_data
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state, second_of
-from maxtrain.checkpoint.local import LocalSteps, OtherStep
+from maxtrain.checkpoint.local import LocalSteps, StepMismatchError
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.quarantine import put_aside, put_aside_incomplete
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks
@@ -104,7 +104,7 @@ from maxtrain.trainer.forks import (
 )
 from maxtrain.trainer.hooks import AfterStep, after_each_step
 from maxtrain.trainer.job import ACCUMULATION, Job, launch_fields, open_job
-from maxtrain.trainer.run import RollBack, Run
+from maxtrain.trainer.run import RollbackRequest, Run
 from maxtrain.trainer.run_dir import RunFolder, require_no_stray_steps, require_trained
 from maxtrain.trainer.signals import StopRequest, StopRequested
 from maxtrain.trainer.summary import finish
@@ -137,7 +137,7 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
                         return launch(config, attempt, stop, trackers, store)
                 except DamagedError as damage:
                     put_aside(damage)
-                except OtherStep:
+                except StepMismatchError:
                     pass
 
 
@@ -411,7 +411,7 @@ def train_until_done(run: Run, is_new_fork: bool) -> None:
         going_back = None
         try:
             train(run)
-        except RollBack as rollback:
+        except RollbackRequest as rollback:
             going_back = rollback.found
         except StopRequested:
             if run.step == begun_at:

@@ -83,7 +83,7 @@ _MOST_NAMES = 1 << 16  # bytes of the message with names of evaluation sets
 _LONGEST_COPY = 120.0  # longest wait for the copy of the last checkpoint, in seconds
 
 
-class RollBack(Exception):
+class RollbackRequest(Exception):
     """Exception that leaves the loop because an anomaly requires the checkpoint before its step.
     The devices have made no further step since."""
 
@@ -543,7 +543,7 @@ class Run:
             self._end_before(found)
         if len(self.rollbacks) >= self.config.anomaly.max_rollbacks:
             self._end_after_rollbacks(found)
-        raise RollBack(found)
+        raise RollbackRequest(found)
 
     def look(self, write: bool) -> Finding | None:
         """Fetch the metrics of the steps since the last call, check and count each, and write a

@@ -9,7 +9,7 @@ from flax import nnx
 
 from data_pipeline.loader.loader import carry_errors
 from maxtrain import failpoints
-from maxtrain.checkpoint.run_state import Best, ValidationState
+from maxtrain.checkpoint.run_state import BestEvaluation, ValidationState
 from maxtrain.config.rollouts import require_settings
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
@@ -69,7 +69,7 @@ class Validation:
         self._loss = job.objective.loss.name
         self._counted = job.objective.counted
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
-        self.best: dict[str, Best] = {}
+        self.best: dict[str, BestEvaluation] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {
             name: self._describe(name) for name in job.sets
@@ -266,7 +266,7 @@ class Validation:
             found[self._loss] = math.nan
         return found
 
-    def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> Best | None:
+    def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> BestEvaluation | None:
         """Update and return the best evaluation of a set."""
         of = self._loss
         if self._rewards(name):
@@ -280,7 +280,7 @@ class Validation:
             if of == REWARD:
                 is_better = value > best.loss
         if is_better:
-            best = Best(step, value, of)
+            best = BestEvaluation(step, value, of)
             self.best[name] = best
             self.stale[name] = 0
         else:

@@ -199,7 +199,7 @@ def _read_together(
         yield [entry]
 
 
-class _Array(NamedTuple):
+class _ArrayRead(NamedTuple):
     """A parameter that is read: what it will be, and memory for each of its parts that a device of
     this process holds."""
 
@@ -215,7 +215,7 @@ def _load(
 ) -> dict[str, jax.Array]:
     """The parameters of some entries, each split as asked for."""
     asked: list[TensorRead] = []
-    found: dict[str, _Array] = {}
+    found: dict[str, _ArrayRead] = {}
     for entry in entries:
         found |= _ask_for(entry, files, leaves, asked, threads)
     read_all(asked, threads)
@@ -234,7 +234,7 @@ def _ask_for(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     asked: list[TensorRead],
     threads: concurrent.futures.Executor,
-) -> dict[str, _Array]:
+) -> dict[str, _ArrayRead]:
     """The parameters of an entry, whose numbers will be there when all that is asked for is
     read."""
     ours = [leaves[name] for name in entry.params]
@@ -252,7 +252,7 @@ def _ask_for(
             if part not in parts:
                 parts[part] = aligned_empty([len(indices) for indices in part], leaf.dtype)
                 lazy.read_into(part, parts[part])
-        found[name] = _Array(leaf, parts)
+        found[name] = _ArrayRead(leaf, parts)
     return found
 
 
@@ -266,7 +266,7 @@ def _part(index: Sequence[slice] | None, shape: Shape) -> Part:
     return tuple(range(*where.indices(size)) for where, size in zip(index or (), shape))
 
 
-def _part_of(array: _Array, index: Any) -> np.ndarray:
+def _part_of(array: _ArrayRead, index: Any) -> np.ndarray:
     return array.parts[_part(index, array.leaf.shape)]
 
 

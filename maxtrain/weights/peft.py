@@ -53,7 +53,12 @@ from maxtrain.weights.peft_experts import (
     names_there,
     split_experts,
 )
-from maxtrain.weights.peft_settings import CONFIG, Targets, require_same_settings, settings_of
+from maxtrain.weights.peft_settings import (
+    CONFIG,
+    AdapterTargets,
+    require_same_settings,
+    settings_of,
+)
 from maxtrain.weights.tensor_file import DTYPES, read_part
 
 TENSORS = "adapter_model.safetensors"
@@ -254,7 +259,7 @@ def _is_plain(entry: ParamMapping) -> bool:
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)
 
 
-def _targets(config: ModelConfig, joined: ExpertAdapterTensors) -> Targets:
+def _targets(config: ModelConfig, joined: ExpertAdapterTensors) -> AdapterTargets:
     """What has an adapter.
 
     In a model with experts, PEFT takes every module that is called like a product of an expert for
@@ -272,7 +277,7 @@ def _targets(config: ModelConfig, joined: ExpertAdapterTensors) -> Targets:
             parameters.add(f"{module}.weight")
         else:
             modules.add(module)
-    return Targets(_without_prefix(modules), _without_prefix(parameters))
+    return AdapterTargets(_without_prefix(modules), _without_prefix(parameters))
 
 
 def _without_prefix(names: Iterable[str]) -> list[str]:

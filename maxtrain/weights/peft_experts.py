@@ -31,7 +31,7 @@ _PRODUCTS = {
 }
 
 
-class _OfExpert(NamedTuple):
+class _ExpertTensorName(NamedTuple):
     """A tensor of one expert, by its name."""
 
     # Name of the feed-forward block.
@@ -47,12 +47,12 @@ class _OfExpert(NamedTuple):
 _Parts = dict[tuple[str, str], list[np.ndarray]]
 
 
-def _of_expert(name: str) -> _OfExpert | None:
+def _of_expert(name: str) -> _ExpertTensorName | None:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
     block, expert, product, part = match.groups()
-    return _OfExpert(block, int(expert), _PRODUCTS[product], part[-1])
+    return _ExpertTensorName(block, int(expert), _PRODUCTS[product], part[-1])
 
 
 def present_name(name: str) -> str:
@@ -75,7 +75,7 @@ def join_experts(tensors: Mapping[str, np.ndarray]) -> ExpertAdapterTensors:
         UsageError: gate has an adapter, and up has none, or the other way around.
     """
     joined = ExpertAdapterTensors({}, {})
-    blocks: dict[str, dict[_OfExpert, np.ndarray]] = {}
+    blocks: dict[str, dict[_ExpertTensorName, np.ndarray]] = {}
     for name, tensor in tensors.items():
         where = _of_expert(name)
         if where is None:
@@ -151,7 +151,7 @@ def split_experts(
         DataError: the adapter of gate and up is none of each of them.
     """
     found = dict(stored)
-    blocks: dict[str, dict[_OfExpert, str]] = {}
+    blocks: dict[str, dict[_ExpertTensorName, str]] = {}
     for name in wanted:
         where = _of_expert(name)
         if where is not None:
@@ -183,7 +183,9 @@ def _sizes(name: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     return wanted[f"{module}.lora_A.weight"][1], wanted[f"{module}.lora_B.weight"][0]
 
 
-def _is_joined(stored: Mapping[str, np.ndarray], where: _OfExpert, sizes: tuple[int, int]) -> bool:
+def _is_joined(
+    stored: Mapping[str, np.ndarray], where: _ExpertTensorName, sizes: tuple[int, int]
+) -> bool:
     """Whether a file has the joined adapter that a tensor of one expert is in.
 
     That of gate and up is called as that of down where there is no other; they are told apart by
@@ -204,7 +206,7 @@ def _is_joined(stored: Mapping[str, np.ndarray], where: _OfExpert, sizes: tuple[
 
 def _split_block(
     found: dict[str, np.ndarray],
-    names: Mapping[_OfExpert, str],
+    names: Mapping[_ExpertTensorName, str],
     wanted: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Takes the experts of a block apart, if they are joined."""

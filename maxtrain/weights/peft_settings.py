@@ -31,7 +31,7 @@ _OTHER_MODELS = (
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
-class Targets(NamedTuple):
+class AdapterTargets(NamedTuple):
     """What has an adapter, as adapter_config.json has it: by whole names, since not all products of
     one name need have one."""
 
@@ -39,7 +39,7 @@ class Targets(NamedTuple):
     parameters: list[str]
 
 
-def settings_of(lora: LoraConfig, targets: Targets, base: str | None) -> dict[str, Any]:
+def settings_of(lora: LoraConfig, targets: AdapterTargets, base: str | None) -> dict[str, Any]:
     """The content of adapter_config.json.
 
     UsageError: PEFT has no magnitudes for one of the adapters.

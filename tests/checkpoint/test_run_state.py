@@ -9,7 +9,7 @@ from data_pipeline.base import strict_json
 from data_pipeline.loader.batch_checks import GuardState
 from data_pipeline.plan.plan import DataRead
 from maxtrain.checkpoint.run_state import (
-    Best,
+    BestEvaluation,
     HealthState,
     LogMark,
     RecorderState,
@@ -41,7 +41,9 @@ STATE = RunState(
     ),
     health=HealthState(2, GuardState(1, [0.5], [["ff", "place", 6]]), "step 7: nothing to learn"),
     data=DataRead(7, "fingerprint", CURSOR, {"step": 2}),
-    validation=ValidationState({"held": Best(5, 2.5, "nll")}, {"held": 1}, {"held": "text, whole"}),
+    validation=ValidationState(
+        {"held": BestEvaluation(5, 2.5, "nll")}, {"held": 1}, {"held": "text, whole"}
+    ),
     unevaluated=["held"],
     rollbacks=[{"step": 3, "kind": "loss_spike", "left_out": [2, 3]}],
     seed=1,

@@ -12,7 +12,7 @@ from maxtrain.commands.compare import values_in_words
 from maxtrain.config import to_yaml
 from maxtrain.config.schema import OptimizerConfig, RunConfig
 from maxtrain.observe.metrics import OF_THE_MACHINE, MetricsLog
-from maxtrain.observe.stragglers import HostTime, OwnTime, Slowest, in_record
+from maxtrain.observe.stragglers import HostTime, OwnTime, SlowestHost, in_record
 
 
 def launch(config, jax="1.0"):
@@ -164,7 +164,7 @@ def test_not_a_number_is_like_another(one, tmp_path, capsys, monkeypatch):
 def test_what_depends_on_the_machine_is_not_compared(tmp_path, capsys, monkeypatch):
     """Equal runs of several processes differ in these, and in nothing else."""
     own = OwnTime(0.5, 0.25)
-    of_host = in_record(Slowest(HostTime(3, "host-3", own), 0.125), 2)
+    of_host = in_record(SlowestHost(HostTime(3, "host-3", own), 0.125), 2)
     assert of_host.keys() <= OF_THE_MACHINE
     for folder, value in (("a", 1), ("b", 2)):
         log = MetricsLog(tmp_path / folder)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
 from maxtrain.models.attention import Attention
-from maxtrain.models.cache import Extension, KVCache
+from maxtrain.models.cache import CacheExtension, KVCache
 from maxtrain.models.context import Context, Rotation
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.init import Initializer
@@ -133,7 +133,7 @@ def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel, size):
         padded = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 5 - a.shape[1]), (0, 0))), rotation)
         is_token = jnp.broadcast_to(jnp.arange(5) < stop - start, (2, 5))
         columns = jnp.broadcast_to(jnp.arange(start, start + 5), (2, 5))
-        extension = Extension(columns, is_token, from_start=start == 0)
+        extension = CacheExtension(columns, is_token, from_start=start == 0)
         mask = Mask.of_rows(is_token.astype(jnp.int32))
         part = Context({LAYER.rope: padded}, mask, extension=extension)
         out, cache = module(jnp.asarray(tokens), part, cache)

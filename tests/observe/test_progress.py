@@ -149,13 +149,13 @@ def test_a_record_may_lack_anything():
 
 
 def test_plain_lines_are_flushed_one_by_one():
-    class File(io.StringIO):
+    class FlushedFile(io.StringIO):
         flushed = ""
 
         def flush(self):
             self.flushed = self.getvalue()
 
-    file = File()
+    file = FlushedFile()
     with Progress("plain", 2000, Console(file=file)) as progress:
         for say in (
             lambda: progress.phase("compiling"),

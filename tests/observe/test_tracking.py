@@ -44,7 +44,7 @@ class Notes(Tracker):
         self.told.append(status)
 
 
-class Broken(Notes):
+class BrokenNotes(Notes):
     """Raises at every record but the third, and at nothing else."""
 
     def log(self, step, values, kind):
@@ -58,7 +58,7 @@ class NeverStarts(Notes):
         raise SystemExit("no key")
 
 
-class Hanging(Notes):
+class HangingNotes(Notes):
     """Hangs until the test is over."""
 
     def __init__(self, over):
@@ -134,7 +134,7 @@ def test_the_status_says_how_the_launch_ended(tmp_path, error, status):
 
 
 def test_one_that_raises_is_told_once_and_tried_again(tmp_path):
-    broken = Broken()
+    broken = BrokenNotes()
     notes = Notes()
     said = run(tmp_path, broken, notes)
     assert said == [
@@ -154,7 +154,7 @@ def test_one_that_does_not_start_is_told_once(tmp_path):
 
 def test_one_that_hangs_delays_the_end_by_a_bounded_time(tmp_path, over, monkeypatch):
     monkeypatch.setitem(tracking.PATIENCE, "finished", 0.5)
-    hanging = Hanging(over)
+    hanging = HangingNotes(over)
     notes = Notes()
     began = time.monotonic()
     said = run(tmp_path, hanging, notes, steps=1000)
@@ -168,7 +168,7 @@ def test_one_that_hangs_delays_the_end_by_a_bounded_time(tmp_path, over, monkeyp
 
 def test_one_that_hangs_is_told_once_while_the_run_goes_on(tmp_path, over):
     thread = TrackerThread(
-        "x", Hanging(over), info(tmp_path), print, most_waiting=10, longest_call=0.2
+        "x", HangingNotes(over), info(tmp_path), print, most_waiting=10, longest_call=0.2
     )
     complaints = []
     for step in range(100):

@@ -141,7 +141,7 @@ def test_a_compiler_that_finds_too_little_memory_is_not_a_crash_but_other_errors
         compile_refused("INTERNAL: something else")
 
 
-class Device:
+class MemoryDevice:
     platform = "gpu"
 
     def __init__(self, kind, stats=None):
@@ -152,7 +152,7 @@ class Device:
 
 
 def test_the_limit_is_what_the_device_says_or_the_table_or_a_share_of_the_host():
-    assert memory_limit(Device("NVIDIA H100", {"bytes_limit": 123})) == 123
+    assert memory_limit(MemoryDevice("NVIDIA H100", {"bytes_limit": 123})) == 123
     for kind, gib in (
         ("TPU v5 lite", 16),
         ("TPU v5", 96),
@@ -160,13 +160,13 @@ def test_the_limit_is_what_the_device_says_or_the_table_or_a_share_of_the_host()
         ("TPU v4", 16),
         ("TPU7x", 96),
     ):
-        assert 0.95 < memory_limit(Device(kind), described=True) / (gib << 30) < 1, (
+        assert 0.95 < memory_limit(MemoryDevice(kind), described=True) / (gib << 30) < 1, (
             "a little is not for programs"
         )
     with pytest.raises(
         ConfigError, match=r"no memory is known for 'TPU v99'\. Give it with --memory BYTES"
     ):
-        memory_limit(Device("TPU v99"), described=True)
+        memory_limit(MemoryDevice("TPU v99"), described=True)
     if jax.default_backend() == "cpu":
         share = memory_limit(jax.devices()[0])
         assert share == pytest.approx(available_memory() / jax.local_device_count(), rel=0.3)
@@ -201,11 +201,11 @@ def test_available_memory_minds_control_groups(tmp_path):
 
 def test_memory_in_use_is_that_of_the_fullest_device_and_of_the_process(tmp_path):
     devices = [
-        Device("H100", {"bytes_in_use": 5, "peak_bytes_in_use": 7}),
-        Device("H100", {"bytes_in_use": 3, "peak_bytes_in_use": 9}),
+        MemoryDevice("H100", {"bytes_in_use": 5, "peak_bytes_in_use": 7}),
+        MemoryDevice("H100", {"bytes_in_use": 3, "peak_bytes_in_use": 9}),
     ]
     assert memory_in_use(devices, tmp_path) == {"device_bytes": 5, "device_peak_bytes": 9}
-    assert memory_in_use([Device("H100", {"bytes_limit": 5})], tmp_path) == {}, (
+    assert memory_in_use([MemoryDevice("H100", {"bytes_limit": 5})], tmp_path) == {}, (
         "what is not said is left out"
     )
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -40,7 +40,7 @@ def test_no_device_is_left_idle(data):
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class OrderedDevice:
     """What the order of devices is made from."""
 
     id: int
@@ -55,7 +55,7 @@ def fakes(count, of_process, of_slice=None):
     found = []
     for number in np.random.default_rng(0).permutation(count).tolist():
         index = None if of_slice is None else number // of_slice
-        found.append(Device(number, number // of_process, index))
+        found.append(OrderedDevice(number, number // of_process, index))
     return found
 
 
@@ -103,7 +103,7 @@ def test_slices_that_are_not_there_are_refused():
         over_slices(config, fakes(8, of_process=4, of_slice=4))
     with pytest.raises(ConfigError, match=r"dcn_data=4 must be the number of processes, 1\. Set"):
         make_mesh(MeshConfig(data=1, fsdp=2, dcn_data=4))
-    uneven = [Device(number, min(number // 3, 1)) for number in range(8)]
+    uneven = [OrderedDevice(number, min(number // 3, 1)) for number in range(8)]
     with pytest.raises(ConfigError, match=r"there are 3 in number 0, 5 in number 1\. Start"):
         over_slices(MeshConfig(data=1, fsdp=4, dcn_data=2), uneven)
 
@@ -113,7 +113,7 @@ def slices_along(sizes, config, axes):
     chips = []
     for index, size in enumerate(sizes):
         for _ in range(size):
-            chips.append(Device(len(chips), index, index))
+            chips.append(OrderedDevice(len(chips), index, index))
     # Each process may list them in another order.
     placed = over_slices(config, chips[::-1])
     slices = np.vectorize(lambda chip: chip.slice_index, otypes=[int])(placed)
@@ -131,7 +131,7 @@ def test_outer_axes_are_split_over_slices():
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip(Device):
+class Chip(OrderedDevice):
     """Of a torus."""
 
     coords: tuple[int, int, int] = (0, 0, 0)

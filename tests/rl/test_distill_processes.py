@@ -8,7 +8,7 @@ from data_pipeline.prepare import command as prepare
 from maxtrain.commands.teach import command as teach
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.runs.test_processes import Job
+from tests.runs.test_processes import HostsRun
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("this_process")]
 
@@ -36,7 +36,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, tiny_run, monkeypatch):
         schedule={"warmup_steps": 0},
         mesh={"data": 2, "fsdp": 2, "simulated_devices": 4},
     )
-    with Job(config, "teacher", 1, "seed=7") as job:
+    with HostsRun(config, "teacher", 1, "seed=7") as job:
         job.end()
     teacher = tmp_path / "runs" / "teacher"
     monkeypatch.setattr(teach, "start", lambda mesh, cache: None)
@@ -66,7 +66,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, tiny_run, monkeypatch):
     ]
     for name, words in (("own", on_policy), ("files", stored)):
         for count in (1, 2):
-            with Job(config, f"{name}-{count}", count, *words) as job:
+            with HostsRun(config, f"{name}-{count}", count, *words) as job:
                 job.end()
         together = losses(config, f"{name}-2")
         assert len(together) >= 4

@@ -11,7 +11,7 @@ from data_pipeline.prepare import command as prepare
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.rl.rollout import load
-from tests.runs.test_processes import Job
+from tests.runs.test_processes import HostsRun
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 STEPS = 4
@@ -60,7 +60,7 @@ def losses(config, run_name):
 def trained(config):
     """The same run on one process and on two."""
     for count in (1, 2):
-        with Job(config, f"on-{count}", count) as job:
+        with HostsRun(config, f"on-{count}", count) as job:
             job.end()
 
 
@@ -93,7 +93,7 @@ def test_what_one_process_alone_finds_out_both_do(config):
     path = run / "rollouts" / "00000003.npz"
     content = load(path).content()
     path.write_bytes(path.read_bytes()[:-40])
-    with Job(config, "on-2", 2) as job:
+    with HostsRun(config, "on-2", 2) as job:
         job.end()
     assert f"{path.name}: it can't be read" in job.text
     assert saved_digests(run / "checkpoints")[STEPS] == whole
@@ -101,7 +101,7 @@ def test_what_one_process_alone_finds_out_both_do(config):
 
     # One of the processes has the prompt 0+0= among its own.
     reward = "grpo.rewards=['benchmarks.additions.task:no_number_for_zero']"
-    with Job(config, "faulty", 2, reward, "steps=8", "grpo.dynamic_sampling=0") as job:
+    with HostsRun(config, "faulty", 2, reward, "steps=8", "grpo.dynamic_sampling=0") as job:
         outputs = job.end(65)
     for output in outputs:
         assert re.search(r"error: process [01] on .*no_number_for_zero returned 'none'", output)
@@ -110,7 +110,7 @@ def test_what_one_process_alone_finds_out_both_do(config):
 @pytest.mark.slow
 def test_two_processes_train_on_what_they_have_sampled_bit_for_bit(config):
     keys = ("determinism=full", "grpo.dynamic_sampling=0", f"steps={STEPS}")
-    with Job(config, "exact", 2, *keys) as job:
+    with HostsRun(config, "exact", 2, *keys) as job:
         job.end()
     records = read_metrics(config.parent / "runs" / "exact")
     lines = [record for record in records if record["kind"] == "train"]

@@ -196,7 +196,7 @@ def test_a_fork_does_not_go_back_to_before_it_was_forked(config, capsys):
     assert [entry["left_out"] for entry in read_rollbacks(run.parent / "forked")] == [[17, 18]]
 
 
-class Killed(BaseException):
+class LoopKill(BaseException):
     """As good as a kill: nobody catches it."""
 
 
@@ -207,10 +207,10 @@ def dying(original, call, before):
     def instead(*arguments, **options):
         calls.append(1)
         if len(calls) == call and before:
-            raise Killed
+            raise LoopKill
         result = original(*arguments, **options)
         if len(calls) == call:
-            raise Killed
+            raise LoopKill
         return result
 
     return instead
@@ -235,7 +235,7 @@ def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
     folder = folder_of(config, run_name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dying(getattr(owner, name), call, before))
-        with pytest.raises(Killed):
+        with pytest.raises(LoopKill):
             train(config, run_name, *ROLLBACK)
     assert (read_rollbacks(folder) is None) == (name == "write_rollbacks" and before)
     assert train(config, run_name, *ROLLBACK) == 0

@@ -80,7 +80,8 @@ def config(tmp_path_factory) -> Path:
             "batch_size": 8,
         },
         "optimizer": {"learning_rate": 1e-3},
-        # A rate that does not go by the number of steps: a shorter run is the beginning of a longer one.
+        # A rate that does not go by the number of steps: a shorter run is the beginning of a longer
+        # one.
         "schedule": {"name": "constant", "warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 2},
         "eval": {
@@ -102,7 +103,7 @@ def config(tmp_path_factory) -> Path:
     return folder / "tiny.yaml"
 
 
-class Job:
+class HostsRun:
     """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe
     that soon is full.
 
@@ -164,7 +165,7 @@ class Job:
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(self.processes[0].stdout, fcntl.F_SETPIPE_SZ, 4096)
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> "HostsRun":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,7 +224,7 @@ def trained(
 @pytest.fixture(scope="module")
 def alone(config):
     """What a run on one process left."""
-    with Job(config, "alone", 1, "checkpoint_interval=0") as job:
+    with HostsRun(config, "alone", 1, "checkpoint_interval=0") as job:
         job.end()
     return trained(config, "alone")
 
@@ -233,7 +234,7 @@ def on_4(config):
     """What a run on four processes said, of which one waits longer for its data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, "data:delay=0.06:::2")
-        with Job(config, "on-4", 4, "checkpoint_interval=0") as job:
+        with HostsRun(config, "on-4", 4, "checkpoint_interval=0") as job:
             job.end()
     return job.text
 
@@ -280,7 +281,7 @@ def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone, g
     fewer = ["mesh.min_processes=2", "mesh.connect_seconds=12", "checkpoint_interval=0"]
     name = f"without-{gone}"
     present = [index for index in range(3) if index != gone]
-    with Job(config, name, 3, *fewer, devices=(2, 2, 2), present=present, leaders=2) as job:
+    with HostsRun(config, name, 3, *fewer, devices=(2, 2, 2), present=present, leaders=2) as job:
         job.end()
     assert f"process {gone} did not come in time; goes on with 2 of 3\n" in job.text
     assert_same(trained(config, name), alone)
@@ -298,7 +299,7 @@ def test_parameters_may_be_split_over_four_processes_by_rows_and_within_layers(c
     steps = 30
     axes = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2")
     shorter = ("checkpoint_interval=0", "eval_steps=0", f"steps={steps}")
-    with Job(config, "on-4-tensor", 4, *shorter, *axes) as job:
+    with HostsRun(config, "on-4-tensor", 4, *shorter, *axes) as job:
         job.end()
     batches, losses, (last_step, _) = trained(config, "on-4-tensor")
     assert last_step == steps
@@ -339,10 +340,10 @@ def test_killed_and_resumed_on_other_numbers_of_processes(config, alone, kills):
     ]  # so that a checkpoint is complete, and the end is not near
     print(f"killed {counts} processes after {steps} steps, ended on {last}")
     for number, (count, killed_after) in enumerate(zip(counts, steps)):
-        with Job(config, run_name, count) as job:
+        with HostsRun(config, run_name, count) as job:
             job.kill_after(killed_after)
         assert ("Goes on from step" in job.text) == (number > 0), job.text
-    with Job(config, run_name, last) as job:
+    with HostsRun(config, run_name, last) as job:
         job.end()
     assert "Goes on from step" in job.text
     assert_same(trained(config, run_name), alone)
@@ -354,7 +355,7 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
         config.parent / "runs" / "flipped" / "checkpoints",
         ("steps=6", "checkpoint_interval=3", "eval_steps=0"),
     )
-    with Job(config, "flipped", 2, *short) as job:
+    with HostsRun(config, "flipped", 2, *short) as job:
         job.end()
     newest, digests = checkpoints / "00000006", saved_digests(checkpoints)[6]
     listed = json.loads((newest / "commit.json").read_text())["files"]
@@ -366,7 +367,7 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with Job(config, "flipped", 2, *short) as job:
+    with HostsRun(config, "flipped", 2, *short) as job:
         outputs = job.end()
     assert (
         f"WARNING: {newest} is damaged" in job.text
@@ -383,7 +384,7 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
 def test_a_second_launch_is_refused_in_all_its_processes(config):
     """A job whose folder is being written by another one: process 0 alone finds out."""
     folder = config.parent / "runs" / "taken"
-    with RunLock(folder), Job(config, "taken", 2) as job:
+    with RunLock(folder), HostsRun(config, "taken", 2) as job:
         outputs = job.end(74)
         assert [path.name for path in folder.iterdir()] == ["lock"], "and nothing was written"
     for output in outputs:
@@ -410,7 +411,7 @@ def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(confi
     shard = damaged_copy(folder / "data-large", folder / "damaged")
     stages = "data.stages=[{until: 3, weights: {small: 1}}, {weights: {large: 1}}]"
     own = [f"data.sources.large.path={path}" for path in (folder / "data-large", shard.parent)]
-    with Job(config, "torn", 2, "steps=20", stages, "checkpoint_interval=1", own=own) as job:
+    with HostsRun(config, "torn", 2, "steps=20", stages, "checkpoint_interval=1", own=own) as job:
         outputs = job.end(65)
     for output in outputs:
         assert re.search(
@@ -428,7 +429,7 @@ def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(confi
     )
     shard = damaged_copy(folder / "held", folder / "held-damaged")
     sets = [f"eval.sets.held.path={path}" for path in (folder / "held", shard.parent)]
-    with Job(config, "torn-eval", 2, "steps=20", "eval_interval=4", own=sets) as job:
+    with HostsRun(config, "torn-eval", 2, "steps=20", "eval_interval=4", own=sets) as job:
         outputs = job.end(65)
     for output in outputs:
         assert re.search(
@@ -456,18 +457,18 @@ def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices
         "steps=12",
     ]
     name = f"{devices}-{mesh[-1]}"
-    with Job(config, name, 2, *axes, devices=devices) as job:
+    with HostsRun(config, name, 2, *axes, devices=devices) as job:
         job.end()
-    with Job(config, f"{name}-alone", 1, *axes) as job:
+    with HostsRun(config, f"{name}-alone", 1, *axes) as job:
         job.end()
     assert_same(trained(config, name), trained(config, f"{name}-alone"))
 
 
 @pytest.mark.slow
 def test_processes_choose_micro_batches_together(config):
-    with Job(config, "auto", 2, "optimizer.accumulation=auto", "steps=12") as job:
+    with HostsRun(config, "auto", 2, "optimizer.accumulation=auto", "steps=12") as job:
         job.end()
-    with Job(config, "auto-alone", 1, "optimizer.accumulation=1", "steps=12") as job:
+    with HostsRun(config, "auto-alone", 1, "optimizer.accumulation=1", "steps=12") as job:
         job.end()
     assert_same(trained(config, "auto"), trained(config, "auto-alone"))
     identity = (config.parent / "runs/auto/run.json").read_text()
@@ -507,9 +508,9 @@ def test_rows_experts_and_slices_may_be_those_of_several_processes(config, name,
     """`same`: what a run on one process has instead."""
     axes = ["mesh.data=1", "mesh.fsdp=1", *mesh, "steps=12"]
     axes = list({word.partition("=")[0]: word for word in axes}.values())
-    with Job(config, name, 2, *axes, devices=(2, 2)) as job:
+    with HostsRun(config, name, 2, *axes, devices=(2, 2)) as job:
         job.end()
     alone = {word.partition("=")[0]: word for word in [*axes, *same]}
-    with Job(config, f"{name}-alone", 1, *alone.values()) as job:
+    with HostsRun(config, f"{name}-alone", 1, *alone.values()) as job:
         job.end()
     assert_same(trained(config, name), trained(config, f"{name}-alone"))

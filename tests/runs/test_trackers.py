@@ -1,4 +1,5 @@
-"""A run with every tracker: stopped, gone on with, rolled back; and one whose trackers are broken."""
+"""A run with every tracker: stopped, gone on with, rolled back; and one whose trackers are
+broken."""
 
 import importlib
 import json
@@ -44,7 +45,7 @@ def train(config, run_name, *overrides):
     return main(load_config(values))
 
 
-class Broken(Tracker):
+class BrokenTracker(Tracker):
     """Raises whatever it is asked."""
 
     def start(self, run):
@@ -57,7 +58,7 @@ class Broken(Tracker):
         raise ConnectionError("no route either")
 
 
-class Hanging(Broken):
+class HangingTracker(BrokenTracker):
     """Answers nothing until the test is over."""
 
     def __init__(self):
@@ -73,9 +74,9 @@ class Hanging(Broken):
 
 @pytest.mark.long
 def test_trackers_that_are_broken_or_hang_stop_nothing(config, monkeypatch, capsys):
-    hanging = Hanging()
+    hanging = HangingTracker()
     monkeypatch.setitem(tracking.PATIENCE, "finished", 2.0)
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda observe: Broken())
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda observe: BrokenTracker())
     monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda observe: hanging)
     try:
         assert train(config, "broken", "steps=2", "observe.trackers=wandb,mlflow") == 0

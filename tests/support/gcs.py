@@ -233,7 +233,7 @@ def _read_data(handler: _Handler, query: object, read: Callable = emulator._read
     return found
 
 
-class _Server(http.server.HTTPServer):
+class _GcsServer(http.server.HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that does not wait for the end of an answer is no error."""
         if not isinstance(sys.exception(), ConnectionError):
@@ -252,7 +252,7 @@ def gcs_server() -> Iterator[FaultyGS]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     emulator._read_data = _read_data
     gs = FaultyGS()
-    server = _Server(("127.0.0.1", 0), partial(_Handler, gs))
+    server = _GcsServer(("127.0.0.1", 0), partial(_Handler, gs))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     variables = {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{server.server_address[1]}",

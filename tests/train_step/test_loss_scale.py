@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("optax_dtypes")
 HALF = PrecisionConfig(params="float32", compute="float16")
 
 
-class Table:
+class RuleTable:
     """The rules, one by one, in plain Python."""
 
     def __init__(self, config):
@@ -61,7 +61,7 @@ def test_two_hundred_random_patterns_of_overflows_go_by_the_table(
     states = jax.jit(jax.vmap(run))(patterns)
     seen = set()
     for pattern, *columns in zip(patterns, *jax.device_get(states)):
-        table = Table(config)
+        table = RuleTable(config)
         for finite, *ours in zip(pattern, *columns):
             table.step(finite)
             assert ours == [table.scale, table.row, table.patience]

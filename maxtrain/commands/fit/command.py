@@ -21,7 +21,13 @@ from data_pipeline.base.console import SafeConsole
 from data_pipeline.base.errors import ConfigError, DataError, StorageError, UsageError, run_command
 from data_pipeline.loader.loader import TrainingData
 from data_pipeline.shards import write_atomic
-from maxtrain.commands.fit.estimate import Fit, RowBatchShape, batch_shape, fit_step, require_fit
+from maxtrain.commands.fit.estimate import (
+    FitEstimate,
+    RowBatchShape,
+    batch_shape,
+    fit_step,
+    require_fit,
+)
 from maxtrain.commands.fit.report import duration, mesh_words, report, search_table
 from maxtrain.commands.fit.search import search
 from maxtrain.config import RunConfig, accumulations, from_command_line, with_accumulation
@@ -111,14 +117,14 @@ def _fit(
     limit: int,
     largest: RowBatchShape | None,
     console: Console,
-) -> Fit:
+) -> FitEstimate:
     """How the step fits; with optimizer.accumulation=auto that of the fewest micro-batches that do,
     or else of the most."""
     if config.optimizer.accumulation != "auto":
         return fit_step(config, devices, limit, largest)
     # Where not even one divides batch and mesh, that is what is told.
     choices = accumulations(config, len(devices)) or [1]
-    tried: list[Fit] = []
+    tried: list[FitEstimate] = []
 
     def measure(count: int) -> int | None:
         found = fit_step(with_accumulation(config, count), devices, limit)
@@ -143,11 +149,11 @@ def _search(
     asked: argparse.Namespace,
     console: Console,
     record: dict[str, Any],
-) -> Fit:
+) -> FitEstimate:
     """Searches, prints what fits, and reports the fastest; or, if nothing fits, what came
     closest."""
     where = f"{len(devices):,} x {devices[0].device_kind}, {size(limit)} each"
-    all_tried: list[Fit] = []
+    all_tried: list[FitEstimate] = []
 
     def begin(num_choices: int) -> None:
         what = f"at most {asked.tries:,} steps on {num_choices:,} meshes"
@@ -155,7 +161,7 @@ def _search(
             what = f"at most {asked.tries:,} steps on {num_choices:,} meshes with their batches"
         console.print(Text(f"{where}: compiling {what}, those first that promise most"))
 
-    def show(found: Fit) -> None:
+    def show(found: FitEstimate) -> None:
         all_tried.append(found)
         words = "does not fit"
         if found.fits:
@@ -188,7 +194,7 @@ def _search(
     return min(all_tried, key=lambda one: one.total or one.refused or sys.maxsize)
 
 
-def _told(best: Fit, console: Console) -> Fit:
+def _told(best: FitEstimate, console: Console) -> FitEstimate:
     """Reports the best, and prints its settings."""
     console.print("")
     console.print(report(best))

@@ -55,7 +55,7 @@ class RowBatchShape(NamedTuple):
     length: int
 
 
-class Fit(NamedTuple):
+class FitEstimate(NamedTuple):
     """What is known of a step on each device.
 
     Attributes:
@@ -197,7 +197,7 @@ def batch_shape(config: RunConfig) -> RowBatchShape:
 
 def fit_step(
     config: RunConfig, devices: Sequence[Any], limit: int, largest: RowBatchShape | None = None
-) -> Fit:
+) -> FitEstimate:
     """Compiles the step of a config, and measures what it needs.
 
     Args:
@@ -227,14 +227,14 @@ def counted_shape(programs: StepPrograms, largest: RowBatchShape) -> RowBatchSha
     return largest._replace(rows=count_rows(largest.rows, programs.unit))
 
 
-def fit_program(programs: StepPrograms, shape: RowBatchShape, limit: int) -> Fit:
+def fit_program(programs: StepPrograms, shape: RowBatchShape, limit: int) -> FitEstimate:
     """As `fit_step`, with the step made."""
     parts = programs.parts
     device = programs.devices[0]
     tflops = parts.config.observe.peak_tflops
     peak = peak_or(tflops, device, parts.config.precision.compute)
     frozen = product_weights(parts.abstract.frozen[POLICY], parts.config.model)
-    found = Fit(
+    found = FitEstimate(
         config=parts.config,
         attention=parts.attention,
         device=device.device_kind,
@@ -369,7 +369,7 @@ def sampling_bytes(parts: TrainingParts, length: int) -> int | None:
     return total
 
 
-def require_fit(found: Fit) -> None:
+def require_fit(found: FitEstimate) -> None:
     """ConfigError: a step does not fit, with its bytes and what needs less."""
     if found.fits:
         return
@@ -387,7 +387,7 @@ def require_fit(found: Fit) -> None:
     )
 
 
-def _mend(found: Fit) -> str:
+def _mend(found: FitEstimate) -> str:
     """What needs less memory."""
     config = found.config
     ways = []

@@ -56,7 +56,7 @@ class Matrix(NamedTuple):
     trains: bool
 
 
-class Bounds:
+class StepLowerBounds:
     """Of the steps of a run on some devices.
 
     Args:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from maxtrain.commands.fit.estimate import Fit
+from maxtrain.commands.fit.estimate import FitEstimate
 from maxtrain.config.sections.rules import rule_words
 from maxtrain.observe import human
 from maxtrain.parallel.memory import size
@@ -22,7 +22,7 @@ _LIMITS = {
 _MUCH_MORE = 1.15
 
 
-def mesh_words(found: Fit) -> str:
+def mesh_words(found: FitEstimate) -> str:
     """The axes of the mesh that split something, and the rules that are not the usual ones."""
     mesh = found.config.mesh
     axes = []
@@ -54,7 +54,7 @@ def flops(count: float) -> str:
     return f"{count / 1e6:,.3g} MFLOP"
 
 
-def report(found: Fit) -> RenderableType:
+def report(found: FitEstimate) -> RenderableType:
     """All that was found."""
     config = found.config
     head = Text.assemble(
@@ -88,7 +88,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def memory_table(found: Fit) -> Table:
+def memory_table(found: FitEstimate) -> Table:
     """Bytes by kind, and of how much."""
     table = _table("memory of each device", "", "needs", "of limit")
     for kind, count in found.memory.items():
@@ -113,7 +113,7 @@ def memory_table(found: Fit) -> Table:
     return table
 
 
-def host_memory_table(found: Fit) -> Table:
+def host_memory_table(found: FitEstimate) -> Table:
     """Bytes in the memory of hosts by kind, and how many go to devices and back."""
     table = _table("memory of its host, for each device", "", "needs")
     for kind, count in found.on_host.items():
@@ -124,7 +124,7 @@ def host_memory_table(found: Fit) -> Table:
     return table
 
 
-def collective_table(found: Fit) -> Table:
+def collective_table(found: FitEstimate) -> Table:
     """Kinds of collectives, over which axes."""
     table = _table("collectives of a step", "", "over", "count", "a device sends", "at least")
     for line in found.lines:
@@ -138,7 +138,7 @@ def collective_table(found: Fit) -> Table:
     return table
 
 
-def times_table(found: Fit) -> Table:
+def times_table(found: FitEstimate) -> Table:
     """The roofline."""
     times = found.times
     assert times is not None
@@ -160,7 +160,7 @@ def times_table(found: Fit) -> Table:
     return table
 
 
-def limits_words(found: Fit) -> Text:
+def limits_words(found: FitEstimate) -> Text:
     """What limits a step, and what would help."""
     times = found.times
     assert times is not None
@@ -168,7 +168,7 @@ def limits_words(found: Fit) -> Text:
     return Text.assemble(head, advice(found))
 
 
-def advice(found: Fit) -> str:
+def advice(found: FitEstimate) -> str:
     """Which change would make a step faster."""
     times = found.times
     assert times is not None
@@ -202,7 +202,7 @@ def advice(found: Fit) -> str:
     return f"{share}. A lower mesh.context sends fewer keys and values."
 
 
-def _more_than_the_model(found: Fit) -> str:
+def _more_than_the_model(found: FitEstimate) -> str:
     ratio = found.flops / found.model_share
     if ratio < _MUCH_MORE:
         return "the step computes little beside the model. More devices make it faster."
@@ -217,7 +217,7 @@ def _more_than_the_model(found: Fit) -> str:
     return f"{more}: the masked half of attention, or work that several devices repeat."
 
 
-def search_table(fits: Sequence[Fit]) -> Table:
+def search_table(fits: Sequence[FitEstimate]) -> Table:
     """Those that fit, fastest first."""
     table = _table(
         "what fits, fastest first (an estimate)",

@@ -1,7 +1,7 @@
 """Which mesh, batch, remat and accumulation fit onto devices, and are fast.
 
-Compiling takes seconds to minutes. So meshes come in the order of what they promise by `Bounds`,
-and what can't be better than what fits already, or can't fit, is not compiled.
+Compiling takes seconds to minutes. So meshes come in the order of what they promise by
+`StepLowerBounds`, and what can't be better than what fits already, or can't fit, is not compiled.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.base.errors import ConfigError
-from maxtrain.commands.fit.estimate import Fit, batch_shape, counted_shape, fit_step
-from maxtrain.commands.fit.lower_bounds import Bounds
+from maxtrain.commands.fit.estimate import FitEstimate, batch_shape, counted_shape, fit_step
+from maxtrain.commands.fit.lower_bounds import StepLowerBounds
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.across.pipeline import goes_row_by_row
 from maxtrain.config.across.rows import rows_of_step
@@ -30,7 +30,7 @@ _MOST_SPLIT = 16
 REMATS = ("none", "dots", "named", "full")
 
 
-class Mesh(NamedTuple):
+class MeshAxes(NamedTuple):
     """Axes, outer to inner."""
 
     data: int
@@ -41,7 +41,7 @@ class Mesh(NamedTuple):
     tensor: int
 
 
-def meshes(config: RunConfig, num_devices: int, near: int) -> list[Mesh]:
+def meshes(config: RunConfig, num_devices: int, near: int) -> list[MeshAxes]:
     """Those of so many devices, with the rows split most first.
 
     Stages and slices are as the config has them; -1 stages are 1. Experts are split into any number
@@ -65,11 +65,11 @@ def meshes(config: RunConfig, num_devices: int, near: int) -> list[Mesh]:
                     continue
                 for data in {1, config.mesh.data, num_devices // near // given, rest}:
                     if data >= 1 and rest % data == 0:
-                        found.add(Mesh(data, stage, rest // data, context, expert, tensor))
+                        found.add(MeshAxes(data, stage, rest // data, context, expert, tensor))
     return sorted(found, key=_splits)
 
 
-def _splits(mesh: Mesh) -> tuple[int, ...]:
+def _splits(mesh: MeshAxes) -> tuple[int, ...]:
     """In how many parts a mesh splits what is dear to split."""
     inside = mesh.tensor * mesh.context
     return inside * mesh.expert, inside, mesh.context, mesh.data
@@ -92,7 +92,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def with_choice(
-    config: RunConfig, mesh: Mesh, rows: int, accumulation: int, remat: str
+    config: RunConfig, mesh: MeshAxes, rows: int, accumulation: int, remat: str
 ) -> RunConfig:
     """The config with these settings, and without a preset, which would decide the mesh anew, or
     with what only another remat keeps."""
@@ -115,7 +115,7 @@ class MeshCandidate(NamedTuple):
         seconds: of a token at least: if all overlaps, and if nothing does.
     """
 
-    mesh: Mesh
+    mesh: MeshAxes
     rows: int
     seconds: tuple[float, float]
 
@@ -130,7 +130,7 @@ class SearchResult(NamedTuple):
         is_whole: nothing was left out for want of tries.
     """
 
-    fits: list[Fit]
+    fits: list[FitEstimate]
     num_tried: int
     num_slower: int
     is_whole: bool
@@ -143,7 +143,7 @@ def search(
     batches: Sequence[int],
     most: int,
     begin: Callable[[int], None] = lambda num_choices: None,
-    show: Callable[[Fit], None] = lambda found: None,
+    show: Callable[[FitEstimate], None] = lambda found: None,
 ) -> SearchResult:
     """Compiles choices of mesh, batch, remat and accumulation.
 
@@ -200,7 +200,9 @@ def promising(
                 plain = with_choice(config, mesh, rows, 1, REMATS[0])
                 plain = fit_to_devices(plain, len(devices))
                 if bounds is None:
-                    bounds = Bounds(plain, devices, StepPrograms(plain, devices).parts.abstract)
+                    bounds = StepLowerBounds(
+                        plain, devices, StepPrograms(plain, devices).parts.abstract
+                    )
                 shape = batch_shape(plain)
                 if rollout_settings(plain) is not None:
                     shape = counted_shape(StepPrograms(plain, devices), shape)
@@ -226,14 +228,14 @@ class _MeshSearch:
         devices: Sequence[Any],
         limit: int,
         most: int,
-        show: Callable[[Fit], None],
+        show: Callable[[FitEstimate], None],
     ):
         self.config = config
         self.devices = devices
         self.limit = limit
         self.most = most
         self.show = show
-        self.fits: list[Fit] = []
+        self.fits: list[FitEstimate] = []
         self.num_tried = 0
         self.is_whole = True
 
@@ -271,7 +273,7 @@ class _MeshSearch:
                 too_large[remat] = (accumulation, found.total or found.refused or 0)
         return True
 
-    def _tried(self, config: RunConfig) -> Fit:
+    def _tried(self, config: RunConfig) -> FitEstimate:
         self.num_tried += 1
         found = fit_step(config, self.devices, self.limit)
         self.show(found)
@@ -286,7 +288,7 @@ class _MeshSearch:
         return state + (needed - state) * was / accumulation > self.limit
 
 
-def _slowness(found: Fit) -> tuple[float, float, int]:
+def _slowness(found: FitEstimate) -> tuple[float, float, int]:
     """Seconds of a token; of equal ones, without overlap, and then bytes."""
     assert found.times is not None
     assert found.total is not None
@@ -297,7 +299,7 @@ def _slowness(found: Fit) -> tuple[float, float, int]:
     )
 
 
-def _accumulations(config: RunConfig, mesh: Mesh, rows: int) -> list[int]:
+def _accumulations(config: RunConfig, mesh: MeshAxes, rows: int) -> list[int]:
     """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows; once where
     more often would keep as much."""
     plain = with_choice(config, mesh, rows, 1, REMATS[0])

@@ -14,7 +14,7 @@ from maxtrain.commands.launch import kubernetes, names, slurm
 from maxtrain.commands.launch.local import run_local, submit
 from maxtrain.commands.launch.options import parse
 from maxtrain.commands.launch.plan import (
-    Devices,
+    JobDevices,
     LaunchPlan,
     enough_nodes,
     make_plan,
@@ -57,13 +57,13 @@ def main(argv: Sequence[str], prog: str = "maxtrain launch") -> int:
     return failed or code
 
 
-def _plan(options: argparse.Namespace, given: Devices, program: Sequence[str]) -> LaunchPlan:
+def _plan(options: argparse.Namespace, given: JobDevices, program: Sequence[str]) -> LaunchPlan:
     return make_plan(options.job, options.settings, options.job_options, given, MODELS, program)
 
 
 def _run_here(options: argparse.Namespace) -> int:
     words = f"{options.processes} processes on this machine"
-    given = Devices(words, options.processes, None, ("auto", "cpu", "gpu", "tpu"))
+    given = JobDevices(words, options.processes, None, ("auto", "cpu", "gpu", "tpu"))
     plan = _plan(options, given, _HERE)
     grace = options.grace
     if grace is None:
@@ -90,7 +90,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
             raise UsageError(
                 f"{rule} {options.gpus_per_node}: processes share GPUs evenly. {mend}."
             )
-    given = Devices(nodes, options.nodes * per_node, per_process, platforms)
+    given = JobDevices(nodes, options.nodes * per_node, per_process, platforms)
     program = _HERE
     if options.image:
         program = _IN_IMAGE
@@ -124,7 +124,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
 
 
 def _tell_if_all_are_needed(
-    plan: LaunchPlan, given: Devices, per_node: int, fewer: Sequence[int]
+    plan: LaunchPlan, given: JobDevices, per_node: int, fewer: Sequence[int]
 ) -> None:
     """Prints that mesh.min_processes changes nothing, if no number of nodes is `fewer`."""
     least = plan.config.mesh.min_processes
@@ -153,7 +153,7 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
         slices = options.slices
         hosts = tpu.hosts
         words = f"{slices} slices of {options.accelerator}:{tpu.topology}"
-        given = Devices(words, hosts * slices, tpu.devices_per_host, ("auto", "tpu"), slices)
+        given = JobDevices(words, hosts * slices, tpu.devices_per_host, ("auto", "tpu"), slices)
         resources = {"google.com/tpu": tpu.chips_per_host}
     else:
         tpu = None
@@ -161,10 +161,10 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
         hosts = options.nodes
         gpus = options.gpus_per_node
         resources = {}
-        given = Devices(f"{hosts} nodes without GPUs", hosts, 0, ("auto", "cpu"))
+        given = JobDevices(f"{hosts} nodes without GPUs", hosts, 0, ("auto", "cpu"))
         if gpus:
             words = f"{hosts} nodes with {gpus} GPUs each"
-            given = Devices(words, hosts, gpus, ("auto", "gpu"))
+            given = JobDevices(words, hosts, gpus, ("auto", "gpu"))
             resources = {"nvidia.com/gpu": gpus}
     plan = _plan(options, given, _IN_IMAGE)
     if plan.config_file is not None:

@@ -21,7 +21,7 @@ VERBS = ("train", "doctor")
 _PLACE = ("coordinator", "num_processes", "process_id")
 
 
-class Devices(NamedTuple):
+class JobDevices(NamedTuple):
     """What a job is given."""
 
     # In words, for messages, such as "2 nodes with 8 GPUs each".
@@ -95,13 +95,13 @@ class LaunchPlan(NamedTuple):
         return self._replace(arguments=arguments)
 
 
-def nodes_of_slices_are_known(plan: LaunchPlan, given: Devices, per_node: int) -> bool:
+def nodes_of_slices_are_known(plan: LaunchPlan, given: JobDevices, per_node: int) -> bool:
     """Whether each slice of the mesh is a node, or a process: which nodes make a larger one is not
     known before its devices are."""
     return num_slices(plan.config.mesh) in (1, given.processes // per_node, given.processes)
 
 
-def enough_nodes(plan: LaunchPlan, given: Devices, per_node: int) -> list[int]:
+def enough_nodes(plan: LaunchPlan, given: JobDevices, per_node: int) -> list[int]:
     """Numbers of nodes, fewer than those of a job, that its run can do with; the most first.
 
     Args:
@@ -138,7 +138,7 @@ def make_plan(
     verb: str,
     settings: Sequence[str],
     options: Sequence[str],
-    given: Devices,
+    given: JobDevices,
     models: ModelLookup,
     program: Sequence[str],
 ) -> LaunchPlan:
@@ -180,7 +180,7 @@ def make_plan(
     return LaunchPlan(config, verb, [*named, *options], tuple(program))
 
 
-def _require_fit(config: RunConfig, given: Devices) -> None:
+def _require_fit(config: RunConfig, given: JobDevices) -> None:
     """ConfigError: a key of `mesh` does not go with what the job is given."""
     mesh = dataclasses.asdict(config.mesh)
     problems = []
@@ -218,7 +218,7 @@ def _require_fit(config: RunConfig, given: Devices) -> None:
         raise ConfigError(problems)
 
 
-def _tell_attention(config: RunConfig, given: Devices) -> None:
+def _tell_attention(config: RunConfig, given: JobDevices) -> None:
     """Prints which kernel auto will choose.
 
     Args:
@@ -238,7 +238,7 @@ def _tell_attention(config: RunConfig, given: Devices) -> None:
         print(f"maxtrain launch: {choice.line} ({note})", file=sys.stderr)
 
 
-def _require_slices(config: RunConfig, given: Devices) -> None:
+def _require_slices(config: RunConfig, given: JobDevices) -> None:
     """ConfigError: heads or rows would be split over the network between slices, or there are
     other slices than the mesh has.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_pipeline.base.errors import ConfigError
-from maxtrain.rl.rewards.contract import OK, Batch, Scored, column_of
+from maxtrain.rl.rewards.contract import OK, RewardBatch, RowReward, column_of
 from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.sandbox import confinement, forms, probe, runner
 from maxtrain.rl.rewards.workers import RewardWorkers
@@ -150,7 +150,7 @@ class code:
         self._kind = kind
         print(f"reward code: programs run {_WORDS[kind]}", file=sys.stderr, flush=True)
 
-    def __call__(self, batch: Batch) -> list[Scored]:
+    def __call__(self, batch: RewardBatch) -> list[RowReward]:
         self.check()
         tests = column_of(batch.columns, self._column, "code")
         points = batch.columns.get(_ENTRY_POINT, [None] * len(tests))
@@ -159,19 +159,19 @@ class code:
         items = [
             (batch.completions[i], _plain(tests[i]), points[i] or None, *limits) for i in places
         ]
-        found = [Scored(None) for _ in tests]
+        found = [RowReward(None) for _ in tests]
         results = self._workers.run(RUN, items, seconds=self._seconds + _SPARE_SECONDS)
         for place, result in zip(places, results):
             if result.outcome != OK:
-                found[place] = Scored(None, result.outcome, result.detail)
+                found[place] = RowReward(None, result.outcome, result.detail)
                 continue
             outcome, output = result.value
             if outcome == runner.PASSED:
-                found[place] = Scored(self._reward)
+                found[place] = RowReward(self._reward)
             elif outcome == UNSUPPORTED:
-                found[place] = Scored(None, outcome, output)
+                found[place] = RowReward(None, outcome, output)
             else:
-                found[place] = Scored(0.0, outcome, output)
+                found[place] = RowReward(0.0, outcome, output)
         return found
 
 

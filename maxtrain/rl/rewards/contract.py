@@ -25,7 +25,7 @@ INVALID = "invalid"
 type Reward = Callable[..., list[float | None]]
 
 
-class Scored(NamedTuple):
+class RowReward(NamedTuple):
     """The reward of a row, its outcome (OK, INVALID, or one of workers.py or verify.py), and a text
     about what went wrong."""
 
@@ -34,7 +34,7 @@ class Scored(NamedTuple):
     detail: str = ""
 
 
-class Batch(NamedTuple):
+class RewardBatch(NamedTuple):
     """Rows to score; every list has an entry for each row."""
 
     prompts: list
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
     completion_ids: list[list[int]]
     columns: Mapping[str, list]
 
-    def rows(self, start: int, end: int) -> "Batch":
+    def rows(self, start: int, end: int) -> "RewardBatch":
         """Return the rows from `start` to before `end`."""
-        return Batch(
+        return RewardBatch(
             self.prompts[start:end],
             self.completions[start:end],
             self.completion_ids[start:end],
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
         return reward(self.prompts, self.completions, self.completion_ids, **self.columns)
 
 
-def checked(name: str, returned: Any, rows: int) -> list[Scored]:
+def checked(name: str, returned: Any, rows: int) -> list[RowReward]:
     """Check the return value of a reward for this number of rows.
 
     A NaN or infinite number may depend on the completion, so it is counted as INVALID and does not
@@ -75,13 +75,13 @@ def checked(name: str, returned: Any, rows: int) -> list[Scored]:
     scored = []
     for value in returned:
         if value is None:
-            scored.append(Scored(None))
+            scored.append(RowReward(None))
         elif not isinstance(value, Real):
             raise DataError(f"the reward {name} returned {_shown(value)} as a value. {fix}")
         elif not math.isfinite(value):
-            scored.append(Scored(None, INVALID, f"{name} returned {float(value)}"))
+            scored.append(RowReward(None, INVALID, f"{name} returned {float(value)}"))
         else:
-            scored.append(Scored(float(value)))
+            scored.append(RowReward(float(value)))
     return scored
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards import verify
 from maxtrain.rl.rewards.answers import POLICY
-from maxtrain.rl.rewards.contract import Batch, Scored, column_of
+from maxtrain.rl.rewards.contract import RewardBatch, RowReward, column_of
 from maxtrain.rl.rewards.verify import GOLD_POLICY, Verifier
 from maxtrain.rl.rewards.workers import RewardWorkers
 
@@ -28,7 +28,7 @@ def math(
     rewards: Mapping[str, float | None] | None = None,
     seconds: float | None = None,
     deadline: float | None = None,
-) -> Callable[[Batch], list[Scored]]:
+) -> Callable[[RewardBatch], list[RowReward]]:
     """Build a reward for correct answers, see `Verifier`. Without a pool, only numbers and equal
     texts are judged.
 
@@ -50,15 +50,15 @@ def math(
         pool, policy=policy, gold_policy=gold_policy, seconds=seconds, deadline=deadline
     )
 
-    def score(batch: Batch) -> list[Scored]:
+    def score(batch: RewardBatch) -> list[RowReward]:
         golds = column_of(batch.columns, column, "math")
         places = [place for place, gold in enumerate(golds) if gold is not None]
-        found = [Scored(None) for _ in golds]
+        found = [RowReward(None) for _ in golds]
         verdicts = verifier(
             [str(golds[place]) for place in places], [batch.completions[place] for place in places]
         )
         for place, verdict in zip(places, verdicts):
-            found[place] = Scored(values[verdict.outcome], verdict.outcome, verdict.detail)
+            found[place] = RowReward(values[verdict.outcome], verdict.outcome, verdict.detail)
         return found
 
     return score

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from data_pipeline.base.errors import ConfigError
-from maxtrain.rl.rewards.contract import OK, Batch, Scored
+from maxtrain.rl.rewards.contract import OK, RewardBatch, RowReward
 from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.workers import RewardWorkers
 
@@ -29,7 +29,7 @@ def pattern(
     where: str = "whole",
     reward: float = 1.0,
     on_failure: float | None = 0.0,
-) -> Callable[[Batch], list[Scored]]:
+) -> Callable[[RewardBatch], list[RowReward]]:
     """Build a reward for completions that match a regular expression, in which `.` also matches
     newlines; any other completion gives 0.
 
@@ -51,14 +51,14 @@ def pattern(
             "says how they are written."
         ) from error
 
-    def score(batch: Batch) -> list[Scored]:
+    def score(batch: RewardBatch) -> list[RowReward]:
         items = [(text, regex, where) for text in batch.completions]
         found = []
         for result in workers.run(MATCHES, items):
             if result.outcome == OK:
-                found.append(Scored(reward * result.value))
+                found.append(RowReward(reward * result.value))
             else:
-                found.append(Scored(on_failure, result.outcome, result.detail))
+                found.append(RowReward(on_failure, result.outcome, result.detail))
         return found
 
     return score

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from data_pipeline.base.errors import ConfigError, DataError
 from maxtrain.rl.rewards import gsm8k, unsloth_compat, user, workers
 from maxtrain.rl.rewards.code import code
-from maxtrain.rl.rewards.contract import INVALID, OK, Batch, Reward, Scored, checked
+from maxtrain.rl.rewards.contract import INVALID, OK, Reward, RewardBatch, RowReward, checked
 from maxtrain.rl.rewards.dotted import is_dotted
 from maxtrain.rl.rewards.exact import exact
 from maxtrain.rl.rewards.length import length, overlong
@@ -48,7 +48,7 @@ SIMPLE: dict[str, Callable[..., Reward]] = {
     "length": length,
     "overlong": overlong,
 }
-POOLED: dict[str, Callable[..., Callable[[Batch], list[Scored]]]] = {
+POOLED: dict[str, Callable[..., Callable[[RewardBatch], list[RowReward]]]] = {
     "math": math,
     "pattern": pattern,
     "code": code,
@@ -74,7 +74,7 @@ class NamedReward(NamedTuple):
     """A reward with its name in records, its weight, and whether it verifies answers."""
 
     name: str
-    score: Callable[[Batch], list[Scored]]
+    score: Callable[[RewardBatch], list[RowReward]]
     weight: float
     verifies: bool = False
 
@@ -182,7 +182,7 @@ class RewardSet:
             ConfigError: a column is missing, or does not have one entry for each row.
             DataError: a reward did not return a list with one number for each row.
         """
-        batch = Batch(prompts, completions, completion_ids, columns)
+        batch = RewardBatch(prompts, completions, completion_ids, columns)
         _check_rows(batch)
         values = np.empty((len(self.rewards), len(completions)), np.float64)
         outcomes = {}
@@ -250,7 +250,7 @@ def names_of_ours() -> list[str]:
     return [*PROFILES, *parts, *SIMPLE, *POOLED]
 
 
-def _verdict(name: str, scored: Scored) -> float:
+def _verdict(name: str, scored: RowReward) -> float:
     """Return 1 if a verifying reward calls the answer correct, 0 if wrong, NaN if it cannot
     decide."""
     is_math = name == _MATH
@@ -284,7 +284,7 @@ def _is_ours(name: str) -> bool:
 
 def _made(
     name: str, options: Mapping[str, Any], pool: RewardWorkers | None, num_generations: int
-) -> list[tuple[str, Callable[[Batch], list[Scored]]]]:
+) -> list[tuple[str, Callable[[RewardBatch], list[RowReward]]]]:
     """Build the rewards that a name stands for, each with its own name."""
     profile, _, part = name.partition(".")
     if _is_ours(name) and profile in PROFILES:
@@ -305,11 +305,11 @@ def _made(
     return [(name, user.user(*given, **options))]
 
 
-def _in_process(name: str, reward: Reward) -> tuple[str, Callable[[Batch], list[Scored]]]:
+def _in_process(name: str, reward: Reward) -> tuple[str, Callable[[RewardBatch], list[RowReward]]]:
     return name, functools.partial(_scored_here, name, reward)
 
 
-def _scored_here(name: str, reward: Reward, batch: Batch) -> list[Scored]:
+def _scored_here(name: str, reward: Reward, batch: RewardBatch) -> list[RowReward]:
     return checked(name, batch.call(reward), len(batch.completions))
 
 
@@ -351,12 +351,12 @@ def _check_options(
         ) from error
 
 
-def _check_rows(batch: Batch) -> None:
+def _check_rows(batch: RewardBatch) -> None:
     """Raise a ConfigError if a column does not have one entry for each row."""
     rows = len(batch.completions)
     lists = {"prompts": batch.prompts, "completion_ids": batch.completion_ids}
     for name in batch.columns:
-        if name in Batch._fields:
+        if name in RewardBatch._fields:
             raise ConfigError(
                 f"the dataset has a column {name!r}, which is an argument of every reward. Rename "
                 "the column."

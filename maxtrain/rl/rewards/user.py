@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from data_pipeline.base.errors import ConfigError, DataError
-from maxtrain.rl.rewards.contract import OK, Batch, Scored, checked
+from maxtrain.rl.rewards.contract import OK, RewardBatch, RowReward, checked
 from maxtrain.rl.rewards.dotted import load_function
 from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.workers import ERROR, RewardWorkers
@@ -30,7 +30,7 @@ def call(path: str, batch: tuple) -> list:
     """Return the rewards of some rows, as ["ok", [[value, outcome, detail], ...]], or what is wrong
     with the return value, as ["refused", message]. Runs in a worker."""
     reward = load_function(path)
-    rows = Batch(*batch)
+    rows = RewardBatch(*batch)
     returned = reward(**_arguments(reward, rows))
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
@@ -86,7 +86,7 @@ def check(path: str, pool: RewardWorkers, columns: Sequence[str] | None = None) 
             )
 
 
-def _arguments(reward: Callable[..., Any], rows: Batch) -> dict[str, Any]:
+def _arguments(reward: Callable[..., Any], rows: RewardBatch) -> dict[str, Any]:
     """Return the arguments that a function takes, as TRL passes them."""
     completions: list[Any] = []
     for prompt, text in zip(rows.prompts, rows.completions, strict=True):
@@ -113,7 +113,7 @@ def user(
     on_failure: float | None = None,
     seconds: float | None = None,
     verifies: bool = False,
-) -> Callable[[Batch], list[Scored]]:
+) -> Callable[[RewardBatch], list[RowReward]]:
     """Build the reward of a dotted path. What the function prints is lost, unless it goes to
     stderr.
 
@@ -141,21 +141,21 @@ def user(
     if by == "group":
         size = num_generations
 
-    def score(batch: Batch) -> list[Scored]:
+    def score(batch: RewardBatch) -> list[RowReward]:
         starts = range(0, len(batch.completions), size)
         items = [(path, tuple(batch.rows(start, start + size))) for start in starts]
         limit = size * (seconds or workers.seconds)
         results = workers.run(CALL, items, seconds=limit, imports=[path])
-        found: list[Scored] = []
+        found: list[RowReward] = []
         for item, result in zip(items, results):
             rows = len(item[1][1])
             if result.outcome != OK:
-                found += [Scored(on_failure, result.outcome, result.detail)] * rows
+                found += [RowReward(on_failure, result.outcome, result.detail)] * rows
                 continue
             kind, values = result.value
             if kind == _REFUSED:
                 raise DataError(values)
-            found += [Scored(*each) for each in values]
+            found += [RowReward(*each) for each in values]
         return found
 
     return score

@@ -39,7 +39,7 @@ TURNS_NEIGHBOURS = "llama"
 _GEMMA3_27B_LAYERS = 62
 
 
-class Description(NamedTuple):
+class GgufDescription(NamedTuple):
     """What the file of a model says of it."""
 
     architecture: str
@@ -48,7 +48,7 @@ class Description(NamedTuple):
     notes: list[str]
 
 
-def describe(config: ModelConfig) -> Description:
+def describe(config: ModelConfig) -> GgufDescription:
     """The keys of a model.
 
     Raises:
@@ -99,7 +99,7 @@ def describe(config: ModelConfig) -> Description:
             numbers["final_logit_softcapping"] = ("float32", config.logit_softcap)
     numbers |= _scaling(_rope(layers))
     fields = [GgufField(f"{name}.{key}", kind, value) for key, (kind, value) in numbers.items()]
-    return Description(name, fields, notes)
+    return GgufDescription(name, fields, notes)
 
 
 def architecture_of(config: ModelConfig) -> str:

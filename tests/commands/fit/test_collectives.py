@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from maxtrain.commands.fit.lower_bounds import Bounds
+from maxtrain.commands.fit.lower_bounds import StepLowerBounds
 from maxtrain.config import load_config
 from maxtrain.parallel.compiled.collectives import Collective
 from maxtrain.parallel.compiled.hlo import parse
@@ -55,7 +55,8 @@ LITTLE = 10_000
 F32, BF16 = 4, 2
 # Keys, or values, of the tokens of a device of context.
 KEYS = B * T // 4 * H * BF16
-# Rows of choices that a device sends to and gets from all four of expert: 1.5 times its tokens' two.
+# Rows of choices that a device sends to and gets from all four of expert: 1.5 times its tokens'
+# two.
 CHOICES = 3 * B * T // 4 * D
 # Of stages: micro-batches M = 2, and one more until the last stage has the last of them.
 ITERATIONS = 3
@@ -187,10 +188,11 @@ def expert() -> dict[tuple[str, str], Sent]:
 
 def stage() -> dict[tuple[str, str], Sent]:
     """Each iteration hands a micro-batch to the next stage, and takes its gradient back, in two
-    collectives: one from the first stage and one to it. The gradient of a stage's layer is summed in
-    each iteration, since XLA takes no sum out of a loop. The vocabulary is split over stages, so that
-    embeddings and the gradient of the head's inputs are sums; and all stages get what the last one
-    has found, and the gradient of what all have been given."""
+    collectives: one from the first stage and one to it. The gradient of a stage's layer is summed
+        in
+    each iteration, since XLA takes no sum out of a loop. The vocabulary is split over stages, so
+    that embeddings and the gradient of the head's inputs are sums; and all stages get what the last
+    one has found, and the gradient of what all have been given."""
     rows = B // 2 * T * D * F32
     of_data = F32 * (ITERATIONS * LAYER + D * V)
     return {
@@ -289,7 +291,7 @@ def test_what_goes_over_each_axis(name, topology):
     # What is known before anything is compiled is less, and not nothing.
     lines = lines_of(work, mesh, links(devices[0]))
     config = programs.parts.config
-    least = Bounds(config, devices, programs.parts.abstract).least(config, B * T, T)
+    least = StepLowerBounds(config, devices, programs.parts.abstract).least(config, B * T, T)
     assert 0 < least.network <= 1.001 * sum(line.seconds for line in lines)
     if name == "tensor":
         require_no_gathered_logits(work.collectives)
@@ -317,7 +319,7 @@ def on_two_slices(*words: str):
     work = work_of(parse(compiled.as_text() or ""), has_small_memories=True)
     assert programs.warnings == []
     config = programs.parts.config
-    least = Bounds(config, devices, programs.parts.abstract).least(config, B * T, T)
+    least = StepLowerBounds(config, devices, programs.parts.abstract).least(config, B * T, T)
     lines = lines_of(work, programs.parts.mesh, links(devices[0]))
     assert 0 < least.network <= 1.001 * sum(line.seconds for line in lines)
     return lines

@@ -16,9 +16,16 @@ from data_pipeline.prepare import command as prepare
 from maxtrain.cli import main
 from maxtrain.commands.fit import command as fit
 from maxtrain.commands.fit import search as fit_search
-from maxtrain.commands.fit.estimate import Fit, RowBatchShape, batch_shape, require_fit
+from maxtrain.commands.fit.estimate import FitEstimate, RowBatchShape, batch_shape, require_fit
 from maxtrain.commands.fit.report import advice, mesh_words
-from maxtrain.commands.fit.search import Mesh, MeshCandidate, meshes, promising, search, with_choice
+from maxtrain.commands.fit.search import (
+    MeshAxes,
+    MeshCandidate,
+    meshes,
+    promising,
+    search,
+    with_choice,
+)
 from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.across.attention_choice import KernelChoice
 from maxtrain.config.schema import PipelineConfig
@@ -368,7 +375,7 @@ LINE = CollectiveTime("all-gather", ("fsdp",), 3, 1e6, 0.2)
 
 def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **others):
     """One that fits into 2000 bytes a device."""
-    found = Fit(
+    found = FitEstimate(
         config=config,
         attention=KernelChoice("xla", "as model.attention says"),
         device="TPU v5",
@@ -458,9 +465,9 @@ def test_what_would_help_is_said(found, said):
 def test_meshes_split_rows_first_and_have_all_devices():
     found = meshes(CONFIG, 4, near=4)
     assert found[:3] == [
-        Mesh(1, 1, 4, 1, 1, 1),
-        Mesh(4, 1, 1, 1, 1, 1),
-        Mesh(1, 1, 2, 1, 1, 2),
+        MeshAxes(1, 1, 4, 1, 1, 1),
+        MeshAxes(4, 1, 1, 1, 1, 1),
+        MeshAxes(1, 1, 2, 1, 1, 2),
     ]
     assert all(math.prod(mesh) == 4 for mesh in found)
     assert len(found) == len(set(found))
@@ -471,7 +478,7 @@ def test_meshes_split_experts_into_all_numbers_of_equal_parts():
     config = load_config(["config=mixtral_8x7b", "model.moe.num_experts=12"])
     found = meshes(config, 24, near=24)
     assert {mesh.expert for mesh in found} == {1, 2, 3, 4, 6, 12}
-    assert Mesh(1, 1, 2, 1, 12, 1) in found
+    assert MeshAxes(1, 1, 2, 1, 12, 1) in found
     # Stages exchange no tokens.
     staged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=2))
     assert {(mesh.stage, mesh.expert) for mesh in meshes(staged, 24, near=24)} == {(2, 1)}
@@ -491,7 +498,7 @@ def test_meshes_have_a_replica_for_each_host_and_as_many_as_the_config_has():
 @pytest.mark.parametrize("preset", ["moe", "hsdp", "fsdp_tensor", "long_context"])
 def test_a_choice_is_the_mesh_whatever_the_preset(preset):
     config = load_config(["config=mixtral_8x7b", f"mesh.preset={preset}"])
-    for mesh in (Mesh(1, 1, 8, 1, 1, 1), Mesh(1, 1, 4, 1, 2, 1)):
+    for mesh in (MeshAxes(1, 1, 8, 1, 1, 1), MeshAxes(1, 1, 4, 1, 2, 1)):
         chosen = fit_to_devices(with_choice(config, mesh, 64, 1, "full"), 8)
         assert [getattr(chosen.mesh, axis) for axis in mesh._fields] == list(mesh)
 
@@ -504,7 +511,7 @@ def test_a_search_begins_with_what_sends_least():
     others; of a small dense model on several hosts, no heads in parts."""
     config = load_config(["config=mixtral_8x7b", "model.num_layers=2"])
     first, *others = promising(config, described_devices("h100:8"), [32])
-    assert first.mesh == Mesh(1, 1, 1, 1, 8, 1)
+    assert first.mesh == MeshAxes(1, 1, 1, 1, 8, 1)
     assert {choice.mesh.expert for choice in others} >= {1, 2, 4}
     small = load_config(["config=qwen3_0_6b", "data.batch_size=1024"])
     found = promising(small, described_devices("h100:4x8"), [1024])
@@ -512,7 +519,7 @@ def test_a_search_begins_with_what_sends_least():
     assert [choice.mesh.tensor for choice in found[:3]] == [1, 1, 1]
     # All weights of 2 bytes go once to each device, and gradients once to where they are.
     sent = 2 * 2 * 440_401_920 * 31 / 32
-    whole = found[[choice.mesh for choice in found].index(Mesh(1, 1, 32, 1, 1, 1))]
+    whole = found[[choice.mesh for choice in found].index(MeshAxes(1, 1, 32, 1, 1, 1))]
     of_network = (whole.seconds[1] - whole.seconds[0]) * 1024 * small.data.seq_length
     assert of_network == pytest.approx(sent / (8 * 50e9), rel=0.01)
     times = [choice.seconds for choice in found]
@@ -541,7 +548,7 @@ def a_search(monkeypatch, choices, seconds_of):
     return tried, lambda limit, most: search(CONFIG, [None], limit, [8], most)
 
 
-ONE = MeshCandidate(Mesh(1, 1, 1, 1, 1, 1), 8, (0.0, 0.0))
+ONE = MeshCandidate(MeshAxes(1, 1, 1, 1, 1, 1), 8, (0.0, 0.0))
 
 
 def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
@@ -570,7 +577,7 @@ def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
 def test_a_search_leaves_out_meshes_that_send_too_much(monkeypatch):
     """By what a step of 8 x 256 tokens takes at least, beside what one that fits takes."""
     tokens = 8 * 256
-    split = Mesh(1, 1, 1, 1, 1, 2)
+    split = MeshAxes(1, 1, 1, 1, 1, 2)
     choices = [
         ONE,
         MeshCandidate(split, 8, (2.9 / tokens, 3.0 / tokens)),

@@ -1,5 +1,5 @@
-"""Batch scripts in a real Slurm: what happens when a job is cancelled, reaches its time limit, loses
-a process or loses a node.
+"""Batch scripts in a real Slurm: what happens when a job is cancelled, reaches its time limit,
+loses a process or loses a node.
 
 The processes only pretend to train: they count steps, save on SIGTERM, notice when another one is
 gone, and end with the exit codes of a training run.
@@ -87,7 +87,7 @@ def cluster():
     assert cluster.processes() == []
 
 
-class Job:
+class RealSlurmJob:
     """A batch script of ours, submitted to a cluster."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, capsys, does: str, *options: str):
@@ -146,8 +146,8 @@ def submit(cluster, tmp_path, capsys, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
 
-    def submit(does: str, *options: str, sbatch: tuple[str, ...] = ()) -> Job:
-        job = Job(cluster, folder, capsys, does, "--nodes", "2", *options)
+    def submit(does: str, *options: str, sbatch: tuple[str, ...] = ()) -> RealSlurmJob:
+        job = RealSlurmJob(cluster, folder, capsys, does, "--nodes", "2", *options)
         job.submit(*sbatch)
         return job
 

@@ -171,11 +171,11 @@ def test_while_a_long_prompt_is_encoded_others_are_answered(site):
 
 
 def test_too_many_texts_are_refused_before_they_are_encoded():
-    class Broken(ByteTokenizer):
+    class UnencodableTokenizer(ByteTokenizer):
         def encode(self, text):
             raise AssertionError("this was not to be encoded")
 
-    served = ServedModel("small", (), Broken(), (), None, 4096, 257, 0)
+    served = ServedModel("small", (), UnencodableTokenizer(), (), None, 4096, 257, 0)
     with pytest.raises(RequestError, match="256 texts are asked for at once, at most 128 can be"):
         read_completion({"prompt": ["a", "b"], "n": 128}, served)
 
@@ -600,12 +600,14 @@ def test_a_page_that_knows_the_key_may_ask():
 
 
 def test_texts_that_can_never_fit_are_refused_before_they_are_encoded(pretrained_directory):
-    class Broken(ByteTokenizer):
+    class UnencodableTokenizer(ByteTokenizer):
         def encode(self, text):
             raise AssertionError("this was not to be encoded")
 
     chat = Chat(load_tokenizer(pretrained_directory), pretrained_directory, "chatml")
-    served = ServedModel("small", (), Broken(), (), chat, 100, 257, 0, longest_token=2)
+    served = ServedModel(
+        "small", (), UnencodableTokenizer(), (), chat, 100, 257, 0, longest_token=2
+    )
     for prompt in ("a" * 201, ["a", "a" * 201], [1] * 101):
         with pytest.raises(RequestError) as raised:
             read_completion({"prompt": prompt}, served)

@@ -74,7 +74,7 @@ def test_files_are_written_found_read_and_removed(url, tmp_path):
         two.read_bytes()
 
 
-class Broken:
+class BrokenFileSystem:
     """A file system each of whose calls raises."""
 
     def __init__(self, error):
@@ -159,7 +159,7 @@ class HttpError(Exception):
 def test_what_may_pass_is_tried_again_and_the_rest_explained(
     monkeypatch, error, raised, message, calls
 ):
-    fs, pauses = Broken(error), []
+    fs, pauses = BrokenFileSystem(error), []
     monkeypatch.setattr(remote, "_file_system", lambda url: (fs, "b/k"))
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     with pytest.raises(raised, match=message):
@@ -176,7 +176,7 @@ def test_what_may_pass_is_tried_again_and_the_rest_explained(
     ],
 )
 def test_credentials_are_those_of_the_store(monkeypatch, url, ways):
-    fs = Broken(PermissionError("no"))
+    fs = BrokenFileSystem(PermissionError("no"))
     monkeypatch.setattr(remote, "_file_system", lambda url: (fs, "b/k"))
     with pytest.raises(StorageError, match=ways):
         RemotePath(url).read_bytes()

@@ -78,17 +78,17 @@ def test_lone_surrogates_are_left_to_who_reads_the_text():
 
 
 def test_a_doubled_key_is_found_among_many_in_one_pass():
-    class Key(str):
+    class CountingKey(str):
         __slots__ = ()
         num_compared = 0
 
         def __eq__(self, other):
-            Key.num_compared += 1
+            CountingKey.num_compared += 1
             return str.__eq__(self, other)
 
         __hash__ = str.__hash__
 
-    pairs = [(Key(number), number) for number in range(2000)]
+    pairs = [(CountingKey(number), number) for number in range(2000)]
     with pytest.raises(StrictJsonError, match="a key occurs twice: '1999'"):
-        _make_object([*pairs, (Key(1999), 0)])
-    assert Key.num_compared < 10 * len(pairs)
+        _make_object([*pairs, (CountingKey(1999), 0)])
+    assert CountingKey.num_compared < 10 * len(pairs)

@@ -188,14 +188,14 @@ def test_killed_inside_every_step_of_a_unit(
     inputs, wanted = (arguments(corpus, out)[1:], reference) if which == "plain" else packed
     count = 0
 
-    class Killed(BaseException):
+    class PrepareKill(BaseException):
         pass
 
     def write(path, data):
         nonlocal count
         if rng.random() < 0.12:
             count += 1
-            raise Killed
+            raise PrepareKill
         real(path, data)
 
     rng = random.Random(5)
@@ -212,7 +212,7 @@ def test_killed_inside_every_step_of_a_unit(
         try:
             assert prepare.main([str(out), *inputs, "--workers", "1"]) == 0
             break
-        except Killed:
+        except PrepareKill:
             continue
     assert count > 5
     assert contents(out) == wanted

@@ -178,7 +178,7 @@ def test_an_output_behind_a_url_is_the_one_made_here(url, tmp_path, run, look):
     assert "tokens-00000.bin: bytes 0 to " in look("verify", url, code=65).err
 
 
-class Killed(BaseException):
+class UploadKill(BaseException):
     pass
 
 
@@ -201,7 +201,7 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
                 kills += 1
                 if rng.random() < 0.5:
                     real(self, content)  # just after it
-                raise Killed
+                raise UploadKill
             return real(self, content)
 
         return call
@@ -215,7 +215,7 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
         try:
             run(f"{url}/killed", *command)
             break
-        except Killed:
+        except UploadKill:
             continue
     assert contents(place(url) / "killed") == wanted and kills == 12
     units = len(set(encoded))

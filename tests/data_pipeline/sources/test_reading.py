@@ -52,7 +52,7 @@ def write_inputs(folder):
 def failing(name, code, after):
     """Input files of which the one with this name can't be read from byte `after` on."""
 
-    class File(reading._LocalFile):
+    class FailingFile(reading._LocalFile):
         def _blaming(self, call, *args):
             def fail(*_):
                 raise OSError(code, os.strerror(code))
@@ -62,7 +62,7 @@ def failing(name, code, after):
             )
             return super()._blaming(fail if here else call, *args)
 
-    return File
+    return FailingFile
 
 
 @pytest.mark.every_dose
