@@ -176,7 +176,11 @@ def history(folder: Path) -> list[str]:
     for before, after in itertools.pairwise(read_launches(folder)):
         changes = []
         for name, (old, new) in launch_changes(before, after).items():
-            changes.append(f"{name} {old} -> {new}")
+            what = name
+            if name == "data":
+                # The plan is another one if only the number of steps is.
+                what = "digest of the data plan"
+            changes.append(f"{what} {old} -> {new}")
         if changes:
             what = "; ".join(changes)
             lines.append(f"changed at step {after['step']:,}, {after['time']}: {what}")

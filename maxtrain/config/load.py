@@ -209,6 +209,8 @@ def _name_model(
     if not isinstance(checkpoint, dict):
         checkpoint = {}
     tree["checkpoint"] = checkpoint | {"init_from": found.weights}
+    if typed.get("checkpoint.fork_from"):
+        return [f"model: as in {place}"]
     return [f"model: as in {place}, and begins with its weights (checkpoint.init_from)"]
 
 

@@ -1,6 +1,7 @@
 """The end of a run, on process 0: curves, comparison with gzip, completions, summary, and suggested
 next commands."""
 
+import collections
 import gzip
 import shlex
 import shutil
@@ -27,6 +28,7 @@ from maxtrain.observe.report import summary
 from maxtrain.observe.samples import FILE_NAME as SAMPLES
 from maxtrain.observe.samples import first_and_last, read_samples
 from maxtrain.ops.quantity import NLL, Metric
+from maxtrain.rl.rewards.registry import FAILURES
 
 # Larger texts are not compared with gzip. This size takes a second or two.
 MAX_GZIP_BYTES = 64 << 20
@@ -171,11 +173,31 @@ def _notes(
         notes.append(problem)
     if early:
         notes.append(early)
+    notes += failed_rewards(records)
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
     anomalies = counted(last, rollbacks)
     if anomalies:
         notes.append(anomalies)
     return notes
+
+
+def failed_rewards(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each reward that failed for completions of the steps on record."""
+    totals: collections.Counter[str] = collections.Counter()
+    failed: collections.Counter[str] = collections.Counter()
+    for record in records:
+        for key, count in record.items():
+            kind, _, rest = key.partition("/")
+            if record["kind"] == "train" and kind == "reward_outcomes":
+                name, _, outcome = rest.rpartition("/")
+                totals[name] += int(count)
+                failed[name] += int(count) * (outcome in FAILURES)
+    return [
+        f"The reward {name} failed for {count:,} of {totals[name]:,} completions on record: "
+        f"see reward_outcomes/{name}/... in metrics.jsonl."
+        for name, count in failed.items()
+        if count
+    ]
 
 
 def _is_current(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:

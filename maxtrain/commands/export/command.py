@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -400,7 +401,7 @@ def _export_gguf(
         )
     for note in written.notes:
         print(note)
-    print(f"run it: llama-cli -m {out}")
+    print(f"run it: llama-cli -m {shlex.quote(str(out))}")
 
 
 def _export_peft(

@@ -29,6 +29,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from data_pipeline.base.errors import ConfigError
 from maxtrain.rl.rewards.dotted import load_function
 
 # Messages to the server: a command, and the id of a process.
@@ -262,6 +263,8 @@ def _has_code(function: Any) -> bool:
 def _described(error: Exception, files: set[str]) -> str:
     """Describe an error with the place where it was raised: the last frame in these files if there
     is one, else the last frame."""
+    if isinstance(error, ConfigError):
+        return " ".join(error.problems)
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename in files] or frames

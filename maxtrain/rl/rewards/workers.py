@@ -83,7 +83,7 @@ class _WorkerServer:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(_ANSWER_SECONDS)
         program = _PROGRAM.format(
-            path=sys.path,
+            path=_search_path(),
             fd=theirs.fileno(),
             parent=os.getpid(),
             preload=list(preload),
@@ -451,3 +451,12 @@ class _ItemBatch:
         """Return the results of all items; those without a result were skipped."""
         skipped = ItemResult(SKIPPED, detail=lost or "the batch's deadline came before it")
         return [result or skipped for result in self._results]
+
+
+def _search_path() -> list[str]:
+    """Where workers look for modules: where this process does, and last in the current folder, which
+    only `python -m` looks into by itself."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        return sys.path
+    return [*sys.path, here]

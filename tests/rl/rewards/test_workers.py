@@ -278,3 +278,13 @@ def test_a_pool_that_is_closed_does_not_wait_for_the_batch_of_another_thread():
 def test_limits_that_make_no_sense_are_refused(options, mend):
     with pytest.raises(ConfigError, match=mend):
         RewardWorkers(**options)
+
+
+def test_a_module_in_the_current_folder_is_found_as_by_python_m(tmp_path, monkeypatch):
+    """A console script has no current folder among the places where it looks for modules."""
+    (tmp_path / "rewards_beside_the_data.py").write_text("def one(): return 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    with RewardWorkers(1) as pool:
+        (result,) = pool.run("rewards_beside_the_data:one", [()])
+    assert (result.outcome, result.value) == (OK, 1)
