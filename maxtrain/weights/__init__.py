@@ -1,2 +1,2 @@
-"""Weights from and to other programs' files. Which names a model has there, its family says, in the
-steps of `codec.py`."""
+"""Reads and writes weights in the formats of other programs. The mapping of names is part of the
+model family (models/hf_mapping.py)."""

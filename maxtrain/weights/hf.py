@@ -1,10 +1,10 @@
-"""Weights of Hugging Face directories: config.json beside model.safetensors, whole or in shards
-with an index.
+"""Reads the weights of Hugging Face directories: config.json beside model.safetensors, in one file
+or in shards with an index.
 
-Of each array just the part is read that a device holds, into the memory where it stays if the
-device is a CPU, so that no host holds more than what its devices do. Nothing is guessed: every
-tensor must be there, in the shard that the index names, of the right shape, and none left over. In
-a model whose head is its embedding, a head in the files must be a copy of that.
+Only the part of each array that a device holds is read, on CPUs directly into its final memory, so
+that no host holds more than its devices do. Nothing is guessed: every tensor must be present, in
+the shard that the index names, of the right shape, and none left over. In a model whose head is its
+embedding, a head in the files must be a copy of it.
 """
 
 import concurrent.futures
@@ -69,8 +69,8 @@ class FileNames(NamedTuple):
     """Names of the files that hold tensors.
 
     Args:
-        single: the file of all tensors, which counts before an index.
-        index: names the shard of each tensor.
+        single: the file of all tensors, which takes precedence over an index.
+        index: the file that names the shard of each tensor.
     """
 
     single: str
@@ -81,11 +81,11 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OF_MODELS = FileNames(SINGLE, INDEX)
 _TABLE_ROWS = 40
-# Numbers of two tensors that are compared at once.
+# Entries of two tensors that are compared at a time.
 _COMPARED_AT_ONCE = 1 << 22
-# Of which some wait for the disk.
+# Some of the threads wait for the disk.
 _MOST_THREADS = 8
-# By the name in the family's table.
+# Tensors by their names in the family's table.
 Files = Mapping[str, StoredTensor]
 
 
@@ -96,20 +96,20 @@ def load_pretrained(
     note: Callable[[str], object] = lambda line: None,
     **changes: Any,
 ) -> tuple[Decoder, ModelConfig]:
-    """A model with the weights of a Hugging Face directory.
+    """Load a model with the weights of a Hugging Face directory.
 
     Args:
-        directory: with config.json and model.safetensors or model.safetensors.index.json.
-        dtype: "float32" or "bfloat16", of parameters and of the inputs of matrix products.
-        mesh: that the parameters are split over by the logical rules; None: all on this process's
-            first device.
-        note: as for `load_weights`.
-        changes: keys of ModelConfig that are the user's to choose, such as `scan_layers` and
+        directory: a directory with config.json and model.safetensors or
+            model.safetensors.index.json.
+        dtype: "float32" or "bfloat16": type of parameters and of the inputs of matrix products.
+        mesh: the mesh over which the logical rules split the parameters; None: all on the first
+            device of this process.
+        note: as in `load_weights`.
+        changes: keys of ModelConfig that the user may choose, such as `scan_layers` and
             `attention`.
 
     Returns:
-        The model, whose call with int32 tokens [B, T] gives float32 logits [B, T, V]; and its
-        config.
+        The model, which maps int32 tokens [B, T] to float32 logits [B, T, V], and its config.
 
     Raises:
         DataError: something is missing, left over, misshapen, or not supported.
@@ -133,23 +133,24 @@ def load_weights(
     note: Callable[[str], object] = lambda line: None,
     without_head: bool = False,
 ) -> nnx.State:
-    """The parameters of a Hugging Face directory as arrays.
+    """Return the parameters of a Hugging Face directory as arrays.
 
     Args:
-        params: the model's, as shapes with shardings; values are rounded to their dtypes. Kernels
-            that are quantised are whole on the devices only until the next one is read.
-        directory: as for `load_pretrained`.
-        config: of the model that `params` belong to.
-        tell: gets a table of what was loaded, and of what was not used.
-        note: gets the lines of that about what is left out, if there are any.
+        params: parameters of the model, as shapes with shardings; values are rounded to their
+            dtypes. Kernels that are quantised are whole on the devices only until the next one is
+            read.
+        directory: as in `load_pretrained`.
+        config: configuration of the model that `params` belong to.
+        tell: called with a table of the loaded tensors and of those that were not used.
+        note: called with each line about tensors that are left out.
         without_head: `params` have no head, and that of the directory is not read.
 
     Returns:
-        `params` with arrays, each split as asked for.
+        `params` with arrays, sharded as requested.
 
     Raises:
         ConfigError: the directory's model is not the one that `config` describes.
-        DataError: as `load_pretrained`.
+        DataError: as in `load_pretrained`.
     """
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
@@ -168,7 +169,7 @@ def load_weights(
             require_head_is_embedding(files[HEAD], files[table[0].tensors[0]], directory)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
-        # While the disk is read.
+        # Compile while the disk is read.
         compiling = threads.submit(compiler_of_finite(params))
         arrays: dict[str, jax.Array] = {}
         for entries in _read_together(table, list(leaves.values()), bool(quantized)):
@@ -188,9 +189,9 @@ def load_weights(
 def _read_together(
     table: Sequence[ParamMapping], leaves: Sequence[jax.ShapeDtypeStruct], is_quantized: bool
 ) -> Iterator[Sequence[ParamMapping]]:
-    """Entries that are in this host's memory at one time: the files are then read from their
-    beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in
-    its memory anyway, unless some of them are quantised as they come."""
+    """Yield the groups of entries that are in this host's memory at a time; the files are read from
+    beginning to end for each. On the host of an accelerator a group is one entry; the arrays of
+    CPUs are in its memory anyway, unless some of them are quantised on loading."""
     platforms = {device.platform for leaf in leaves for device in leaf.sharding.device_set}
     if platforms == {"cpu"} and not is_quantized:
         yield table
@@ -200,7 +201,7 @@ def _read_together(
 
 
 class _ArrayRead(NamedTuple):
-    """A parameter that is read: what it will be, and memory for each of its parts that a device of
+    """A parameter that is being read: its abstract array, and memory for each part that a device of
     this process holds."""
 
     leaf: jax.ShapeDtypeStruct
@@ -213,7 +214,7 @@ def _load(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     threads: concurrent.futures.Executor,
 ) -> dict[str, jax.Array]:
-    """The parameters of some entries, each split as asked for."""
+    """Return the parameters of some entries, sharded as requested."""
     asked: list[TensorRead] = []
     found: dict[str, _ArrayRead] = {}
     for entry in entries:
@@ -235,8 +236,8 @@ def _ask_for(
     asked: list[TensorRead],
     threads: concurrent.futures.Executor,
 ) -> dict[str, _ArrayRead]:
-    """The parameters of an entry, whose numbers will be there when all that is asked for is
-    read."""
+    """Return the parameters of an entry, whose memory is filled once all requested reads are
+    done."""
     ours = [leaves[name] for name in entry.params]
     shapes = [leaf.shape for leaf in ours]
     tensors = {}
@@ -257,12 +258,12 @@ def _ask_for(
 
 
 def _ask(asked: list[TensorRead], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
-    """Notes that a part of a tensor is to be read into memory."""
+    """Request that a part of a tensor is read into memory."""
     asked.append(TensorRead(stored, part, out))
 
 
 def _part(index: Sequence[slice] | None, shape: Shape) -> Part:
-    """A part of an array as jax names it."""
+    """Return the part of an array that jax describes by slices."""
     return tuple(range(*where.indices(size)) for where, size in zip(index or (), shape))
 
 
@@ -271,11 +272,11 @@ def _part_of(array: _ArrayRead, index: Any) -> np.ndarray:
 
 
 def _require_finite(params: nnx.State, table: Sequence[ParamMapping], directory: Path) -> None:
-    """Raises DataError if a parameter holds NaN or infinity."""
+    """Raise DataError if a parameter holds NaN or infinity."""
     bad = non_finite_names(params)
     if not bad:
         return
-    # Of a quantised kernel, it is in the scales.
+    # In a quantised kernel, the scales hold it.
     name = bad[0].removesuffix(f".{SCALES}")
     there = next(entry.pattern() for entry in table if name in entry.params)
     more = ""
@@ -293,8 +294,8 @@ def _describe(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     quantized: Mapping[str, StoredKernel],
 ) -> str:
-    """A table of the parameters, each with the tensors that it was read from, and of tensors that
-    were not used."""
+    """Return a table of the parameters, each with the tensors that it was read from, and of the
+    tensors that were not used."""
     entries = {name: entry for entry in table for name in entry.params}
     rows = [("parameter", "there", "here", "")]
     used = set[str]()
@@ -323,12 +324,12 @@ def _describe(
 
 
 class OpenedWeights(NamedTuple):
-    """The tensors of a directory, in files that are open.
+    """The tensors of a directory, in open files.
 
     Attributes:
-        tensors: by name; plain ones, also if the files store them quantised.
-        unused: names of tensors in shards that the index does not name there.
-        notes: lines for people about files and tensors that are not read.
+        tensors: tensors by name; plain ones, also if the files store them quantised.
+        unused: names of tensors in shards to which the index does not assign them.
+        notes: lines for the user about files and tensors that are not read.
     """
 
     tensors: dict[str, StoredTensor]
@@ -337,8 +338,8 @@ class OpenedWeights(NamedTuple):
 
 
 def read_weight_map(directory: Path, names: FileNames = _OF_MODELS) -> dict[str, str] | None:
-    """Return the shard of each tensor, as the index says; None: all tensors are in the single file,
-    which counts before an index, as in transformers.
+    """Return the shard of each tensor from the index; None: all tensors are in the single file,
+    which takes precedence over an index, as in transformers.
 
     Raises:
         DataError: the index is damaged.
@@ -350,7 +351,7 @@ def read_weight_map(directory: Path, names: FileNames = _OF_MODELS) -> dict[str,
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The files of a directory's tensors. DataError: the index is damaged."""
+    """Return the files of a directory's tensors. Raise DataError if the index is damaged."""
     weight_map = read_weight_map(directory)
     if weight_map is None:
         return [directory / SINGLE]
@@ -371,7 +372,8 @@ def _is_name_of_file(name: Any) -> bool:
 
 
 def open_directory(directory: Path, held: contextlib.ExitStack) -> OpenedWeights:
-    """The tensors of a directory, each from the file that the index names; `held` closes the files.
+    """Return the tensors of a directory, each from the file that the index names; `held` closes the
+    files.
 
     Raises:
         DataError: a file is missing or broken, a shard lacks a tensor that the index gives to it,
@@ -385,10 +387,10 @@ def open_directory(directory: Path, held: contextlib.ExitStack) -> OpenedWeights
 
 
 def open_files(directory: Path, names: FileNames, held: contextlib.ExitStack) -> OpenedWeights:
-    """Return the tensors of a directory as its files have them; `held` closes the files.
+    """Return the tensors of a directory in the form of its files; `held` closes the files.
 
     Raises:
-        DataError: a file is missing or broken, or a shard lacks a tensor that the index gives to
+        DataError: a file is missing or broken, or a shard lacks a tensor that the index assigns to
             it.
     """
     weight_map = read_weight_map(directory, names)
@@ -436,10 +438,11 @@ def _open_shards(
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The type of most numbers in a Hugging Face directory, "float32", "bfloat16" or "float16";
-    None: they are quantised.
+    """Return the type of most numbers in a Hugging Face directory, "float32", "bfloat16" or
+    "float16"; None: they are quantised.
 
-    DataError: the files can't be read.
+    Raises:
+        DataError: the files can't be read.
     """
     if quantization_of(directory) is not None:
         return None
@@ -452,7 +455,8 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def require_head_is_embedding(head: StoredTensor, embedding: StoredTensor, directory: Path) -> None:
-    """Refuse a head that is not the embedding, in the files of a model whose config ties both.
+    """Raise DataError for a head that is not the embedding, in the files of a model whose config
+    ties both.
 
     Programs disagree on which of the two counts: transformers 5 uses the head of the file, older
     versions and vLLM use the embedding.
@@ -471,7 +475,7 @@ def require_head_is_embedding(head: StoredTensor, embedding: StoredTensor, direc
 
 
 def _have_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one shape have the same numbers, whatever their types are."""
+    """Return True if two tensors of one shape have the same numbers, independent of their types."""
     rows, *others = one.shape
     at_once = max(1, _COMPARED_AT_ONCE // max(1, math.prod(others)))
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -486,8 +490,9 @@ def _have_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
 def _open(
     directory: Path, family: Family, held: contextlib.ExitStack
 ) -> tuple[Files, OpenedWeights, dict[str, int]]:
-    """Each tensor by its name in the family's table, in files that `held` closes; what was opened;
-    and how many tensors there are of other parts of the model, which are left out."""
+    """Open a directory. Returns each tensor by its name in the family's table, in files that `held`
+    closes; the opened weights; and the number of tensors of each part of the model that is left
+    out."""
     files = {}
     left_out = dict.fromkeys(family.other_parts, 0)
     opened = open_directory(directory, held)
@@ -501,7 +506,7 @@ def _open(
 
 
 def _left_out_notes(left_out: Mapping[str, int]) -> list[str]:
-    """A line about the parts that are left out, if there are any."""
+    """Return a line about the parts that are left out, if there are any."""
     counts = [f"{count:,} of the {part}" for part, count in left_out.items() if count]
     if not counts:
         return []
@@ -509,14 +514,14 @@ def _left_out_notes(left_out: Mapping[str, int]) -> list[str]:
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of two models that are a property of the weights and differ, by their paths below
-    `model`, with both values; what one lacks is passed over."""
+    """Return the keys of two models that are a property of the weights and differ, by their paths
+    below `model`, with both values; keys that one model lacks are skipped."""
     here = section_leaves(dataclasses.asdict(ours)) | {"head_dim": head_dim(ours)}
     there = section_leaves(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
     for leaves in (here, there):
-        # What it means when it is left open.
+        # The value of a key that is left open.
         if "mlp_dim" in leaves and leaves.get("moe.expert_dim", 0) is None:
             leaves["moe.expert_dim"] = leaves["mlp_dim"]
     unused = free_keys(ours.family) | unread_rope_keys(there.get("rope_scaling", "none"))
@@ -533,7 +538,7 @@ def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tu
 
 
 def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -> None:
-    """Raises ConfigError with one problem for each key that differs."""
+    """Raise ConfigError with one problem for each key that differs."""
     problems = [
         f"model.{key}={value} must be {other}, as in {directory}. Set model.{key}={other}."
         for key, (value, other) in differing_keys(ours, dataclasses.asdict(theirs)).items()
@@ -550,7 +555,7 @@ def _check_tensors(
     table: Sequence[ParamMapping],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
-    """Raises DataError with a table of tensors that are missing, left over, of another shape or no
+    """Raise DataError with a table of tensors that are missing, left over, of another shape or not
     plain floats."""
     wanted: dict[str, Shape] = {}
     for entry in table:

@@ -1,9 +1,8 @@
-"""The files of a Hugging Face directory, written: config.json, tensors in shards, tokenizer.
+"""Writes the files of a Hugging Face directory: config.json, tensors in shards, tokenizer.
 
-Tensors are written one after the other, so that no more than one of them is in memory beside the
+Tensors are written one after the other, so that at most one of them is in memory beside the
 parameters. Names, order and division into shards are those of transformers' `save_pretrained`, and
-so are the bytes of model.safetensors. Where the directory is, and whether what it holds is right,
-is for the caller to see to.
+so are the bytes of model.safetensors. The caller chooses the directory and checks its content.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ from maxtrain.models.hf_mapping import LazyArray, ParamMapping, Part, tensors_in
 from maxtrain.ops.digest import leaf_names
 from maxtrain.weights.memory_order import in_c_order
 
-# What a file calls a type.
+# Names of types in a file.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -60,12 +59,13 @@ def write_weights(
     """Write model.safetensors, or several shards and their index.
 
     Args:
-        directory: that is there.
-        params: of a model.
-        config: of that model.
-        dtype: of the tensors, "float32", "bfloat16" or "float16".
-        max_shard_bytes: of the tensors in one file; a larger tensor has a file of its own.
-        tell: gets a line for each file, if there are several.
+        directory: an existing directory.
+        params: parameters of a model.
+        config: configuration of that model.
+        dtype: type of the tensors, "float32", "bfloat16" or "float16".
+        max_shard_bytes: maximum bytes of the tensors in one file; a larger tensor has a file of its
+            own.
+        tell: called with a line for each file, if there are several.
 
     Raises:
         DataError: a number is not finite in `dtype`.
@@ -77,7 +77,7 @@ def write_weights(
 
 
 def lazy_parameters(params: nnx.State) -> dict[str, LazyArray]:
-    """Parameters by path, read from their devices piece by piece."""
+    """Return parameters by path, read from their devices piece by piece."""
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     return {name: _on_device(leaf) for name, leaf in leaves}
 
@@ -93,11 +93,11 @@ def write_tensors(
     """Write tensors as `write_weights` does.
 
     Args:
-        directory: that is there.
-        tensors: by name, in the model's order; each is read once.
-        dtypes: of each.
-        max_shard_bytes, tell: as of `write_weights`.
-        written: gets the name and the bytes of each tensor; None: nobody wants them.
+        directory: an existing directory.
+        tensors: tensors by name, in the model's order; each is read once.
+        dtypes: type of each tensor.
+        max_shard_bytes, tell: as in `write_weights`.
+        written: called with the name and the bytes of each tensor; optional.
 
     Raises:
         DataError: a number is not finite in its type.
@@ -112,7 +112,7 @@ def write_tensors(
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tell(f"{file}: {sum(sizes[name] for name in names) / 1e6:,.1f} MB")
-        # As safetensors orders tensors: those of the widest type first.
+        # The order of safetensors: tensors of the widest type first.
         names = sorted(names, key=lambda name: (-jnp.dtype(dtypes[name]).itemsize, name))
         of_file = {name: tensors[name] for name in names}
         _write_shard(directory / file, of_file, dtypes, written)
@@ -127,7 +127,7 @@ def write_tensors(
 def tensor_dtypes(
     table: Sequence[ParamMapping], ours: Mapping[str, LazyArray], dtype: str
 ) -> dict[str, str]:
-    """The type of each tensor in a file of `dtype`."""
+    """Return the type of each tensor in a file of `dtype`."""
     dtypes = {}
     for entry in table:
         names = entry.names([ours[name].shape for name in entry.params])
@@ -146,11 +146,12 @@ def _on_device(leaf: jax.Array) -> LazyArray:
 
 
 def divide(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names of tensors, file by file: each is filled until the next tensor would be too much.
+    """Return the names of tensors, file by file: each file is filled until the next tensor would
+    exceed the limit.
 
     Args:
         sizes: bytes of each tensor, in the model's order.
-        most: bytes of a file; a tensor that is larger than that has one alone.
+        most: maximum bytes of a file; a larger tensor has a file of its own.
 
     Source: huggingface_hub, `split_state_dict_into_shards_factory`.
     """
@@ -178,7 +179,7 @@ def _write_shard(
     dtypes: Mapping[str, str],
     written: Callable[[str, memoryview], object] | None,
 ) -> None:
-    """A file of tensors, on the disk when this returns.
+    """Write a file of tensors and sync it to disk.
 
     Source: https://huggingface.co/docs/safetensors, the format: the length of the header, the
     header in JSON, and the numbers.
@@ -214,15 +215,15 @@ def _write_shard(
 def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer) -> None:
     """Write config.json and generation_config.json into a directory that has the tokenizer's files.
 
-    What generation_config.json says already stays, but for the tokens around texts. The token that
-    texts begin with is the one that the tokenizer's settings name, else that of
+    An existing generation_config.json keeps its content, except for the tokens around texts. The
+    token that texts begin with is the one that the tokenizer's settings name, or else that of
     generation_config.json. Tokenizers of this program alone have no settings, and their documents
-    begin after the token that ends the one before.
+    begin after the token that ends the previous one.
 
-    The token for padding is the one that the tokenizer's settings name. Nothing here reads it: what
-    is trained is decided by lengths. In config.json, transformers takes it for a row of the
-    embedding that has no gradient; so it is left out there where it ends documents, too, or where
-    the embedding has no such row.
+    The token for padding is the one that the tokenizer's settings name. Nothing here reads it:
+    lengths decide which tokens are trained. In config.json, transformers uses it as a row of the
+    embedding that has no gradient; so it is left out there if it also ends documents, or if the
+    embedding has no such row.
     """
     begin = _named_token_id(directory, tokenizer, "bos_token")
     pad = _named_token_id(directory, tokenizer, "pad_token")
@@ -242,17 +243,17 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     family = FAMILIES[config.family]
     values = family.write(config)
     if config.score:
-        # That it is one number, which transformers counts by its labels.
+        # One label tells transformers that the score is one number.
         values |= {"architectures": [family.scored_architecture()]}
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     values |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id, "pad_token_id": pad_row}
-    # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
+    # Both spellings: transformers 5 reads `dtype`, older versions read `torch_dtype`.
     values |= {"dtype": dtype, "torch_dtype": dtype}
     write_atomic(directory / "config.json", _as_json(values))
     if not has_generation and pad is not None:
         generation["pad_token_id"] = pad
     if generation.get("pad_token_id") != pad_row:
-        # It says more than config.json, which transformers would read in its place.
+        # It differs from config.json, which transformers would otherwise read in its place.
         generation.pop("_from_model_config", None)
     ends = _ends(directory, tokenizer, config.vocab_size)
     if begin is not None:
@@ -260,7 +261,7 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     if ends == [tokenizer.eod_id]:
         generation["eos_token_id"] = tokenizer.eod_id
     elif ends:
-        # As above.
+        # It differs from config.json, as above.
         generation.pop("_from_model_config", None)
         generation["eos_token_id"] = ends
     if not has_generation or generation != read_json(directory / GENERATION):
@@ -268,13 +269,13 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
 
 
 def _named_token_id(directory: Path, tokenizer: Tokenizer, key: str) -> int | None:
-    """The token that a tokenizer's settings name for "bos_token" and the like; None: none."""
+    """Return the token that a tokenizer's settings name for a key such as "bos_token", or None."""
     settings = read_settings(tokenizer_path(directory))
     return tokenizer.special.get(named_token(settings, key) or "")
 
 
 def _ends(directory: Path, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
-    """The tokens that end a text or an answer: first that of documents, then those of
+    """Return the tokens that end a text or an answer: first that of documents, then those of
     generation_config.json and of the chat template."""
     found = set(ends_of_generation(directory / GENERATION))
     # Without a template, or with one that can't be used here, there are no answers.
@@ -296,23 +297,23 @@ def write_tokenizer(
     config: ModelConfig,
     template: bytes | None = None,
 ) -> list[str]:
-    """Write tokenizer.json as it is, what lies beside it, and a tokenizer_config.json.
+    """Write tokenizer.json unchanged, the files beside it, and a tokenizer_config.json.
 
     Args:
-        directory: that is there.
-        place: as for `load_tokenizer`, from where the tokenizer came.
-        tokenizer: itself.
-        config: of the model.
+        directory: an existing directory.
+        place: the place that the tokenizer was loaded from, as in `load_tokenizer`.
+        tokenizer: the tokenizer.
+        config: configuration of the model.
         template: a chat template; None: the one beside the tokenizer, if there is one.
 
     Returns:
-        What a user must know of it, in lines.
+        Notes for the user, in lines.
     """
     write_atomic(directory / TOKENIZER, tokenizer.content)
     source = tokenizer_path(place)
     beside = files_beside(source)
     for name, content in beside.items():
-        # Templates by names belong to the one that `template` replaces.
+        # Named templates belong to the one that `template` replaces.
         if template is None or not name.startswith(MORE_TEMPLATES):
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
@@ -337,7 +338,7 @@ def write_tokenizer(
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of all files below a directory, by their paths."""
+    """Return the bytes of all files below a directory, by path."""
     found = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
@@ -346,7 +347,8 @@ def file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _is_imported(tokenizer: Path | RemotePath) -> bool:
-    """Whether a tokenizer is that of a run which was made from a model of another program."""
+    """Return True if a tokenizer is that of a run which was imported from a model of another
+    program."""
     if not tokenizer.with_name(CARRIED).exists():
         return False
     return TokenizerRecord.load(tokenizer.parent).is_imported
@@ -355,7 +357,7 @@ def _is_imported(tokenizer: Path | RemotePath) -> bool:
 def _default_settings(
     tokenizer: JsonTokenizer, config: ModelConfig, is_imported: bool
 ) -> dict[str, Any]:
-    """What of a tokenizer_config.json is known of any tokenizer.json."""
+    """Return the settings of a tokenizer_config.json that follow from any tokenizer.json."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_length,
@@ -365,13 +367,14 @@ def _default_settings(
         end = tokenizer.inner.id_to_token(tokenizer.eod_id)
         settings["eos_token"] = end
         if not is_imported:
-            # A document begins after the end of the one before it.
+            # A document begins after the end of the previous one.
             settings["bos_token"] = end
     return settings
 
 
 def _was_rendered(tokenizer: Path | RemotePath) -> bool:
-    """Whether a chat template wrote the text of the prepared data that has this tokenizer."""
+    """Return True if a chat template wrote the text of the prepared data that has this
+    tokenizer."""
     if "chat_template" in read_settings(tokenizer):
         return False
     if tokenizer.with_name(CARRIED).exists():
@@ -382,13 +385,13 @@ def _was_rendered(tokenizer: Path | RemotePath) -> bool:
 
 
 def _as_json(values: Mapping[str, Any]) -> bytes:
-    """As transformers writes it."""
+    """Return the JSON bytes in the form that transformers writes."""
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def rounded(params: nnx.State, dtype: str, config: ModelConfig) -> nnx.State:
-    """Parameters as they come back from tensors of `dtype`, in the types that they have; arrays
-    that are rounded are given up."""
+    """Return the parameters that reading tensors of `dtype` would give, in their own types; arrays
+    that are rounded are deleted."""
     kept = set[str]()
     for entry in FAMILIES[config.family].tensors(config):
         if entry.dtype is not None:
@@ -397,7 +400,7 @@ def rounded(params: nnx.State, dtype: str, config: ModelConfig) -> nnx.State:
     def round_one(name: str, leaf: jax.Array) -> jax.Array:
         if name in kept or dtype == "float32" or leaf.dtype == dtype:
             return leaf
-        # There and back in programs of their own: of a pair in one, a compiler leaves both out.
+        # Each cast is a program of its own: a compiler removes a pair of casts within one program.
         narrow = jax.block_until_ready(leaf.astype(dtype))
         result = jax.device_put(narrow.astype(leaf.dtype), leaf.sharding)
         leaf.delete()

@@ -1,28 +1,29 @@
-"""Numbers copied from one place in memory to another, where they are transposed or of another type.
+"""Copies numbers between arrays in memory, with a transposition or a change of type.
 
 Files of Hugging Face have matrices as [outputs, inputs], and ours are [inputs, outputs]. A plain
-copy between the two takes a line of the cache from memory for each number, and is several times as
-slow as one that goes through a tile that stays in the cache.
+copy between the two fetches a cache line from memory for each number, and is several times as slow
+as one that goes through a tile that stays in the cache.
 """
 
 import jax.numpy as jnp
 import numpy as np
 
-# Of a tile: so many rows that what is written of a column is a long run of lines of the cache,
-# and so many columns that the tile stays in the second cache of a core.
+# Size of a tile: enough rows that a column is written as a long run of cache lines, and few enough
+# columns that the tile stays in the L2 cache of a core.
 _TILE_ROWS = 512
 _TILE_COLUMNS = 128
-# Rows of a tile end in a gap: columns of rows that are a power of two apart would share a few lines
-# of the cache.
+# Rows of a tile end in a gap: with rows a power of two apart, the numbers of a column would share a
+# few cache lines.
 _GAP_BYTES = 64
 
 
 def copy_numbers(numbers: np.ndarray, out: np.ndarray) -> None:
-    """Puts the numbers of an array into memory of the same shape, of any strides and type.
+    """Copy the numbers of an array into memory of the same shape, of any strides and type.
 
     Args:
-        numbers: of any strides.
-        out: gets them, rounded to its type; what is too large for that becomes infinity.
+        numbers: array of any strides.
+        out: array that receives the numbers, rounded to its type; numbers out of its range become
+            infinity.
     """
     assert numbers.shape == out.shape, (numbers.shape, out.shape)
     if numbers.ndim < 2 or _is_by_columns(numbers) == _is_by_columns(out):
@@ -33,7 +34,8 @@ def copy_numbers(numbers: np.ndarray, out: np.ndarray) -> None:
 
 
 def in_c_order(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same numbers row after row, rounded to a type; themselves if they are so already."""
+    """Return the same numbers in C order, rounded to a type; the array itself if it already has
+    this form."""
     if numbers.dtype == dtype and numbers.flags.c_contiguous:
         return numbers
     out = np.empty(numbers.shape, dtype)
@@ -42,12 +44,12 @@ def in_c_order(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _is_by_columns(matrix: np.ndarray) -> bool:
-    """Whether numbers of a column are nearer to each other than those of a row."""
+    """Return True if the numbers of a column are closer in memory than those of a row."""
     return matrix.strides[-2] < matrix.strides[-1]
 
 
 def _transpose(numbers: np.ndarray, out: np.ndarray) -> None:
-    """Copies a matrix, of which one lies by rows and the other by columns, tile by tile."""
+    """Copy a matrix tile by tile, where one array is stored by rows and the other by columns."""
     if _is_by_columns(numbers):
         numbers = numbers.T
         out = out.T
@@ -61,22 +63,22 @@ def _transpose(numbers: np.ndarray, out: np.ndarray) -> None:
             piece = numbers[here]
             tile = memory[: piece.shape[0], : piece.shape[1]]
             _round(piece, tile)
-            # As whole numbers: numpy has no loop of its own for bfloat16.
+            # Copy the bits as integers: numpy has no fast loop for bfloat16.
             _words(out[here])[...] = _words(tile)
 
 
 def _words(numbers: np.ndarray) -> np.ndarray:
-    """The bits of numbers."""
+    """Return the bits of numbers as unsigned integers."""
     return numbers.view(f"u{numbers.itemsize}")
 
 
 def _round(numbers: np.ndarray, out: np.ndarray) -> None:
-    """Puts numbers into memory of another type; what is too large for it becomes infinity."""
+    """Copy numbers into memory of another type; numbers out of its range become infinity."""
     if numbers.dtype == out.dtype:
         _words(out)[...] = _words(numbers)
         return
     if numbers.dtype == jnp.bfloat16 and out.dtype == np.float32:
-        # The upper half of its bits, ten times as fast.
+        # Set the upper half of the bits, which is ten times as fast.
         words = _words(out)
         words[...] = _words(numbers)
         np.left_shift(words, 16, out=words)

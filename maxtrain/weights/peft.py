@@ -1,9 +1,9 @@
-"""Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors, or shards that
-adapter_model.safetensors.index.json names.
+"""Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, or
+shards that adapter_model.safetensors.index.json names.
 
-The names and layouts of the tensors follow from a family's table: what is done to the weights of a
-product on the way to Hugging Face is done to A, whose columns are the ranks, and to B, whose rows
-are. Products that are put together there, or whose entries change places, have no such form, but
+The names and layouts of the tensors follow from a family's table: the steps that convert the
+weights of a product to Hugging Face are applied to A, whose columns are the ranks, and to B, whose
+rows are. Products that are joined there, or whose entries change places, have no such form, except
 for experts (`peft_experts`).
 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -63,7 +63,7 @@ from maxtrain.weights.tensor_file import DTYPES, read_part
 
 TENSORS = "adapter_model.safetensors"
 _FILES = FileNames(TENSORS, f"{TENSORS}.index.json")
-# What our parts of an adapter are called there.
+# Names in PEFT of the parts of an adapter.
 _PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TABLE_ROWS = 40
 
@@ -74,11 +74,11 @@ def write_adapters(
     """Write both files, in float32.
 
     Args:
-        directory: that is there.
-        adapters: of a model, without its other weights.
-        config: of that model.
-        base: where the weights are that the adapters are for, a directory or a name of the hub;
-            None: the file does not say.
+        directory: an existing directory.
+        adapters: adapters of a model, without its other weights.
+        config: configuration of that model.
+        base: the place of the weights that the adapters are for, a directory or a name of the hub;
+            None: not recorded in the file.
 
     Raises:
         UsageError: PEFT has no form for one of the adapters.
@@ -91,7 +91,7 @@ def write_adapters(
             tensors[their_name] = tensor.whole()
     joined = join_experts(tensors)
     settings = settings_of(config.lora, _targets(config, joined), base)
-    # What is not contiguous would be written in another order.
+    # An array that is not contiguous would be written in another order.
     written = {
         name: np.ascontiguousarray(tensor, np.float32) for name, tensor in joined.tensors.items()
     }
@@ -100,15 +100,15 @@ def write_adapters(
 
 
 def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> nnx.State:
-    """The adapters of a directory as arrays.
+    """Return the adapters of a directory as arrays.
 
     Args:
-        directory: with both files.
+        directory: a directory with both files.
         abstract: the adapters of the model, as shapes with shardings.
-        config: of the model.
+        config: configuration of the model.
 
     Raises:
-        ConfigError: they are of other settings than model.lora.
+        ConfigError: the settings of the adapters are not those of model.lora.
         DataError: a file is missing or damaged, or has other tensors than the model's adapters.
     """
     directory = directory.expanduser()
@@ -136,17 +136,17 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
 
 
 def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
-    """The adapters of a directory, for a model without any.
+    """Return the adapters of a directory, for a model without any.
 
     Args:
-        directory: with both files.
-        name: what they are called in errors.
-        config: of the model.
+        directory: a directory with both files.
+        name: name of the adapters in errors.
+        config: configuration of the model.
 
     Raises:
         UsageError: there is no such directory.
-        ConfigError: PEFT has done more there than adapters.
-        DataError: as of `read_adapters`.
+        ConfigError: PEFT has changed more than adapters there.
+        DataError: as in `read_adapters`.
     """
     directory = directory.expanduser()
     if not (directory / CONFIG).exists():
@@ -159,7 +159,7 @@ def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
 
 
 def _abstract_adapters(config: ModelConfig) -> nnx.State:
-    """The adapters of a model of this config, as shapes for the first device."""
+    """Return the adapters of a model of this config, as shapes for the first device."""
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     _, variables = abstract_model(config, PrecisionConfig(), mesh)
     _, adapters = split_adapters(variables)
@@ -167,7 +167,7 @@ def _abstract_adapters(config: ModelConfig) -> nnx.State:
 
 
 def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
-    """The section `model.lora` that the adapters of a directory are of."""
+    """Return the section `model.lora` that describes the adapters of a directory."""
     path = directory / CONFIG
     there = read_json(path)
     if there.get("peft_type") != "LORA":
@@ -194,7 +194,7 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
         product, _, part = name.rpartition(".adapter.")
         if part != "magnitude" and _is_plain(kernels[f"{product}.kernel"]):
             plain.add(name)
-    # The shapes of all tensors, and the product that has each.
+    # The shapes of all tensors, and the product that each belongs to.
     wanted: dict[str, tuple[int, ...]] = {}
     products = {}
     for entry in _table(config, plain):
@@ -214,7 +214,7 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
 
 
 def _of_kernels(config: ModelConfig) -> dict[str, ParamMapping]:
-    """The entry of each parameter of a family."""
+    """Return the entry of each parameter of a family."""
     found = {}
     for entry in FAMILIES[config.family].tensors(config):
         for name in entry.params:
@@ -223,9 +223,10 @@ def _of_kernels(config: ModelConfig) -> dict[str, ParamMapping]:
 
 
 def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
-    """Entries of these adapters, each of one array of ours.
+    """Return the entries of these adapters, each of one array of ours.
 
-    UsageError: PEFT has no form for one.
+    Raises:
+        UsageError: PEFT has no form for one of them.
     """
     of_kernels = _of_kernels(config)
     table = []
@@ -241,7 +242,7 @@ def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
         stacks = tuple(step for step in entry.steps if isinstance(step, StackLayers))
         rest = tuple(step for step in entry.steps if not isinstance(step, StackLayers))
         if part == "b":
-            # One dim of ranks, and whatever dims the outputs have.
+            # One dim of ranks, followed by the dims of the outputs.
             rest = (Flatten(1), Transpose())
         elif part == "magnitude":
             rest = (Ravel(),)
@@ -252,7 +253,7 @@ def _table(config: ModelConfig, adapters: set[str]) -> list[ParamMapping]:
 
 
 def _is_plain(entry: ParamMapping) -> bool:
-    """Whether a product here is one product there, with outputs first."""
+    """Return True if a product here is one product there, with outputs first."""
     allowed = (StackLayers, Flatten, Transpose)
     is_one = len(entry.params) == len(entry.tensors) == 1
     transposes = [step for step in entry.steps if isinstance(step, Transpose)]
@@ -260,10 +261,10 @@ def _is_plain(entry: ParamMapping) -> bool:
 
 
 def _targets(config: ModelConfig, joined: ExpertAdapterTensors) -> AdapterTargets:
-    """What has an adapter.
+    """Return the modules and parameters that have adapters.
 
-    In a model with experts, PEFT takes every module that is called like a product of an expert for
-    one, wherever it is. Parameters are what it is told.
+    In a model with experts, PEFT takes every module with the name of an expert's product for one,
+    wherever it is. Parameters are matched by their exact names.
     """
     layers = FAMILIES[config.family].spec(config).stack.layers()
     has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
@@ -288,7 +289,7 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
     """Return all tensors of a directory in float32; adapters are small.
 
     Raises:
-        DataError: a file is missing or damaged, or a tensor is of no type of numbers.
+        DataError: a file is missing or damaged, or the type of a tensor is not a number type.
     """
     found = {}
     with contextlib.ExitStack() as held:
@@ -313,7 +314,8 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
 def _check(
     directory: Path, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, np.ndarray]
 ) -> None:
-    """DataError: with a table of what is missing, left over, of another shape or not finite."""
+    """Raise DataError with a table of tensors that are missing, left over, of another shape or not
+    finite."""
     problems = []
     for name, shape in wanted.items():
         if name not in stored:

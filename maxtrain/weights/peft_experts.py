@@ -1,10 +1,10 @@
-"""Adapters of experts in the files of PEFT, which takes all experts of a layer for one.
+"""Adapters of experts in PEFT's format, which treats all experts of a layer as one.
 
-transformers 5 keeps the weights of a layer's experts in two parameters: gate_up_proj, where those
-of gate and up lie behind each other, and down_proj. PEFT has one adapter for each of the two. Its A
-is [experts and ranks, inputs], its B [outputs, ranks and experts]. Here gate and up have an A each:
+transformers 5 keeps the weights of a layer's experts in two parameters: gate_up_proj, the
+concatenation of gate and up, and down_proj. PEFT has one adapter for each of the two. Its A is
+[experts and ranks, inputs], its B [outputs, ranks and experts]. Here gate and up have an A each:
 the adapter of both has twice the rank, and a B that is 0 outside of two corners. Files of older
-versions have tensors of each expert, and those are the names that the rest of the program knows.
+versions have tensors of each expert, and the rest of the program uses those names.
 
 Source: https://huggingface.co/docs/peft/developer_guides/lora, "Targeting nn.Parameter".
 """
@@ -17,10 +17,10 @@ import numpy as np
 
 from data_pipeline.base.errors import DataError, UsageError
 
-# By this pattern, which is PEFT's, adapter_config.json has another rank and alpha for gate and up.
+# PEFT's pattern with which adapter_config.json sets another rank and alpha for gate and up.
 GATE_AND_UP = r".*\.gate_up_proj"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
-# The names of either age.
+# The names of older and newer files.
 _PRODUCTS = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -32,7 +32,7 @@ _PRODUCTS = {
 
 
 class _ExpertTensorName(NamedTuple):
-    """A tensor of one expert, by its name."""
+    """The parts of the name of a tensor of one expert."""
 
     # Name of the feed-forward block.
     block: str
@@ -43,7 +43,7 @@ class _ExpertTensorName(NamedTuple):
     part: str
 
 
-# Of a block's experts, by product and part: their tensors in order.
+# The tensors of a block's experts in order, by product and part.
 _Parts = dict[tuple[str, str], list[np.ndarray]]
 
 
@@ -56,23 +56,24 @@ def _of_expert(name: str) -> _ExpertTensorName | None:
 
 
 def present_name(name: str) -> str:
-    """What transformers 5 calls the module of a tensor, where older files have another name."""
+    """Return the name in transformers 5 of the module of a tensor that older files name
+    differently."""
     return name.replace(".block_sparse_moe.", ".mlp.").replace(".block_sparse_moe", ".mlp")
 
 
 class ExpertAdapterTensors(NamedTuple):
-    """Tensors of a file, and what those of joined experts are adapters of."""
+    """The tensors of a file, and the parameters that the adapters of joined experts belong to."""
 
     tensors: dict[str, np.ndarray]
-    # Names of tensors without what follows the module, by the parameter that has the adapter.
+    # Names of the modules of the tensors, by the parameter that has the adapter.
     parameters: dict[str, str]
 
 
 def join_experts(tensors: Mapping[str, np.ndarray]) -> ExpertAdapterTensors:
-    """Tensors with those of experts joined.
+    """Return the tensors with those of experts joined.
 
     Raises:
-        UsageError: gate has an adapter, and up has none, or the other way around.
+        UsageError: only one of gate and up has an adapter.
     """
     joined = ExpertAdapterTensors({}, {})
     blocks: dict[str, dict[_ExpertTensorName, np.ndarray]] = {}
@@ -112,14 +113,14 @@ def _join_block(joined: ExpertAdapterTensors, block: str, parts: _Parts) -> None
 
 
 def _gate_up_module(block: str, products: Iterable[str]) -> str:
-    """Where the adapter of gate and up is: that of down, if there is one, is around it."""
+    """Return the module of the adapter of gate and up: inside that of down, if there is one."""
     if "down" in products:
         return f"{block}.experts.base_layer"
     return f"{block}.experts"
 
 
 def _in_corners(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """[E, 2 F, 2 r] of two [E, F, r]."""
+    """Return [E, 2 F, 2 r] from two [E, F, r], in the corners of the last two dims."""
     num_experts, width, rank = gate.shape
     both = np.zeros((num_experts, 2 * width, 2 * rank), gate.dtype)
     both[:, :width, :rank] = gate
@@ -128,7 +129,7 @@ def _in_corners(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def _named(module: str, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
-    """Both tensors of an adapter: a [E, r, I] and b [E, O, r]."""
+    """Return both tensors of an adapter by name: a [E, r, I] and b [E, O, r]."""
     return {
         f"{module}.lora_A.weight": a.reshape(-1, a.shape[-1]),
         f"{module}.lora_B.weight": b.transpose(1, 2, 0).reshape(b.shape[1], -1),
@@ -138,17 +139,17 @@ def _named(module: str, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
 def split_experts(
     stored: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """The tensors of a file with those of joined experts taken apart.
+    """Return the tensors of a file with those of joined experts split.
 
     Args:
-        stored: by the names in the file.
+        stored: tensors by their names in the file.
         wanted: the shapes of the model's adapters, by the names that tensors of each expert have.
 
     Returns:
-        By the names of `wanted` where they are the same tensors; what does not fit stays as it is.
+        The tensors, by the names of `wanted` where they match; the others are unchanged.
 
     Raises:
-        DataError: the adapter of gate and up is none of each of them.
+        DataError: the adapter of gate and up can't be split into one for each.
     """
     found = dict(stored)
     blocks: dict[str, dict[_ExpertTensorName, str]] = {}
@@ -166,7 +167,7 @@ def split_experts(
 def names_there(
     stored: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
 ) -> set[str]:
-    """Of the names of `wanted`, those whose tensors a file has, alone or joined; arguments as of
+    """Return the names of `wanted` whose tensors a file has, alone or joined; arguments as in
     `split_experts`."""
     there = set()
     for name in wanted:
@@ -178,7 +179,7 @@ def names_there(
 
 
 def _sizes(name: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Inputs and outputs of the product that an adapter's tensor is of."""
+    """Return inputs and outputs of the product that an adapter's tensor belongs to."""
     module, _, _ = name.rpartition(".lora_")
     return wanted[f"{module}.lora_A.weight"][1], wanted[f"{module}.lora_B.weight"][0]
 
@@ -186,10 +187,10 @@ def _sizes(name: str, wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 def _is_joined(
     stored: Mapping[str, np.ndarray], where: _ExpertTensorName, sizes: tuple[int, int]
 ) -> bool:
-    """Whether a file has the joined adapter that a tensor of one expert is in.
+    """Return True if a file has the joined adapter that contains the tensor of an expert.
 
-    That of gate and up is called as that of down where there is no other; they are told apart by
-    their sizes, `sizes` being those of the expert's product.
+    The adapter of gate and up has the name of that of down where there is no other; their sizes
+    distinguish them. `sizes` are those of the expert's product.
     """
     module = f"{present_name(where.block)}.experts"
     if f"{module}.base_layer.lora_A.weight" in stored:
@@ -209,7 +210,7 @@ def _split_block(
     names: Mapping[_ExpertTensorName, str],
     wanted: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Takes the experts of a block apart, if they are joined."""
+    """Split the experts of a block, if they are joined."""
     first = next(iter(names))
     block = present_name(first.block)
     num_experts = 1 + max(where.expert for where in names)
@@ -233,8 +234,8 @@ def _split_block(
 def _take(
     found: dict[str, np.ndarray], module: str, num_experts: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """A [E, r, I] and B [E, O, r] of a joined adapter, which is no longer in `found` then; None: it
-    is not there, or of another number of experts."""
+    """Return A [E, r, I] and B [E, O, r] of a joined adapter and remove them from `found`; None if
+    it is missing, or of another number of experts."""
     names = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
     if not all(name in found for name in names):
         return None
@@ -251,13 +252,14 @@ def _take(
 def _gate_and_up(
     module: str, a: np.ndarray, b: np.ndarray, rank: int
 ) -> dict[tuple[str, str], np.ndarray]:
-    """What the adapter of both, a [E, R, I] and b [E, 2 F, R], is of each.
+    """Split the adapter of gate and up, a [E, R, I] and b [E, 2 F, R], into one of each.
 
-    DataError: it has no form of this rank.
+    Raises:
+        DataError: it has no form of this rank.
     """
     of_gate, of_up = np.split(b, 2, axis=1)
     if a.shape[1] != 2 * rank:
-        # Both have the same A then.
+        # In this case both have the same A.
         return {
             ("gate", "A"): a,
             ("gate", "B"): of_gate,

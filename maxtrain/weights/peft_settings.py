@@ -1,5 +1,4 @@
-"""What adapter_config.json says of adapters in PEFT's files, written and held against a model. No
-jax here."""
+"""Writes adapter_config.json of PEFT's format, and compares it with a model. No jax here."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from maxtrain.models.families.directory import read_json
 from maxtrain.weights.peft_experts import GATE_AND_UP
 
 CONFIG = "adapter_config.json"
-# What makes another model of the same tensors, or has more of them.
+# Settings with which the same tensors are another model, or with which there are more tensors.
 _OTHER_MODELS = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -27,22 +26,23 @@ _OTHER_MODELS = (
     "use_bdlora",
     "use_qalora",
 )
-# How A and B began, where that has left the weights as they were.
+# Initialisations of A and B that leave the weights unchanged.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class AdapterTargets(NamedTuple):
-    """What has an adapter, as adapter_config.json has it: by whole names, since not all products of
-    one name need have one."""
+    """The modules and parameters with adapters, as in adapter_config.json: by whole names, since
+    not all products of one name need to have one."""
 
     modules: list[str]
     parameters: list[str]
 
 
 def settings_of(lora: LoraConfig, targets: AdapterTargets, base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json.
+    """Return the content of adapter_config.json.
 
-    UsageError: PEFT has no magnitudes for one of the adapters.
+    Raises:
+        UsageError: PEFT has no magnitudes for one of the adapters.
     """
     if lora.magnitudes and targets.parameters:
         raise UsageError(
@@ -74,12 +74,13 @@ def settings_of(lora: LoraConfig, targets: AdapterTargets, base: str | None) -> 
 
 
 def base_of(directory: Path) -> str | None:
-    """The model that adapters are for, as their files name it; None: they don't."""
+    """Return the model that adapters are for, as named in their files, or None."""
     return read_json(directory.expanduser() / CONFIG).get("base_model_name_or_path")
 
 
 def require_same_settings(directory: Path, lora: LoraConfig) -> None:
-    """The settings of the adapters of a directory are those of a model with this section.
+    """Check that the settings of the adapters of a directory are those of a model with this
+    section.
 
     Raises:
         ConfigError: the files have another rank or scale than the model, or more than adapters.
@@ -102,12 +103,12 @@ def require_same_settings(directory: Path, lora: LoraConfig) -> None:
     for name, (key, ours) in wanted.items():
         theirs = there.get(name, False)
         if theirs != ours:
-            mend = theirs
+            fix = theirs
             if name == "use_rslora":
-                mend = "root" if theirs else "rank"
+                fix = "root" if theirs else "rank"
             problems.append(
                 f"model.lora.{key} does not fit {path}, which has {name}={theirs}. "
-                f"Set model.lora.{key}={mend}."
+                f"Set model.lora.{key}={fix}."
             )
     for name in _OTHER_MODELS:
         if there.get(name, "none") not in ("none", None, False, []):
@@ -137,9 +138,10 @@ def require_same_settings(directory: Path, lora: LoraConfig) -> None:
 
 
 def dropout_note(directory: Path, lora: LoraConfig) -> str:
-    """What to say where adapters go on with another dropout than their files name; empty: nothing.
+    """Return a note if adapters continue with another dropout than their files name; empty: no
+    note.
 
-    Dropout is no part of what adapters compute, so that it need not stay.
+    Dropout does not affect what adapters compute, so it may change.
     """
     path = directory.expanduser() / CONFIG
     there = read_json(path).get("lora_dropout", 0.0)
@@ -152,7 +154,8 @@ def dropout_note(directory: Path, lora: LoraConfig) -> str:
 
 
 def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
-    """Rank and alpha of the adapters of gate and up together, whose scale is that of the others."""
+    """Return rank and alpha of the joint adapters of gate and up, whose scale is that of the
+    others."""
     assert lora.rank is not None
     factor = 2.0
     if lora.scaling == "root":
@@ -164,7 +167,7 @@ def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _same_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two sections of adapter_config.json are the same but for roundings."""
+    """Return True if two sections of adapter_config.json are the same up to rounding."""
     here = section_leaves(one)
     there = section_leaves(other)
     if not all(isinstance(value, int | float) for value in here.values()):

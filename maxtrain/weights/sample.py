@@ -1,4 +1,4 @@
-"""A hash of weights on a disk that costs next to nothing, to ask whether hosts have the same."""
+"""A cheap hash of the weights on a disk, to check whether hosts have the same."""
 
 import hashlib
 from pathlib import Path
@@ -12,16 +12,16 @@ _MOST_BLOCKS = 64
 
 
 def sampled_hash(directory: str | Path) -> str:
-    """16 hex digits of the files of a Hugging Face directory that weights are read from.
+    """Return 16 hex digits that identify the weight files of a Hugging Face directory.
 
-    Of each file it sees the size and up to 64 blocks of 4 KiB, the first and the last ones among
-    them: other weights have another hash. What differs in a few numbers may have the same.
+    It covers the size of each file and up to 64 blocks of 4 KiB, the first and the last ones among
+    them: other weights have another hash. Weights that differ in a few numbers may have the same.
     """
     folder = Path(directory).expanduser()
     found = hashlib.blake2b(digest_size=8)
     index = folder / INDEX
     files = [folder / "config.json", *tensor_files(folder)]
-    # Which file a tensor is read from is a property of the weights, too.
+    # The file that a tensor is read from is a property of the weights, too.
     if index.exists():
         files.append(index)
     for path in files:

@@ -1,9 +1,9 @@
-"""Weights to start from, of whatever kind: a Hugging Face directory, or a run of maxtrain or one of
+"""Initial weights of a run, of any kind: a Hugging Face directory, or a run of maxtrain or one of
 its checkpoints.
 
-Parameters and buffers alone are read, onto this run's mesh: its optimizer, its data and its steps
-begin anew. Nothing is padded, truncated or cast; what may be missing or different, and stays as it
-was initialised, is named by `checkpoint.init_partial`.
+Only parameters and buffers are read, onto this run's mesh: its optimizer, its data and its steps
+begin anew. Nothing is padded, truncated or cast; `checkpoint.init_partial` names the parameters
+that may be missing or different and stay as they were initialised.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ from maxtrain.weights.hf import differing_keys, load_weights, stored_dtype
 from maxtrain.weights.peft import read_adapters
 from maxtrain.weights.peft_settings import dropout_note, require_same_settings
 
-# Keys of `model` that shapes of arrays show.
+# Keys of `model` that determine shapes of arrays.
 _SHAPES = {
     "num_layers",
     "embed_dim",
     "mlp_dim",
-    # It is mlp_dim where it is left open, in families without experts, too.
+    # If left open it is mlp_dim, in families without experts, too.
     "moe.expert_dim",
     "num_heads",
     "num_kv_heads",
@@ -64,14 +64,14 @@ _SHAPES = {
     "vocab_size",
     "tie_embeddings",
 }
-# Those of adapters that no shape shows.
+# Keys of adapters that no shape depends on.
 _SCALE_OF_ADAPTERS = ("alpha", "scaling")
 _TABLE_ROWS = 60
-# Runs that began with each other's weights, and are looked through.
+# Maximum length of a chain of runs that began with each other's weights.
 _LONGEST_CHAIN = 20
-# What checkpoints call the head.
+# Name of the head in checkpoints.
 _HEAD = "params.head.kernel"
-# The value of a model that has learnt by PPO, which is always new.
+# Name of the value head of PPO, which is always new.
 _VALUE = "params.value.kernel"
 
 
@@ -80,7 +80,8 @@ def _no_more() -> nnx.State:
 
 
 def own_tokenizer(run: str | Path) -> Path | None:
-    """The folder with the tokenizer that a run carries; None: it is missing or incomplete."""
+    """Return the folder with the tokenizer that a run carries; None: it is missing or
+    incomplete."""
     folder = Path(run).expanduser() / TOKENIZER_FOLDER
     if (folder / CARRIED).exists():
         return folder
@@ -88,12 +89,12 @@ def own_tokenizer(run: str | Path) -> Path | None:
 
 
 def dtype_of_weights(place: str) -> str | None:
-    """The type that the weights of a model were stored in where another program had made them:
-    those of a Hugging Face directory, or those that a run was made from or began with.
+    """Return the type in which another program stored the weights of a model: those of a Hugging
+    Face directory, or those that a run was imported from or began with.
 
-    None: that is not known, or the run began with random weights.
+    None: it is unknown, or the run began with random weights.
     """
-    # A circle of runs would be a mistake of a person; nobody has chains as long as this.
+    # The limit stops at a circle of runs, which only a mistake creates; real chains are shorter.
     for _ in range(_LONGEST_CHAIN):
         if is_url(place):
             return None
@@ -121,15 +122,17 @@ def dtype_of_weights(place: str) -> str | None:
 
 
 def changed_meaning(model: ModelConfig, saved: str) -> dict[str, tuple[Any, Any]]:
-    """What this model would take the weights of a step for, and what they were trained as.
+    """Return the keys in which this model would interpret the weights of a step differently than
+    they were trained.
 
     Args:
-        model: that is to have the weights.
+        model: the model that is to have the weights.
         saved: the config of the step, as YAML.
 
     Returns:
-        The keys that differ, by their paths below `model`, with both values. What shapes of arrays
-        show is left to whoever reads the arrays, and what a run may choose is no difference.
+        The keys that differ, by their paths below `model`, with both values. Keys that shapes of
+            arrays depend on are checked where the arrays are read, and keys that a run may choose
+            are not compared.
     """
     try:
         config = strict_yaml.loads(saved)
@@ -154,11 +157,11 @@ def changed_meaning(model: ModelConfig, saved: str) -> dict[str, tuple[Any, Any]
 
 
 def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
-    """ConfigError: a run would go on with another model than the one that it has trained.
+    """Raise ConfigError if a run would continue with another model than the one it has trained.
 
     Args:
-        model: of the run as it is launched now.
-        saved: the checkpoint that it goes on from; None: it begins.
+        model: the model of the run as it is launched now.
+        saved: the checkpoint that it continues from; None: it begins.
     """
     if saved is None:
         return
@@ -174,10 +177,10 @@ def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
 
 
 def require_weights(config: CheckpointConfig) -> None:
-    """Check, before anything large is read or compiled, that there are weights to start from.
+    """Check that there are weights to start from, before anything large is read or compiled.
 
     Args:
-        config: with `init_from`.
+        config: section with `init_from`.
 
     Raises:
         ConfigError: there is no run, checkpoint or Hugging Face directory of that name.
@@ -189,15 +192,15 @@ def require_weights(config: CheckpointConfig) -> None:
 
 
 def require_same_tokenizer(config: CheckpointConfig, data: TokenShards) -> None:
-    """The ids of the data mean what they mean to the weights of a Hugging Face directory, or of a
-    run that was imported from one, if that has a tokenizer.
+    """Check that the ids of the data have the same meaning for the weights of a Hugging Face
+    directory, or of a run that was imported from one, if that has a tokenizer.
 
     Args:
-        config: with `init_from`.
-        data: of the run, all made with one tokenizer.
+        config: section with `init_from`.
+        data: data of the run, all made with one tokenizer.
 
     Raises:
-        ConfigError: they don't.
+        ConfigError: the tokenizers differ.
     """
     place = _tokenizer_beside(readable_model(config.init_from or ""))
     if place is None:
@@ -212,10 +215,10 @@ def require_same_tokenizer(config: CheckpointConfig, data: TokenShards) -> None:
 
 
 def _tokenizer_beside(directory: Path) -> Path | None:
-    """Where the tokenizer of weights lies beside them; None: nowhere."""
+    """Return the place of the tokenizer beside weights, or None."""
     if (directory / "config.json").exists() and (directory / TOKENIZER).exists():
         return directory
-    # The directory may be a run, its folder of checkpoints, or one of these.
+    # The directory may be a run, its folder of checkpoints, or one of the checkpoints.
     for run in (directory, *directory.absolute().parents[:2]):
         if (run / "config.yaml").exists():
             return own_tokenizer(run)
@@ -232,25 +235,25 @@ def starting_variables(
     precision: PrecisionConfig | None = None,
     fresh_score: Callable[[], nnx.State] = _no_more,
 ) -> nnx.State:
-    """The parameters and buffers of `config.init_from` as arrays, and adapters: those of the run
-    that is named, if it has some, else new ones. A model without adapters begins with weights that
-    have taken in those of the run; one with a score, with those of a model of logits without its
+    """Return the parameters and buffers of `config.init_from` as arrays, and adapters: those of the
+    named run, if it has some, or else new ones. A model without adapters begins with weights into
+    which those of the run are merged; one with a score, with those of a model of logits without its
     head.
 
     Args:
-        variables: the model's, as shapes with shardings.
-        config: with `init_from` and `init_partial`.
-        model: that they belong to.
-        fresh: makes initial ones; called only if some of them are needed.
-        tell: gets a table of what was loaded, is new, and was not used.
+        variables: variables of the model, as shapes with shardings.
+        config: section with `init_from` and `init_partial`.
+        model: configuration of the model.
+        fresh: makes initial variables; called only if some of them are needed.
+        tell: called with a table of the variables that were loaded, are new, or were not used.
         fresh_adapters: makes initial adapters; None: the model has none.
-        precision: of the model; None: the default.
+        precision: precision of the model; None: the default.
         fresh_score: makes an initial score; called only if it is needed.
 
     Raises:
         ConfigError: another model, adapters that do not fit, or parameters that differ and are not
             named by `init_partial`.
-        StorageError, DataError: the directory is not what it should be.
+        StorageError, DataError: the directory can't be read or is not valid.
     """
     directory = readable_model(config.init_from or "").absolute()
     path = _find_step(directory, config.init_from or "")
@@ -304,7 +307,7 @@ def starting_variables(
         there.pop(_HEAD, None)
     quantized = {}
     for name, kernel in stored_kernels(variables).items():
-        # A run whose base is quantised has what takes the place of the kernel.
+        # A run whose base is quantised has codes and scales in the place of the kernel.
         if f"params.{name}.{CODES}" not in there:
             quantized[f"params.{name}"] = kernel
     wanted = with_whole_kernels(wanted, quantized)
@@ -320,7 +323,7 @@ def starting_variables(
 
 
 def split_value(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The value of a model that has one, and all else."""
+    """Split the variables of a model into its value head and all others."""
 
     def is_value(path: tuple[Any, ...], _: Any) -> bool:
         return path[0] == "value"
@@ -330,7 +333,7 @@ def split_value(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def split_score(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The score of a model that has one, and all else."""
+    """Split the variables of a model into its score head and all others."""
 
     def is_score(path: tuple[Any, ...], _: Any) -> bool:
         return path[0] == "score"
@@ -340,11 +343,11 @@ def split_score(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def _has_score(path: Path | None, directory: Path) -> bool:
-    """Whether weights are of a model with a score.
+    """Return True if weights are of a model with a score.
 
     Args:
-        path: of the step that has them; None: they are those of Hugging Face.
-        directory: of these.
+        path: path of the step that has them; None: they are those of Hugging Face.
+        directory: the directory of the latter.
     """
     if path is None:
         return read_config(directory).score
@@ -355,11 +358,11 @@ def _has_score(path: Path | None, directory: Path) -> bool:
 def _require_fitting_adapters(
     path: Path | None, theirs: LoraConfig | None, config: CheckpointConfig, model: ModelConfig
 ) -> None:
-    """Before anything large is read.
+    """Check the adapters of `init_from` and `init_adapters`, before anything large is read.
 
     Args:
-        path: of the step that the run begins with; None: it begins with none.
-        theirs: `model.lora` of its run; None: it has no adapters.
+        path: path of the step that the run begins with; None: it begins with none.
+        theirs: `model.lora` of that step's run; None: it has no adapters.
 
     Raises:
         ConfigError: the adapters of `init_from` or `init_adapters` are not those that `model.lora`
@@ -377,7 +380,7 @@ def _require_fitting_adapters(
 def _problems_of_adapters(
     path: Path, theirs: LoraConfig, config: CheckpointConfig, ours: LoraConfig
 ) -> Iterator[str]:
-    """What a run with adapters can't be begun from a step with these adapters for."""
+    """Yield the reasons for which a run can't begin from a step with these adapters."""
     whole = "the directory of `maxtrain export`, whose weights have taken the adapters in"
     if ours.rank is None:
         if config.init_partial:
@@ -396,7 +399,7 @@ def _problems_of_adapters(
         return
     there = dataclasses.asdict(theirs)
     for key, value in dataclasses.asdict(ours).items():
-        # Dropout is how adapters are trained, not what they are.
+        # Dropout affects how adapters are trained, not what they compute.
         if value != there[key] and key != "dropout":
             was = show(there[key])
             yield (
@@ -407,8 +410,8 @@ def _problems_of_adapters(
 
 
 def _adapters_of(path: Path | None) -> LoraConfig | None:
-    """The section `model.lora` of the run of a step; None: it has no adapters, or there is no
-    step."""
+    """Return the section `model.lora` of the run of a step; None: it has no adapters, or there is
+    no step."""
     if path is None:
         return None
     _, record = read_step(path)
@@ -430,14 +433,14 @@ def _taken_in(
     tell: Callable[[str], object],
     fresh_score: Callable[[], nnx.State],
 ) -> nnx.State:
-    """The parameters and buffers of a step with adapters, which its weights have taken in.
+    """Return the parameters and buffers of a step with its adapters merged into the weights.
 
     Args:
-        variables: of the model without adapters, as shapes with shardings.
-        config: with the step as `init_from`.
+        variables: variables of the model without adapters, as shapes with shardings.
+        config: section with the step as `init_from`.
         adapted: the model with the adapters of the step.
-        precision: of both.
-        tell, fresh_score: as of `starting_variables`.
+        precision: precision of both models.
+        tell, fresh_score: as in `starting_variables`.
     """
     mesh = jax.tree.leaves(variables)[0].sharding.mesh
     graphdef, abstract = abstract_model(adapted, precision, mesh)
@@ -458,7 +461,8 @@ def _taken_in(
 
 
 def _names_in_checkpoints(variables: nnx.State) -> list[str]:
-    """What checkpoints call a model's parameters and buffers, in the order of its leaves."""
+    """Return the names in checkpoints of a model's parameters and buffers, in the order of its
+    leaves."""
     buffers = paths(split_buffers(variables)[1])
     names = []
     for name in leaf_names(variables):
@@ -468,11 +472,11 @@ def _names_in_checkpoints(variables: nnx.State) -> list[str]:
 
 
 def _require_agreement(path: Path | None, config: CheckpointConfig) -> None:
-    """Raises ConfigError if the processes of this job find different steps."""
+    """Raise ConfigError if the processes of this job find different steps."""
     step = "no step"
     if path is not None:
         step = path.name
-    found = {said["step"] for said in gather({"step": step})}
+    found = {report["step"] for report in gather({"step": step})}
     if len(found) > 1:
         raise ConfigError(
             f"checkpoint.init_from={config.init_from} is still being written: processes of this "
@@ -486,20 +490,20 @@ def _restore(
     config: CheckpointConfig,
     quantized: Mapping[str, StoredKernel],
 ) -> dict[str, Any]:
-    """The arrays of a step that were asked for; kernels that are quantised one after another, and
-    in the place of each its codes and scales."""
+    """Return the requested arrays of a step; kernels are quantised one by one and replaced by their
+    codes and scales."""
     together = {name: leaf for name, leaf in loaded.items() if name not in quantized}
     alone = [{name: leaf} for name, leaf in loaded.items() if name in quantized]
     checkpoints = Checkpoints(path.parent, CheckpointConfig())
     try:
         arrays = {}
-        for asked in (together, *alone):
-            if asked:
-                found, _ = checkpoints.restore(asked, int(path.name), partial=True)
+        for leaves in (together, *alone):
+            if leaves:
+                found, _ = checkpoints.restore(leaves, int(path.name), partial=True)
                 arrays |= quantized_among(found, quantized)
         return arrays
     except DamagedError as damage:
-        # Of another run, whose checkpoints are not ours to put aside.
+        # The checkpoint is of another run, whose checkpoints must not be moved aside.
         raise StorageError(f"checkpoint.init_from={config.init_from}: {damage}") from damage
     finally:
         checkpoints.close()
@@ -509,22 +513,22 @@ def _find_step(directory: Path, name: str) -> Path | None:
     """Find the checkpoint that a name means.
 
     Args:
-        directory: of a checkpoint, of a run (its newest checkpoint is meant), or of its folder of
+        directory: a checkpoint, a run (its newest checkpoint is meant), or its folder of
             checkpoints.
-        name: as the user wrote it.
+        name: the name as the user wrote it.
 
     Returns:
-        The directory of the step; None: this is no run and none of its checkpoints.
+        The directory of the step; None: this is neither a run nor one of its checkpoints.
 
     Raises:
-        ConfigError: a checkpoint is named that is not there, or not complete.
-        StorageError: a run without a complete checkpoint.
+        ConfigError: a named checkpoint is missing or not complete.
+        StorageError: a run has no complete checkpoint.
     """
     # A run may have a number as its name.
     if directory.name.isdecimal() and not (directory / "checkpoints").is_dir():
         steps = complete(directory.parent)
         found = steps.get(int(directory.name))
-        # The whole name: the numbers of steps have leading zeros, and people leave them out.
+        # Match the number: the names of steps have leading zeros, which users leave out.
         if found is not None:
             return found
         why = survey(directory.parent).get(int(directory.name), "there is no such step")
@@ -552,7 +556,7 @@ def _find_step(directory: Path, name: str) -> Path | None:
 
 
 def _saved_model(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The section `model` of the config that the record of a step holds; empty if it has none.
+    """Return the section `model` of the config in the record of a step; empty if it has none.
 
     Raises:
         DamagedError: the config is not valid YAML.
@@ -569,8 +573,8 @@ def _saved_model(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 def _require_same_model(
     path: Path, record: dict[str, Any], config: CheckpointConfig, model: ModelConfig
 ) -> None:
-    """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough
-    of those that make them."""
+    """Raise ConfigError for keys of the model that differ; with `init_partial`, keys that determine
+    shapes are checked by the shapes."""
     there = _saved_model(path, record)
     problems = [
         f"model.{key}={ours} must be {theirs}, as in {path}. Set model.{key}={theirs}."
@@ -582,8 +586,8 @@ def _require_same_model(
 
 
 def _require_directory(directory: Path, config: CheckpointConfig) -> None:
-    """Check a model that is no run of maxtrain. ConfigError: it is not there, or
-    checkpoint.init_partial, which is for runs alone, is set."""
+    """Check a model that is not a run of maxtrain. Raise ConfigError if it is missing, or if
+    checkpoint.init_partial, which is for runs only, is set."""
     if config.init_partial:
         raise ConfigError(
             f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, "
@@ -616,8 +620,8 @@ def _compare(
     tell: Callable[[str], object],
     quantized: Mapping[str, StoredKernel],
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What can be loaded; tells a table of all, and raises ConfigError with it if more differs than
-    may."""
+    """Return the arrays that can be loaded. Reports a table of all, and raises ConfigError with it
+    if more differs than is allowed."""
     ours = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
     theirs = {name: f"{array['dtype']}{array['shape']}" for name, array in there.items()}
     allowed = [re.compile(pattern) for pattern in config.init_partial]
@@ -641,7 +645,7 @@ def _compare(
             here = quantized[name].describe()
         rows.append((short, theirs.get(name, "missing"), here, what))
     count = sum(what == "loaded" for _, _, _, what in rows)
-    # What is of interest comes first.
+    # Rows of arrays that are not loaded come first.
     rows.sort(key=_is_loaded)
     lines = aligned([("parameter", "there", "here", ""), *rows])[: _TABLE_ROWS + 1]
     hidden = len(rows) + 1 - len(lines)

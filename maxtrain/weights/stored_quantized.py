@@ -1,5 +1,5 @@
-"""Weights that a Hugging Face directory stores in fewer bits, as the plain tensors that they stand
-for: each has the name, the shape and the numbers that it would have in a plain file.
+"""Reads the quantised weights of a Hugging Face directory as plain tensors: each has the name, the
+shape and the numbers that it would have in a plain file.
 
 A part is dequantised when it is read, some rows at a time, straight to where it is needed.
 
@@ -29,18 +29,18 @@ from maxtrain.models.hf_mapping import Part
 from maxtrain.weights.memory_order import copy_numbers
 from maxtrain.weights.tensor_file import DTYPES, StoredTensor, stored_numbers
 
-# Numbers of one scale of MXFP4, and the bytes that they take.
+# Number of entries that share a scale in MXFP4, and the bytes that they take.
 _GROUP = 32
 _GROUP_BYTES = 16
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 _BLOCK_SCALES = "_scale_inv"
-# Numbers that are dequantised at a time, which the second cache of a core holds.
+# Number of entries that are dequantised at a time; they fit in the L2 cache of a core.
 _AT_ONCE = 1 << 18
 
 
 def _fp4_pairs() -> np.ndarray:
-    """The two numbers of each byte, as one number of 64 bits."""
+    """Return the two numbers of each byte, as one 64-bit number."""
     sizes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     numbers = np.concatenate([sizes, -sizes])
     code = np.arange(256)
@@ -54,13 +54,13 @@ _FP8 = np.arange(256, dtype=np.uint8).view(jnp.dtype("float8_e4m3fn")).astype(np
 def plain_tensors(
     stored: Mapping[str, StoredTensor], how: Quantization, directory: Path
 ) -> dict[str, StoredTensor]:
-    """The plain tensors of a directory, of which those that are quantised are dequantised when they
-    are read.
+    """Return the plain tensors of a directory; the quantised ones are dequantised when they are
+    read.
 
     Args:
-        stored: what the files hold, by name.
-        how: they are stored.
-        directory: where they are, for messages.
+        stored: tensors of the files, by name.
+        how: storage form.
+        directory: directory of the files, for messages.
 
     Raises:
         DataError: scales are missing or of another shape or type than the weights need.
@@ -127,7 +127,7 @@ def _require_form(
     shape: tuple[int, ...],
     directory: Path,
 ) -> None:
-    """DataError: scales are not of this shape and one of these types."""
+    """Raise DataError if scales are not of this shape and one of these types."""
     if scales.kind not in kinds or scales.shape != shape:
         raise DataError(
             f"{directory}: {name} is {scales.kind}{list(scales.shape)}, and must be "
@@ -137,7 +137,7 @@ def _require_form(
 
 
 def _read_mxfp4(codes: StoredTensor, scales: StoredTensor, part: Part, out: np.ndarray) -> None:
-    """Puts a part [experts, inputs, outputs] into memory.
+    """Read a part [experts, inputs, outputs] into memory.
 
     Args:
         codes: uint8 [experts, outputs, bytes].
@@ -157,7 +157,7 @@ def _read_mxfp4(codes: StoredTensor, scales: StoredTensor, part: Part, out: np.n
             powers = stored_numbers(scales, (one, rows, groups))[0]
             numbers = np.take(_FP4_PAIRS, bytes_there).view(np.float32)
             numbers = numbers.reshape(len(rows), len(groups), _GROUP)
-            # The code 255 is NaN, as the format has it.
+            # The code 255 is NaN in this format.
             factors = powers.view(jnp.dtype("float8_e8m0fnu")).astype(np.float32)
             _scale(numbers, factors[:, :, None])
             numbers = numbers.reshape(len(rows), len(groups) * _GROUP)
@@ -167,11 +167,11 @@ def _read_mxfp4(codes: StoredTensor, scales: StoredTensor, part: Part, out: np.n
 def _read_fp8(
     codes: StoredTensor, scales: StoredTensor, block: tuple[int, int], part: Part, out: np.ndarray
 ) -> None:
-    """Puts a part [outputs, inputs] into memory.
+    """Read a part [outputs, inputs] into memory.
 
     Args:
         codes: e4m3 [outputs, inputs].
-        scales: [blocks of outputs, blocks of inputs].
+        scales: scales [blocks of outputs, blocks of inputs].
         block: outputs and inputs of a block.
     """
     rows, columns = part
@@ -188,7 +188,7 @@ def _read_fp8(
 
 
 def _within_blocks(rows: range, height: int, at_once: int) -> Iterator[range]:
-    """The rows in pieces that lie in one block each, and have no more than `at_once`."""
+    """Yield the rows in pieces that lie in one block each, and have at most `at_once` rows."""
     start = rows.start
     while start < rows.stop:
         end_of_block = (start // height + 1) * height
@@ -198,7 +198,7 @@ def _within_blocks(rows: range, height: int, at_once: int) -> Iterator[range]:
 
 
 def _scale(numbers: np.ndarray, factors: np.ndarray) -> None:
-    """Multiplies numbers by their factors, in place; what is too large becomes infinity, which is
-    found where all weights are looked at."""
+    """Multiply numbers by their factors, in place; overflow becomes infinity, which the check of
+    all weights finds."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(numbers, factors, out=numbers)

@@ -1,8 +1,9 @@
-"""Files of tensors (safetensors), read with few copies, in the order in which they lie on the disk.
+"""Reads files of tensors (safetensors) with few copies, in the order of the disk.
 
-A tensor's numbers are read straight to where they are needed, if they lie there as in the file;
-what is transposed, cut or of another type goes through a small buffer that stays in the processor's
-cache. Nothing is mapped into memory: pages of the file would count as the process's own.
+The numbers of a tensor are read directly into their final memory if they have the same layout in
+the file; a part that is transposed, cut or of another type goes through a small buffer that stays
+in the processor's cache. Nothing is mapped into memory: pages of the file would count as the
+process's own.
 """
 
 import concurrent.futures
@@ -23,26 +24,27 @@ from maxtrain.models.families.directory import AGAIN
 from maxtrain.models.hf_mapping import Part, Shape
 from maxtrain.weights.memory_order import copy_numbers
 
-# Types of the format by what a file calls them.
+# Types by their names in a file.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Types of what stands for numbers beside scales.
+# Types of codes, by their names in a file.
 _CODES = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
-# Bytes that one thread reads at a time: few, so that what all threads ask for is one long read to
-# the kernel, which reads ahead; and enough rows of a wide matrix to fill a tile of memory_order.
+# Bytes that one thread reads at a time: few, so that the requests of all threads look like one long
+# read to the kernel, which reads ahead; and enough rows of a wide matrix to fill a tile of
+# memory_order.
 _BLOCK_BYTES = 1 << 22
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file that is open.
+    """A tensor in an open file.
 
     Attributes:
-        path: of the file.
-        descriptor: of the file.
-        kind: what the file calls its type.
-        shape: its own.
-        offset: of its first byte in the file.
-        dequantize: puts a part of it into memory, if the file holds something that stands for it;
-            `kind` and `shape` are then those that a plain file would have.
+        path: path of the file.
+        descriptor: descriptor of the file.
+        kind: name of the type in the file.
+        shape: shape of the tensor.
+        offset: offset in bytes of the first number in the file.
+        dequantize: reads a part of the tensor into memory, if the file holds codes of it; `kind`
+            and `shape` are then those that a plain file would have.
     """
 
     path: Path
@@ -54,7 +56,7 @@ class StoredTensor(NamedTuple):
 
 
 class TensorRead(NamedTuple):
-    """A part of a tensor that is to be put into memory of the same shape, rounded to its type."""
+    """A request to read a part of a tensor into memory of the same shape, rounded to its type."""
 
     tensor: StoredTensor
     part: Part
@@ -62,13 +64,13 @@ class TensorRead(NamedTuple):
 
 
 def open_tensors(path: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file by name; `held` closes the file.
+    """Return the tensors of a file by name; `held` closes the file.
 
     Raises:
         DataError: the file is missing or broken.
     """
     try:
-        # It refuses what is no such file, or not whole.
+        # `safe_open` refuses a file of another format, or one that is not complete.
         with safe_open(path, "numpy"):
             pass
         file = held.enter_context(path.open("rb", buffering=0))
@@ -92,7 +94,7 @@ def open_tensors(path: Path, held: contextlib.ExitStack) -> dict[str, StoredTens
 
 
 def read_all(reads: Sequence[TensorRead], threads: concurrent.futures.Executor) -> None:
-    """Does what was asked for, in the order of the files, by several threads.
+    """Execute read requests in the order of the files, with several threads.
 
     Raises:
         DataError: a file has become shorter.
@@ -105,7 +107,7 @@ def read_all(reads: Sequence[TensorRead], threads: concurrent.futures.Executor) 
 
 
 def _place(read: TensorRead) -> tuple[Path, int]:
-    """Where in the files it begins."""
+    """Return the file and the offset at which a read begins."""
     at = read.tensor.offset
     if read.part and read.tensor.dequantize is None:
         at += read.part[0].start * _row_bytes(read.tensor)
@@ -121,14 +123,14 @@ def _dtype(tensor: StoredTensor) -> np.dtype:
 
 
 def stored_numbers(tensor: StoredTensor, part: Part) -> np.ndarray:
-    """A part of a tensor as the file has it, in its own type; read by the thread that asks."""
+    """Return a part of a tensor in the type of the file; read by the calling thread."""
     out = np.empty([len(indices) for indices in part], _dtype(tensor))
     _read(tensor, part, out)
     return out
 
 
 def _blocks(read: TensorRead) -> list[TensorRead]:
-    """The same in parts of about as many bytes as one thread reads at a time."""
+    """Split a read into parts of about as many bytes as one thread reads at a time."""
     if not read.part:
         return [read]
     rows, *rest = read.part
@@ -148,7 +150,7 @@ def _read_block(read: TensorRead) -> None:
 
 
 def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
-    """Reads a part of a tensor."""
+    """Read a part of a tensor."""
     if len(tensor.shape) > 2:
         row_bytes = _row_bytes(tensor)
         for place, i in enumerate(part[0]):
@@ -156,7 +158,7 @@ def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
             one = tensor._replace(shape=tensor.shape[1:], offset=offset)
             _read(one, part[1:], out[place, ...])
         return
-    # Two dims, of which the first may have one row.
+    # Treat it as two dims; a vector is one row.
     missing = 2 - len(tensor.shape)
     rows, columns = (range(1),) * missing + part
     matrix = tensor._replace(shape=(1,) * missing + tensor.shape)
@@ -170,7 +172,7 @@ def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
 
 
 def _read_by_buffer(tensor: StoredTensor, rows: range, columns: range, out: np.ndarray) -> None:
-    """Rows of a matrix, a few at a time, whose columns are then put where they belong."""
+    """Read rows of a matrix, a few at a time, and copy their columns to the output."""
     row_bytes = _row_bytes(tensor)
     at_once = min(max(1, _BLOCK_BYTES // max(1, row_bytes)), len(rows))
     buffer = np.empty((at_once, tensor.shape[1]), _dtype(tensor))
@@ -183,7 +185,7 @@ def _read_by_buffer(tensor: StoredTensor, rows: range, columns: range, out: np.n
 
 
 def _fill(tensor: StoredTensor, memory: np.ndarray, offset: int) -> None:
-    """Fills memory with the bytes of a file from `offset` on."""
+    """Fill memory with the bytes of a file from `offset` on."""
     left = memoryview(memory)
     while left:
         try:
@@ -200,7 +202,7 @@ def _fill(tensor: StoredTensor, memory: np.ndarray, offset: int) -> None:
 def read_part(
     stored: StoredTensor, dtype: Any, threads: concurrent.futures.Executor, part: Part
 ) -> np.ndarray:
-    """A part of a tensor in a file, rounded to `dtype`."""
+    """Return a part of a tensor in a file, rounded to `dtype`."""
     out = np.empty([len(indices) for indices in part], dtype)
     read_all([TensorRead(stored, part, out)], threads)
     return out

@@ -1,4 +1,4 @@
-"""Models as GGUF files, which llama.cpp and programs built on it load.
+"""Writes models as GGUF files, the format of llama.cpp and of programs built on it.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """

@@ -1,7 +1,7 @@
-"""What llama.cpp must know of a model to compute what it computes here.
+"""Model metadata of a GGUF file: the keys with which llama.cpp computes the same as we do.
 
-llama.cpp has a program of its own for each architecture, and what that program does not read from
-the file, it takes for granted. A model that it would compute otherwise is refused.
+llama.cpp has a program of its own for each architecture, which assumes whatever it does not read
+from the file. A model that it would compute differently is refused.
 
 Source: llama.cpp, src/models and conversion.
 """
@@ -19,7 +19,7 @@ from maxtrain.models.specs import AttentionSpec, LayerSpec, MoeSpec, RopeSpec, h
 from maxtrain.ops.rope import rope_frequencies
 from maxtrain.weights.gguf.field import GgufField, Kind
 
-# By the families here.
+# Names in llama.cpp by our families.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -29,30 +29,30 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3": "gemma3",
 }
-# By key, of which type it is and what it says.
+# Type and value of each key.
 Values = dict[str, tuple[Kind, int | float | str]]
-# Of llama.cpp's programs, the one that turns neighbours in a head, where all others turn numbers
+# The program of llama.cpp that rotates neighbouring numbers of a head; all others rotate numbers
 # that are half a head apart. It is also the one that reads factors of rotary frequencies.
 TURNS_NEIGHBOURS = "llama"
-# With so many layers, Gemma 3 is taken for the one of 27 billion parameters, which divides scores
-# by the root of embed_dim / num_heads.
+# A Gemma 3 with this number of layers is taken for the one with 27 billion parameters, which
+# divides scores by the root of embed_dim / num_heads.
 _GEMMA3_27B_LAYERS = 62
 
 
 class GgufDescription(NamedTuple):
-    """What the file of a model says of it."""
+    """The metadata of a model in its file."""
 
     architecture: str
     fields: list[GgufField]
-    # What a user must know.
+    # Notes for the user.
     notes: list[str]
 
 
 def describe(config: ModelConfig) -> GgufDescription:
-    """The keys of a model.
+    """Return the keys of a model.
 
     Raises:
-        UsageError: llama.cpp has no program for the family, or would compute something else.
+        UsageError: llama.cpp has no program for the family, or would compute different results.
     """
     name = architecture_of(config)
     layers = FAMILIES[config.family].spec(config).stack.layers()
@@ -62,7 +62,7 @@ def describe(config: ModelConfig) -> GgufDescription:
     length = config.max_length
     window = config.window
     if name != "gemma3" and window is not None and window < length:
-        # Within the window, there is none.
+        # For rows that fit in the window, it makes no difference.
         notes.append(
             f"llama.cpp has no windows in models of family {config.family}: the file says that its "
             f"context is {window:,} tokens, the window. Up to there it computes what the model "
@@ -90,7 +90,7 @@ def describe(config: ModelConfig) -> GgufDescription:
         numbers["expert_used_count"] = ("uint32", moe.num_choices)
         numbers["expert_feed_forward_length"] = ("uint32", moe.width)
         if name == TURNS_NEIGHBOURS:
-            # Its experts have the width of all feed-forward blocks.
+            # This program reads the width of experts from the key of all feed-forward blocks.
             numbers["feed_forward_length"] = ("uint32", moe.width)
     if name == "gemma3":
         numbers["attention.sliding_window"] = ("uint32", window or length)
@@ -103,7 +103,7 @@ def describe(config: ModelConfig) -> GgufDescription:
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """llama.cpp's name of the program for a model; UsageError: there is none."""
+    """Return llama.cpp's name of the program for a model. Raise UsageError if there is none."""
     if config.family not in ARCHITECTURES:
         known = choices(sorted(ARCHITECTURES))
         raise UsageError(
@@ -114,9 +114,8 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def frequency_factors(config: ModelConfig) -> list[float] | None:
-    """What each rotary frequency is divided by, one for each pair of a head, where a tensor says
-    so;
-    None: there is no such tensor."""
+    """Return the divisor of each rotary frequency, one for each pair of a head, if the file needs a
+    tensor of them; None: it does not."""
     rope = _rope(FAMILIES[config.family].spec(config).stack.layers())
     if rope.scaling != "llama3":
         return None
@@ -128,7 +127,8 @@ def frequency_factors(config: ModelConfig) -> list[float] | None:
 
 
 def _llama3_factor(wavelength: float, rope: RopeSpec) -> float:
-    """How much slower a pair turns that turns once in so many tokens; see `llama3_frequencies`."""
+    """Return the factor by which a pair of this wavelength, in tokens, rotates more slowly; see
+    `llama3_frequencies`."""
     shortest = rope.original_length / rope.high_freq_factor
     longest = rope.original_length / rope.low_freq_factor
     if wavelength < shortest:
@@ -141,7 +141,7 @@ def _llama3_factor(wavelength: float, rope: RopeSpec) -> float:
 
 
 def _rope(layers: tuple[LayerSpec, ...]) -> RopeSpec:
-    """The rotary positions of layers that see everything."""
+    """Return the rotary positions of layers without a window."""
     wide = [layer for layer in layers if layer.window is None] or layers
     rope = wide[-1].rope
     assert rope is not None
@@ -149,7 +149,7 @@ def _rope(layers: tuple[LayerSpec, ...]) -> RopeSpec:
 
 
 def _scaling(rope: RopeSpec) -> Values:
-    """The keys of a scaling of rotary positions that is not a tensor of factors."""
+    """Return the keys of a scaling of rotary positions that is not a tensor of factors."""
     if rope.scaling in ("none", "llama3"):
         return {}
     values: Values = {
@@ -158,7 +158,7 @@ def _scaling(rope: RopeSpec) -> Values:
     }
     if rope.scaling == "linear":
         return values
-    # There it is a factor of what has been published.
+    # The file stores it relative to the published factor.
     published = 1 + 0.1 * math.log(rope.factor)
     return values | {
         "rope.scaling.original_context_length": ("uint32", rope.original_length),
@@ -169,15 +169,15 @@ def _scaling(rope: RopeSpec) -> Values:
 
 
 def _require_what_is_taken_for_granted(config: ModelConfig, layers: tuple[LayerSpec, ...]) -> None:
-    """UsageError: llama.cpp would compute something else."""
-    for what, mend in _differences(config, layers):
+    """Raise UsageError if llama.cpp would compute different results."""
+    for what, advice in _differences(config, layers):
         raise UsageError(
-            f"--format gguf: llama.cpp's program for {ARCHITECTURES[config.family]} {what}. {mend}."
+            f"--format gguf: llama.cpp's program for {ARCHITECTURES[config.family]} {what}. {advice}."
         )
 
 
 def _differences(config: ModelConfig, layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, str]]:
-    """What llama.cpp would do otherwise, and what to do instead."""
+    """Yield each difference from llama.cpp's computation, and the advice for it."""
     instead = "Export with --format hf"
     name = ARCHITECTURES[config.family]
     rope = _rope(layers)

@@ -1,4 +1,4 @@
-"""What a GGUF file says beside its tensors."""
+"""Metadata fields of a GGUF file."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,7 +6,7 @@ Kind = Literal["uint32", "float32", "bool", "string", "strings", "int32s", "floa
 
 
 class GgufField(NamedTuple):
-    """A key with its value; the format wants to know of which type a value is."""
+    """A key with its value and the type that the format needs for the value."""
 
     key: str
     kind: Kind

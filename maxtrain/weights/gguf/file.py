@@ -1,4 +1,4 @@
-"""GGUF files, written tensor by tensor, and read again."""
+"""Writes GGUF files tensor by tensor, and reads them back."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from maxtrain.models.hf_mapping import LazyArray, Part, slices
 from maxtrain.weights.gguf.field import GgufField
 from maxtrain.weights.memory_order import in_c_order
 
-# How numbers are stored, with llama.cpp's number of a file that is mostly so.
+# Storage forms, with llama.cpp's number for a file that mostly has this form.
 QUANTS = {
     "f32": 0,
     "f16": 1,
@@ -27,9 +27,9 @@ QUANTS = {
     "q4_1": 3,
     "q4_0": 2,
 }
-# Numbers that share a scale, in the last dim of a tensor.
+# Number of entries of the last dim that share a scale.
 _BLOCK = 32
-# Of numbers that are rounded at once.
+# Number of entries that are rounded at a time.
 _AT_ONCE = 1 << 24
 
 
@@ -38,7 +38,7 @@ class GgufTensor(NamedTuple):
 
     Args:
         tensor: its numbers.
-        quant: how they are stored, one of `QUANTS`.
+        quant: storage form, one of `QUANTS`.
     """
 
     tensor: LazyArray
@@ -46,16 +46,18 @@ class GgufTensor(NamedTuple):
 
 
 def library() -> Any:
-    """The package `gguf`; UsageError: it is not installed."""
+    """Return the package `gguf`. Raise UsageError if it is not installed."""
     return load_package("gguf", "gguf", "--format gguf")
 
 
 def plan_tensors(
     tensors: Mapping[str, LazyArray], exact: set[str], quant: str
 ) -> dict[str, GgufTensor]:
-    """How each tensor is stored: matrices as asked for, vectors and those named `exact` as float32.
+    """Return the storage form of each tensor: `quant` for matrices, float32 for vectors and for
+    those named in `exact`.
 
-    UsageError: the rows of a matrix have no whole number of blocks.
+    Raises:
+        UsageError: the rows of a matrix are not a whole number of blocks.
     """
     plans = {}
     for name, tensor in tensors.items():
@@ -74,13 +76,13 @@ def plan_tensors(
 def write_gguf(
     path: Path, architecture: str, fields: list[GgufField], plans: Mapping[str, GgufTensor]
 ) -> dict[str, int]:
-    """Write a file, on the disk when this returns; one tensor is in memory at a time.
+    """Write a file and sync it to disk; one tensor is in memory at a time.
 
     Returns:
         A checksum of each tensor's bytes.
 
     Raises:
-        DataError: a number is not finite as it would be stored.
+        DataError: a number is not finite in its storage form.
     """
     gguf = library()
     writer = gguf.GGUFWriter(path, architecture)
@@ -108,7 +110,7 @@ def write_gguf(
 
 
 def _types(gguf: Any, field: GgufField) -> tuple[Any, Any]:
-    """The type of a field, and that of its entries."""
+    """Return the type of a field, and that of its entries."""
     kinds = gguf.GGUFValueType
     if field.kind.endswith("s"):
         return kinds.ARRAY, kinds[field.kind.removesuffix("s").upper()]
@@ -120,7 +122,7 @@ def _pad(file: Any, alignment: int) -> None:
 
 
 def _write_tensor(file: Any, name: str, plan: GgufTensor) -> int:
-    """Writes the numbers of a tensor, some rows at a time; a checksum of the bytes."""
+    """Write the numbers of a tensor, some rows at a time, and return a checksum of the bytes."""
     numbers = plan.tensor.whole()
     rows = numbers.reshape(-1, numbers.shape[-1])
     count = max(1, _AT_ONCE // rows.shape[1])
@@ -134,7 +136,7 @@ def _write_tensor(file: Any, name: str, plan: GgufTensor) -> int:
 
 
 def _stored(name: str, rows: np.ndarray, quant: str) -> np.ndarray:
-    """Rows as they are stored; DataError: one is not finite so."""
+    """Return rows in their storage form. Raise DataError if a number is not finite in it."""
     rows = in_c_order(rows, np.dtype(np.float32))
     with np.errstate(over="ignore"):
         if quant == "bf16":
@@ -155,8 +157,8 @@ def _stored(name: str, rows: np.ndarray, quant: str) -> np.ndarray:
 
 
 def round_trip(name: str, numbers: np.ndarray, quant: str) -> np.ndarray:
-    """Numbers as a file of this type gives them back, in float32, without the file. DataError: one
-    is not finite so."""
+    """Return the numbers in float32 that a file of this type would give back, without writing it.
+    Raise DataError if one is not finite in it."""
     rows = numbers.reshape(-1, numbers.shape[-1])
     out = np.empty(rows.shape, np.float32)
     count = max(1, _AT_ONCE // max(1, rows.shape[1]))
@@ -171,16 +173,16 @@ def round_trip(name: str, numbers: np.ndarray, quant: str) -> np.ndarray:
 
 
 def _scales_fit(rows: np.ndarray) -> bool:
-    """Whether numbers that share a scale are within those of a float16, as scales are."""
+    """Return True if all numbers are in the range of float16, the type of scales."""
     return rows.size == 0 or float(np.abs(rows).max()) <= float(np.finfo(np.float16).max)
 
 
 def read_gguf(path: Path, sums: Mapping[str, int], fields: list[GgufField]) -> dict[str, LazyArray]:
-    """The tensors of a file that was just written, which give float32; what is read of them is all
-    that is in memory.
+    """Return the tensors of a file that was just written, as float32; only the parts that are read
+    are in memory.
 
     Raises:
-        StorageError: it is not what was written.
+        StorageError: the content differs from what was written.
     """
     gguf = library()
     try:
@@ -204,9 +206,9 @@ def read_gguf(path: Path, sums: Mapping[str, int], fields: list[GgufField]) -> d
 
 
 def _in_file(tensor: Any) -> LazyArray:
-    """The numbers of a tensor of a file that is open."""
+    """Return the numbers of a tensor of an open file."""
     gguf = library()
-    # Named there from the last dim to the first.
+    # The file lists dims from the last to the first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
 
     def read(part: Part) -> np.ndarray:
@@ -221,7 +223,7 @@ def _in_file(tensor: Any) -> LazyArray:
 
 
 def _says(reader: Any, field: GgufField) -> bool:
-    """Whether a file has a field with its value."""
+    """Return True if a file has a field with its value."""
     found = reader.get_field(field.key)
     if found is None:
         return False

@@ -1,4 +1,5 @@
-"""Where the parameters of a decoder are in a GGUF file, in the steps of `codec.py`.
+"""Mapping of the parameters of a decoder to the tensors of a GGUF file, in the steps of
+models/hf_mapping.py.
 
 Source: llama.cpp, conversion and gguf-py's tensor_mapping.
 """
@@ -18,7 +19,7 @@ from maxtrain.models.hf_mapping import (
 from maxtrain.models.specs import AttentionSpec, MoeSpec, NormSpec
 from maxtrain.weights.gguf.architecture import TURNS_NEIGHBOURS, architecture_of
 
-# By our names of a layer's norms.
+# Names in the file by our names of a layer's norms.
 _NORMS = {
     "attention_norm": "attn_norm",
     "attention_out_norm": "post_attention_norm",
@@ -26,12 +27,12 @@ _NORMS = {
     "mlp_out_norm": "post_ffw_norm",
 }
 _PRODUCTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
-# A tensor without a parameter: what rotary frequencies are divided by.
+# A tensor without a parameter: the divisors of rotary frequencies.
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 def gguf_table(config: ModelConfig) -> list[ParamMapping]:
-    """Where the parameters are. Entries with a `dtype` have it in any file."""
+    """Return the mapping of the parameters. Entries with a `dtype` have it in any file."""
     spec = FAMILIES[config.family].spec(config)
     turns_neighbours = architecture_of(config) == TURNS_NEIGHBOURS
     entries = [ParamMapping(("embedding",), ("token_embd.weight",))]
@@ -83,7 +84,8 @@ def _attention(place: LayerGroup, turns_neighbours: bool) -> list[ParamMapping]:
 
 
 def _experts(place: LayerGroup) -> list[ParamMapping]:
-    """A tensor for all experts, [experts, outputs, inputs]; the router is never rounded."""
+    """Return the entries of experts: one tensor for all, [experts, outputs, inputs]. The router is
+    never rounded."""
     theirs = f"blk.{place.number}"
     router = (*place.steps, Transpose())
     name = f"{place.ours}.mlp.router.kernel"
@@ -103,7 +105,8 @@ def _product(
     bias: bool,
     order: tuple[TensorTransform, ...] = (),
 ) -> list[ParamMapping]:
-    """A matrix, [outputs, inputs] there; `order`: what is done to its outputs."""
+    """Return the entries of a matrix, [outputs, inputs] in the file; `order` rearranges its
+    outputs."""
     ours = f"{place.ours}.{ours}"
     matrix = (*place.steps, Flatten(inputs), Transpose(), *order)
     entries = [ParamMapping((f"{ours}.kernel",), (f"{theirs}.weight",), matrix)]
@@ -120,7 +123,7 @@ def _norm(ours: str, theirs: str, place: LayerGroup) -> ParamMapping:
 def _scale(
     ours: str, theirs: str, norm: NormSpec, steps: tuple[TensorTransform, ...]
 ) -> ParamMapping:
-    """The scale of a norm, which counts from 0 there."""
+    """Return the entry of the scale of a norm. Scales of the file count from 0."""
     if norm.offset:
         steps = (*steps, Offset(norm.offset))
     return ParamMapping((f"{ours}.scale",), (f"{theirs}.weight",), steps, "float32")

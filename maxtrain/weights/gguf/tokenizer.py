@@ -1,9 +1,9 @@
-"""What a GGUF file says of a tokenizer.
+"""Tokenizer metadata of a GGUF file.
 
-llama.cpp has its own code for tokenizers, in two kinds: "gpt2", byte-level BPE, which divides text
-into words first, by rules of its own that have names; and "llama", SentencePiece's BPE, which joins
-the pair of pieces whose union has the highest score. A tokenizer.json of another kind, and rules
-without a name, are refused: ids of the same text must be the same.
+llama.cpp has its own code for tokenizers, in two kinds: "gpt2", byte-level BPE, which first splits
+text into words by rules that are fixed in its code and have names; and "llama", SentencePiece's
+BPE, which joins the pair of pieces whose union has the highest score. A tokenizer.json of another
+kind, and rules without a name, are refused: the same text must give the same ids.
 
 Source: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
 """
@@ -26,8 +26,8 @@ _CONTROL = 3
 _FOUND_IN_TEXT = 4
 _UNUSED = 5
 _BYTE = 6
-# How words are found, by the regular expressions of one step after the other. With each, whether a
-# word that is a token stays whole, whatever the merges say.
+# Names of llama.cpp's rules for words, by the regular expressions of the steps and by whether a
+# word that is a token stays whole independent of the merges.
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -52,8 +52,8 @@ _RULES = {
     ((_TEKKEN,), True): "tekken",
     (_DEEPSEEK_V3, False): "deepseek-v3",
 }
-# Of these, llama.cpp tells capital from small letters in ASCII alone, and takes no mark for a part
-# of a word: https://github.com/ggml-org/llama.cpp/issues/21675 and /27783.
+# For these rules, llama.cpp distinguishes capital and small letters only in ASCII, and does not
+# treat marks as parts of a word: https://github.com/ggml-org/llama.cpp/issues/21675 and /27783.
 _ASCII_CAPITALS = ("gpt-4o", "tekken")
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"
@@ -63,8 +63,8 @@ _INSTEAD = "Export with --format hf"
 class UnsupportedTokenizerError(UsageError):
     """A tokenizer that llama.cpp has no code for."""
 
-    def __init__(self, name: str, reason: str, mend: str = _INSTEAD):
-        super().__init__(f"--format gguf: the tokenizer {name} {reason}. {mend}.")
+    def __init__(self, name: str, reason: str, advice: str = _INSTEAD):
+        super().__init__(f"--format gguf: the tokenizer {name} {reason}. {advice}.")
 
 
 def describe_tokenizer(
@@ -75,19 +75,19 @@ def describe_tokenizer(
     end_of_turn: int | None = None,
     rule: str | None = None,
 ) -> tuple[list[GgufField], list[str]]:
-    """The keys of a tokenizer, and notes for people.
+    """Return the keys of a tokenizer, and notes for the user.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         settings: its tokenizer_config.json.
-        vocab_size: of the model; ids without a token are marked as unused, and special tokens
-            beyond it are left out.
+        vocab_size: vocabulary of the model; ids without a token are marked as unused, and special
+            tokens beyond it are left out.
         template: chat template.
         end_of_turn: the token that ends an answer, if the template writes one.
-        rule: llama.cpp's name of how words are found; None: it is found out.
+        rule: llama.cpp's name of the rules for words; None: it is detected.
 
     Raises:
-        Refused: no code there gives the same ids.
+        UnsupportedTokenizerError: no code of llama.cpp gives the same ids.
     """
     name = tokenizer.name
     if not isinstance(tokenizer, JsonTokenizer):
@@ -136,7 +136,7 @@ def describe_tokenizer(
 def _byte_level(
     name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int, rule: str
 ) -> list[GgufField]:
-    """The keys of byte-level BPE; `rule`: llama.cpp's name of how words are found."""
+    """Return the keys of byte-level BPE; `rule` is llama.cpp's name of the rules for words."""
     model = record["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
@@ -158,7 +158,7 @@ def _byte_level(
 
 
 def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
-    """llama.cpp's name of how a tokenizer finds words."""
+    """Return llama.cpp's name of a tokenizer's rules for words."""
     unknown = UnsupportedTokenizerError(
         name,
         "finds words by rules that have no known name in llama.cpp",
@@ -186,7 +186,7 @@ def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
         rules = {kept: found for (known, kept), found in _RULES.items() if known == patterns}
         if not rules:
             raise unknown
-        # Best the one that does the same with whole words.
+        # Prefer the rule that treats whole words the same.
         kept_whole = whole_words if whole_words in rules else not whole_words
         found = rules[kept_whole]
     if kept_whole != whole_words and not _merges_reach_all(tokenizer, record):
@@ -195,8 +195,8 @@ def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
 
 
 def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """The regular expressions of steps that each divide a text at all matches; None: one is of
-    another kind."""
+    """Return the regular expressions of steps that each split a text at all matches; None if one
+    step is of another kind."""
     found = []
     for step in steps:
         if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
@@ -209,8 +209,8 @@ def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
 
 
 def _merges_reach_all(tokenizer: JsonTokenizer, record: Any) -> bool:
-    """Whether each token is what the merges make of its own text, so that it does not matter
-    whether words that are tokens are merged."""
+    """Return True if the merges turn the text of each token into that token, so that it does not
+    matter whether words that are tokens are merged."""
     merges = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
     plain = tokenizers.models.BPE(record["model"]["vocab"], merges, ignore_merges=False)
     added = {token.content for token in tokenizer.inner.get_added_tokens_decoder().values()}
@@ -219,7 +219,7 @@ def _merges_reach_all(tokenizer: JsonTokenizer, record: Any) -> bool:
 
 
 def _joined(merge: Any) -> str:
-    """A merge as older files have it: both parts in one string."""
+    """Return a merge in the form of older files: both parts in one string."""
     if isinstance(merge, str):
         return merge
     return " ".join(merge)
@@ -228,7 +228,7 @@ def _joined(merge: Any) -> str:
 def _sentencepiece(
     name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int
 ) -> list[GgufField]:
-    """The keys of SentencePiece's BPE, as a tokenizer.json says it."""
+    """Return the keys of SentencePiece's BPE for a tokenizer.json."""
     model = record["model"]
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     if not model["vocab"].keys() >= set(bytes_of):
@@ -252,7 +252,8 @@ def _sentencepiece(
 
 
 def _has_prefix(name: str, record: Any) -> bool:
-    """Whether a space is put before a text; refuses what else may be done to it."""
+    """Return True if a space is put before a text. Raise an error for any other change of the
+    text."""
     steps = []
     for part in (record.get("normalizer"), record.get("pre_tokenizer")):
         if part is None:
@@ -291,11 +292,11 @@ def _has_prefix(name: str, record: Any) -> bool:
 
 
 def _scores(name: str, record: Any) -> dict[str, float]:
-    """The score of each token that merges make: the earlier its merges come, the higher.
+    """Return the score of each token that merges create: the earlier its merges, the higher.
 
-    There, any two pieces are joined whose union is a token, and its score says when; here a list of
-    pairs says which, and in which order. Both are the same if the list has all pairs of a token,
-    one after the other.
+    llama.cpp joins any two pieces whose union is a token, in the order of its score; a
+    tokenizer.json has a list of pairs, in order. Both are the same if the list has all pairs of a
+    token, one after the other.
     """
     vocabulary = record["model"]["vocab"]
     pairs = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
@@ -322,7 +323,7 @@ def _scores(name: str, record: Any) -> dict[str, float]:
 
 
 def _vocabulary(tokenizer: JsonTokenizer, record: Any, vocab_size: int) -> Iterator[GgufField]:
-    """The tokens of a model, with their types."""
+    """Yield the tokens of a model, with their types."""
     added = tokenizer.inner.get_added_tokens_decoder()
     by_id = {i: text for text, i in record["model"]["vocab"].items()}
     unknown = record["model"].get("unk_token")
@@ -356,14 +357,14 @@ def _ends(
     template: str | None,
     end_of_turn: int | None,
 ) -> Iterator[GgufField]:
-    """The tokens around texts, and whether llama.cpp puts one before each."""
+    """Yield the tokens around texts, and whether llama.cpp puts one before each."""
     begin = _put_before(tokenizer)
     adds = begin is not None
     if begin is None:
         begin = tokenizer.special.get(named_token(dict(settings), "bos_token") or "")
         adds = bool(settings.get("add_bos_token"))
     if begin is None or (not adds and template is None and "add_bos_token" not in settings):
-        # As `maxtrain generate` begins: a document comes after the end of another.
+        # `maxtrain generate` begins this way: a document follows the end of another.
         begin = tokenizer.eod_id
         adds = template is None and begin is not None
     if begin is not None:
@@ -382,7 +383,7 @@ def _ends(
 
 
 def _put_before(tokenizer: JsonTokenizer) -> int | None:
-    """The token that the tokenizer.json itself puts before a text; None: none."""
+    """Return the token that the tokenizer.json itself puts before a text, or None."""
     inner = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
     ids = inner.encode("", add_special_tokens=True).ids
     return ids[0] if ids else None
