@@ -320,3 +320,13 @@ def test_links_and_pictures_exist(document):
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             missing.append(link)
     assert not missing, f"{document.name} links to what does not exist: {missing}"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"],
+    ids=lambda path: path.name,
+)
+def test_lines_outside_of_code_are_at_most_100_columns(document):
+    prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 100] == []
