@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 # How many random examples test-all takes: thorough or quick.
 HYPOTHESIS ?= thorough
-# With DOSE, test-all runs a sixteenth of the long tests, and one in DOSE of the parameters of each of these; other ones with
+# With DOSE, test-all runs one in 24 of the long tests, and one in DOSE of the parameters of each of these; other ones with
 # each commit.
 DOSE ?= 1
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

@@ -49,6 +49,9 @@ COMPILED_AS_BY_USERS = (
 )
 # Minutes each: they are handed to the workers first, so that none is left alone with one at the end.
 LONGEST = (
+    "commands/launch/test_slurm_real.py",
+    "commands/serve/test_command.py",
+    "trainer/test_forks.py",
     "runs/test_processes.py",
     "docs/test_data.py",
     "commands/test_replay.py",
@@ -90,7 +93,7 @@ LONGEST = (
     "data_pipeline/prepare/test_prepare_url.py",
 )
 # Of so many long tests, a dose has one.
-SHARE = 16
+SHARE = 24
 # Marks of tests that only run by name, or with every dose: none of these is drawn.
 NOT_DRAWN = ("slow", "gpu", "every_dose")
 # As many random examples as a test of `make test` gets; what says that it takes fewer, does.
@@ -131,7 +134,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="run a sixteenth of the long tests, and one in N of their parameters; "
+        help="run a twenty-fourth of the long tests, and one in N of their parameters; "
         "other ones with each commit; 1: all",
     )
 

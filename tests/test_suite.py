@@ -1,8 +1,6 @@
 """The tests themselves: one that takes its process with it, or that stands still, ends them with a
 message."""
 
-import ast
-import os
 import re
 import shutil
 import subprocess
@@ -72,12 +70,6 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
     assert "1 failed" in result.stdout
 
 
-ALWAYS = [
-    "tests/runs/test_train.py::test_two_processes_are_as_one",
-    "tests/runs/test_train.py::test_a_run_leaves_records_curves_checkpoints_and_its_config",
-]
-
-
 class Item(NamedTuple):
     """What a dose is drawn by."""
 
@@ -117,128 +109,12 @@ def test_a_dose_is_a_share_of_long_tests_and_their_parameters_and_changes_with_t
     assert set(drawn) == set(items), "each is in some dose"
 
 
-def dry_run(target, *variables):
-    """The commands of a target, which are not run."""
-    command = ["make", "--dry-run", "-o", ".venv/.ready-dev", target, *variables]
-    # A make around this one passes on what was set on its command line.
-    around = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "HYPOTHESIS", "DOSE")
-    environment = {name: value for name, value in os.environ.items() if name not in around}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.replace("\\\n", " ")
-
-
-def marked_long(node):
-    """Whether a test, or what is assigned to `pytestmark`, says that it is left out by `make test`."""
-    return re.search(r"pytest\.mark\.(long|slow|gpu)\b", ast.unparse(node)) is not None
-
-
-def short_tests():
-    """The tests that `make test` runs, read from the files: collecting them takes half a minute."""
-    found = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-        whole = [node for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
-        if any(marked_long(node) for node in whole):
-            continue
-        for node in tree.body:
-            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-                continue
-            if not any(marked_long(decorator) for decorator in node.decorator_list):
-                found.append(f"{path.relative_to(ROOT).as_posix()}::{node.name}")
-    return found
-
-
-def test_make_test_leaves_out_the_long_tests_and_nothing_else():
-    assert (
-        "-n 2 -m 'not long and not slow and not gpu' --quickly --hypothesis-profile quick"
-        in dry_run("test")
-    )
-    assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
-    assert "--hypothesis-profile quick" in dry_run("test-all", "HYPOTHESIS=quick")
-    assert "--dose 1 " in dry_run("test-all")
-    assert "--dose 3 " in dry_run("test-all", "DOSE=3")
-    assert "--quickly" not in dry_run("test-all")
-    run = (ROOT / ".ci" / "run").read_text()
-    assert "make --keep-going lint test-all HYPOTHESIS=quick DOSE=12\n" in run
-
-
-def test_make_test_visits_every_room():
-    """And trains a run, and a job of two processes."""
-    packages = set()
-    for core in ("data_pipeline", "maxtrain"):
-        for path in (ROOT / core).rglob("*.py"):
-            packages.add("/".join(path.relative_to(ROOT).parts[:-1][:2]))
-    assert len(packages) > 10
-    tests = short_tests()
-    for package in sorted(packages):
-        if package in ("data_pipeline", "maxtrain"):
-            beginning = f"tests/{package}/test_".replace("/maxtrain/", "/")
-        else:
-            beginning = f"tests/{package}/".replace("/maxtrain/", "/")
-        assert any(test.startswith(beginning) for test in tests), (
-            f"{package} has no test in {beginning}* that is not marked long: `make test` skips it"
-        )
-    assert [test for test in ALWAYS if test not in tests] == []
-
-
 def test_files_that_come_first_exist():
     text = (ROOT / "tests" / "conftest.py").read_text()
     (listed,) = re.findall(r"^LONGEST = \((.*?)^\)", text, re.DOTALL | re.MULTILINE)
     names = re.findall(r'"([^"]+)"', listed)
     assert len(names) == len(set(names)) > 20
     assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
-
-
-COUNTED = """
-from hypothesis import given, settings, strategies
-calls = []
-@settings(max_examples=200)
-@given(strategies.integers())
-def test_many(number): calls.append(number)
-@settings(max_examples=5)
-@given(strategies.integers())
-def test_few(number): calls.append(number)
-@given(strategies.integers())
-def test_as_many_as_there_are(number): calls.append(number)
-def test_count():
-    with open("count", "w") as file: file.write(str(len(calls)))
-"""
-
-
-@pytest.mark.parametrize(("profile", "count"), [("quick", 55), ("thorough", 305)])
-def test_make_test_takes_fewer_examples(tmp_path, profile, count):
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    shutil.copytree(ROOT / "tests" / "support", tmp_path / "tests" / "support")
-    (tmp_path / "tests" / "config").mkdir()
-    (tmp_path / "tests" / "config" / "test_counted.py").write_text(COUNTED)
-    options = ["-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", profile]
-    command = [sys.executable, "-m", "pytest", *options]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert int((tmp_path / "count").read_text()) == count
-
-
-@pytest.mark.parametrize(
-    ("target", "program"),
-    [
-        ("test-gpu", "MAXTRAIN_TEST_PLATFORM=cuda timeout 1200 .venv-gpu/bin/python -m pytest"),
-        ("bench-gpu", "timeout 1200 .venv-gpu/bin/python -m benchmarks.train_step"),
-        ("check-gpu", "benchmarks/on_gpu.sh .venv-gpu/bin/python runs/gpu"),
-    ],
-)
-def test_a_machine_with_a_gpu_gets_what_it_lacks_and_keeps_what_it_has(target, program):
-    from_registry = dry_run(target, "GPU_PYTHON=/there/python")
-    assert "/there/python -m venv --clear --system-site-packages .venv-gpu\n" in from_registry
-    assert "--constraint .venv-gpu/present.txt --requirement .venv-gpu/needed.txt" in from_registry
-    assert program in from_registry
-    assert "--no-index" not in from_registry
-    assert "--no-index --find-links /wheels " in dry_run(target, "WHEELS=/wheels")
-    if target == "test-gpu":
-        assert "-m gpu tests/ops " in from_registry
 
 
 def test_what_is_checked_on_a_gpu_goes_on_after_a_failure_and_ends_with_it(tmp_path):

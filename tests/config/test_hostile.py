@@ -579,6 +579,8 @@ def test_hostile_overrides(overrides):
         load_config(["config=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @settings(deadline=None, max_examples=150)
 @given(st.lists(YAML_WORDS, max_size=12).map("".join) | st.text(max_size=60))
 def test_hostile_yaml(text):

@@ -288,6 +288,8 @@ def test_two_processes_make_one_mesh(tmp_path):
         assert out.splitlines()[-1].split() == [str(index), "2", "4", "2", "66.0"]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.processes
 @pytest.mark.skipif(
     os.environ["JAX_PLATFORMS"] != "cpu", reason="needs a machine without the device"

@@ -543,6 +543,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.long
+@pytest.mark.every_dose
 @pytest.mark.processes
 def test_two_processes_are_as_one(config):
     """Two processes of one device each, and one process with two: the same losses, and the files of
