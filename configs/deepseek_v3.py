@@ -1,11 +1,12 @@
-"""DeepSeek V3, pretraining from random weights: 671 B parameters, of which 37.5 B work for a token.
+"""DeepSeek V3, pretraining from random weights: 671 B parameters, of which 37.5 B are active per
+token.
 
 Data: any shards with the DeepSeek tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, whose rows became longer later
-    (model.rope_scaling=yarn). There is no second head that predicts two tokens ahead.
+Reaches: not run. The shapes are those of the published weights, whose context was extended later
+  (model.rope_scaling=yarn). There is no second head that predicts two tokens ahead.
 Costs: computed, not measured: about 2.5e11 FLOP a token, so 1 B tokens are about 180 H100 hours at
-    40 % of the peak; parameters and optimizer state take 8.1 TB in float32, split over mesh.expert
-    and mesh.fsdp.
+  40 % of the peak; parameters and optimizer state take 8.1 TB in float32, split over mesh.expert
+  and mesh.fsdp.
 """
 
 from maxtrain.config import default_config

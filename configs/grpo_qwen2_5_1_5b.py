@@ -1,9 +1,9 @@
 """Reinforcement learning (GRPO) of Qwen2.5-1.5B-Instruct on GSM8K, on one H200: 1.54 B parameters.
 
-Data: the questions of GSM8K as docs/fine_tuning.md prepares them into data/gsm8k-prompts; one pass.
-Reaches: not run. Others report 77.9 % of the test questions for this model with GRPO (verl).
+Data: the questions of GSM8K prepared into data/gsm8k-prompts as in docs/fine_tuning.md; one pass.
+Reaches: not run. verl reports 77.9 % of the test questions for this model with GRPO.
 Costs: computed, not measured: parameters, gradients and optimizer state take 25 GB in float32; a
-    step samples 256 completions, whose caches take at most 7.5 GB with grpo.slots=128.
+  step samples 256 completions, whose caches take at most 7.5 GB with grpo.slots=128.
 """
 
 from maxtrain.config import default_config

@@ -1,11 +1,11 @@
-"""Llama 3.2 1B, pretraining or going on from the published weights: 1.24 B parameters.
+"""Llama 3.2 1B, pretraining, or continued training of the published weights: 1.24 B parameters.
 
 Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
 Reaches: not run. The shapes and the rotary scaling are those of the published weights, so
-    checkpoint.init_from takes them.
+  checkpoint.init_from can load them.
 Costs: computed, not measured: about 8e9 FLOP a token, so 1 B tokens are about 6 H100 hours at 40 %
-    of the peak; parameters,
-gradients and optimizer state take 20 GB in float32, split over mesh.fsdp.
+  of the peak; parameters, gradients and optimizer state take 20 GB in float32, split over
+  mesh.fsdp.
 """
 
 from maxtrain.config import default_config

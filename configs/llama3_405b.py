@@ -1,10 +1,10 @@
 """Llama 3 405B, pretraining from random weights: 406 B parameters, a row of 8,192 tokens.
 
 Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, whose rows became longer later
-    (model.rope_scaling=llama3).
+Reaches: not run. The shapes are those of the published weights, whose context was extended later
+  (model.rope_scaling=llama3).
 Costs: computed, not measured: about 2.5e12 FLOP a token, so 1 B tokens are about 1,800 H100 hours
-    at 40 % of the peak; parameters and optimizer state take 4.9 TB in float32, split over mesh.fsdp.
+  at 40 % of the peak; parameters and optimizer state take 4.9 TB in float32, split over mesh.fsdp.
 """
 
 from maxtrain.config import default_config

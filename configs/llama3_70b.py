@@ -1,9 +1,10 @@
 """Llama 3 70B, pretraining from random weights: 70.6 B parameters, a row of 8,192 tokens.
 
 Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
+Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from can load
+  them.
 Costs: computed, not measured: about 4.5e11 FLOP a token, so 1 B tokens are about 320 H100 hours at
-    40 % of the peak; parameters and optimizer state take 847 GB in float32, split over mesh.fsdp.
+  40 % of the peak; parameters and optimizer state take 847 GB in float32, split over mesh.fsdp.
 """
 
 from maxtrain.config import default_config

@@ -1,10 +1,12 @@
-"""Mixtral 8x7B, pretraining from random weights: 46.7 B parameters, of which 12.9 B work for a token.
+"""Mixtral 8x7B, pretraining from random weights: 46.7 B parameters, of which 12.9 B are active per
+token.
 
 Data: any shards with the Mixtral tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
+Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from can load
+  them.
 Costs: computed, not measured: about 8e10 FLOP a token, so 1 B tokens are about 56 H100 hours at
-    40 % of the peak; parameters and optimizer state take 560 GB in float32, split over mesh.expert
-    and mesh.fsdp.
+  40 % of the peak; parameters and optimizer state take 560 GB in float32, split over mesh.expert
+  and mesh.fsdp.
 """
 
 from maxtrain.config import default_config

@@ -1,12 +1,11 @@
-"""A Llama of 7 M parameters on the source of Python's standard library: the first run of a
-newcomer.
+"""A Llama of 7 M parameters on the source of Python's standard library: the first run for a new
+user.
 
 Data: `make quickstart` prepares it (a BPE tokenizer of 4,096 entries, the interpreter's own
-    library, a share held out).
-Reaches: 4.0667 nats a token, 1.7488 bits per byte, on the held-out files, of which gzip -9 needs
-    1.9169; completions that look
-like Python. Measured on 2 cores with AMX, and on the library of that Python: another version has
-another text.
+  library, a share held out).
+Reaches: 4.0667 nats a token, 1.7488 bits per byte, on the held-out files (gzip -9: 1.9169);
+  completions that look like Python. Measured on 2 cores with AMX, on the library of one version of
+  Python; other versions have another text.
 Costs: 1:48 there, compile included; two to three minutes on 2 cores.
 """
 

@@ -1,11 +1,12 @@
-"""Qwen3 0.6B, pretraining or going on from the published weights: 0.60 B parameters, norms of
-queries and keys.
+"""Qwen3 0.6B, pretraining, or continued training of the published weights: 0.60 B parameters, norms
+of queries and keys.
 
 Data: any shards with the Qwen3 tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
-Costs: computed, not measured: about 5e9 FLOP a token, so 1 B tokens are about 3.5 H100 hours at 40
-    % of the peak; parameters,
-gradients and optimizer state take 10 GB in float32, split over mesh.fsdp.
+Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from can load
+  them.
+Costs: computed, not measured: about 5e9 FLOP a token, so 1 B tokens are about 3.5 H100 hours at
+  40 % of the peak; parameters, gradients and optimizer state take 10 GB in float32, split over
+  mesh.fsdp.
 """
 
 from maxtrain.config import default_config

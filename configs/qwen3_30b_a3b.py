@@ -1,10 +1,12 @@
-"""Qwen3 30B-A3B, pretraining from random weights: 30.5 B parameters, of which 3.3 B work for a token.
+"""Qwen3 30B-A3B, pretraining from random weights: 30.5 B parameters, of which 3.3 B are active per
+token.
 
 Data: any shards with the Qwen tokenizer, here data/fineweb/train; one pass over them.
-Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
+Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from can load
+  them.
 Costs: computed, not measured: about 2.3e10 FLOP a token, so 1 B tokens are about 16 H100 hours at
-    40 % of the peak; parameters and optimizer state take 366 GB in float32, split over mesh.expert
-    and mesh.fsdp.
+  40 % of the peak; parameters and optimizer state take 366 GB in float32, split over mesh.expert
+  and mesh.fsdp.
 """
 
 from maxtrain.config import default_config

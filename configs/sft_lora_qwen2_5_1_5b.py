@@ -1,12 +1,12 @@
-"""Fine-tuning of Qwen2.5-1.5B-Instruct by adapters (LoRA) on GSM8K, with reasoning and answer in
-tags: 1.54 B parameters, of which 18 M train.
+"""LoRA fine-tuning of Qwen2.5-1.5B-Instruct on GSM8K, with reasoning and answer in tags: 1.54 B
+parameters, of which 18 M are trained.
 
-Data: GSM8K as docs/fine_tuning.md prepares it into data/gsm8k; three passes. Any other
-    conversations by data.sources.gsm8k.path.
+Data: GSM8K prepared into data/gsm8k as in docs/fine_tuning.md; three passes. For other
+  conversations set data.sources.gsm8k.path.
 Reaches: not run.
 Costs: computed, not measured: about 7e9 FLOP a token and 1.7 M tokens a pass, so minutes on an
-    H100; weights take 6 GB in float32, or 1 GB with model.lora.base=nf4 beside those of the
-    embedding.
+  H100; weights take 6 GB in float32, or 1 GB with model.lora.base=nf4 beside those of the
+  embedding.
 """
 
 from maxtrain.config import default_config

@@ -1,11 +1,11 @@
 """Full fine-tuning of Qwen2.5-0.5B-Instruct on GSM8K, with reasoning and answer in tags: 0.49 B
 parameters.
 
-Data: GSM8K as docs/fine_tuning.md prepares it into data/gsm8k; three passes. Any other
-    conversations by data.sources.gsm8k.path.
+Data: GSM8K prepared into data/gsm8k as in docs/fine_tuning.md; three passes. For other
+  conversations set data.sources.gsm8k.path.
 Reaches: not run.
 Costs: computed, not measured: about 3e9 FLOP a token and 1.7 M tokens a pass, so minutes on an
-    H100; parameters, gradients and optimizer state take 8 GB in float32, split over mesh.fsdp.
+  H100; parameters, gradients and optimizer state take 8 GB in float32, split over mesh.fsdp.
 """
 
 from maxtrain.config import default_config

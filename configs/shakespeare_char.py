@@ -1,11 +1,11 @@
 """nanoGPT's CPU recipe for characters of Shakespeare, with Llama blocks: 0.8 M parameters.
 
 Data: the tiny Shakespeare text, 1.1 MB, characters as tokens, the last tenth held out, prepared
-    into data/shakespeare_char.
+  into data/shakespeare_char.
 Reaches: 1.6396 nats per character of the held-out text, 2.3655 bits per byte (gzip -9: 3.1907).
 Costs: 2,000 steps of 768 characters, four minutes on 2 cores.
 Differs: SwiGLU of 344 instead of GELU of 512 (as many parameters), RMSNorm, RoPE; the whole
-    held-out text is evaluated.
+  held-out text is evaluated.
 """
 
 from maxtrain.config import default_config

@@ -1,10 +1,10 @@
 """maxtrain: a JAX/Flax training stack for language models on CPUs, GPUs and TPU pods."""
 
 __version__ = "0.2.0"
-# In the environment of a run that is supervised: which attempt this is, from 1; and which of the
-# processes that were asked for, from 0, even if others are lost by now.
+# Environment variables of a supervised run: the number of the attempt, from 1; and the number of
+# this process among those that were requested, from 0, even if others are lost by now.
 ATTEMPT = "MAXTRAIN_ATTEMPT"
 SLOT = "MAXTRAIN_SLOT"
-# In the environment of a process of a job: a folder in which it leaves its exit code, in a file of
-# its own, and in which process 0 writes the last completed training step.
+# Environment variable of a process of a job: the folder in which it leaves its exit code, in a file
+# of its own, and in which process 0 writes the last completed training step.
 ENDS = "MAXTRAIN_ENDS"

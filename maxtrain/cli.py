@@ -1,6 +1,6 @@
 """The console script: `maxtrain VERB ...`.
 
-Each verb imports its job when it is called, so that help comes at once.
+Each verb imports its module when it is called, so that help appears at once.
 """
 # ruff: noqa: PLC0415
 
@@ -43,7 +43,7 @@ VERBS = {
     "import": "make a run of a Hugging Face directory: import DIR RUN",
     "merge": "make one model of several: merge RECIPE.yml OUT",
 }
-# Verbs whose `main` takes the arguments, and what to call the program.
+# Modules of the verbs whose `main` takes the arguments and the name of the program.
 JOBS = {
     "supervise": "maxtrain.commands.supervise",
     "launch": "maxtrain.commands.launch.command",
@@ -64,9 +64,9 @@ JOBS = {
     "import": "maxtrain.commands.import_hf",
     "merge": "maxtrain.commands.merge.command",
 }
-# Verbs that hand signals on to the processes that they start.
+# Verbs that forward signals to the processes that they start.
 STARTING = ("supervise", "launch")
-# Train, probe and fit check the environment when they read their config.
+# Verbs that check the environment here; train, probe and fit do so when they read their config.
 COMPUTING = (
     "supervise",
     "doctor",
@@ -83,9 +83,11 @@ COMPUTING = (
 
 
 def main(argv: Sequence[str] | None = None, *, ends_process: bool = False) -> int:
-    """Run a verb with its arguments (None: those of the process); the exit code.
+    """Run a verb with its arguments and return the exit code.
 
-    `ends_process`: the process ends with this command, as it does where no arguments are given.
+    Args:
+        argv: the arguments; None: those of the process.
+        ends_process: the process ends with this command, as it also does without `argv`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with ending_with_reader():
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None, *, ends_process: bool = False) -> in
 
 
 def _run(words: list[str], ends_process: bool) -> int:
-    """As `main`; `ends_process`: it ends with this command."""
+    """Run a verb as `main` does; `ends_process`: the process ends with this command."""
     if not words:
         words = ["help"]
     verb, *rest = words
@@ -142,10 +144,10 @@ def _run(words: list[str], ends_process: bool) -> int:
         print(f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more.")
         return 0
     close = difflib.get_close_matches(verb, VERBS, 1)
-    mend = f"Use one of {', '.join(VERBS)}."
+    advice = f"Use one of {', '.join(VERBS)}."
     if close:
-        mend = f"Did you mean {close[0]}?"
-    print(f"maxtrain: {verb!r} is not a verb. {mend}", file=sys.stderr)
+        advice = f"Did you mean {close[0]}?"
+    print(f"maxtrain: {verb!r} is not a verb. {advice}", file=sys.stderr)
     return UsageError.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, so that recovery from them is tested as a whole.
+"""Failpoints: deliberate faults that test recovery end to end.
 
     MAXTRAIN_FAILPOINT=PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]],...
     MAXTRAIN_FAILPOINT=before_commit:kill:40        dies when it has written all of checkpoint 40
@@ -6,7 +6,7 @@
     MAXTRAIN_FAILPOINT=data:delay=0.5,after_step:nan:7::1
 
 An empty or missing part means any; an attempt is one of `maxtrain supervise`, from 1. Steps are
-numbered from 1. Without the variable a place costs one look at an empty list.
+numbered from 1. Without the variable a failpoint costs one look at an empty list.
 """
 
 import dataclasses
@@ -60,11 +60,11 @@ _CHANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Failpoint:
-    """What happens where; None: at any step, in any attempt, in any process."""
+    """A fault at a place; None for step, attempt or process means any."""
 
     place: str
     action: str
-    # Of a delay.
+    # Duration of a delay.
     seconds: float = 1.0
     step: int | None = None
     attempt: int | None = None
@@ -75,7 +75,7 @@ _armed: list[Failpoint] = []
 
 
 def arm() -> None:
-    """Reads the environment; to be called when a job begins.
+    """Read the environment variable; called when a job begins.
 
     Raises:
         UsageError: the variable is not understood.
@@ -87,27 +87,27 @@ def arm() -> None:
 
 
 def hit(place: str, step: int, value: Any = None) -> Any:
-    """Passes a place.
+    """Pass a place, where faults may be set.
 
     Args:
         value: a tree of arrays, or the directory of a checkpoint.
 
     Returns:
-        The value as it came, or with a fault in it.
+        The value, unchanged or with a fault in it.
     """
     for fault in _armed:
         if fault.place != place or fault.step not in (None, step):
             continue
         if fault.process not in (None, jax.process_index()):
             continue
-        said = f"{VARIABLE}: {fault.action} at {place} of step {step}"
-        print(said, file=sys.stderr, flush=True)
+        line = f"{VARIABLE}: {fault.action} at {place} of step {step}"
+        print(line, file=sys.stderr, flush=True)
         value = _act(fault, value)
     return value
 
 
 def _parse(word: str) -> Failpoint:
-    """UsageError: a word of the variable is not understood."""
+    """Parse a word of the variable. Raise UsageError if it is not valid."""
     place, _, rest = word.partition(":")
     does, *numbers = rest.split(":")
     action, _, seconds = does.partition("=")
@@ -123,9 +123,9 @@ def _parse(word: str) -> Failpoint:
     if seconds and (action != "delay" or not seconds.replace(".", "", 1).isdecimal()):
         problems.append("only delay has a number of seconds, such as delay=0.5")
     if problems:
-        mend = "Write PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]], such as before_step:kill:7"
+        advice = "Write PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]], such as before_step:kill:7"
         what = "; ".join(problems)
-        raise UsageError(f"{VARIABLE}={word}: {what}. {mend}, or unset {VARIABLE}.")
+        raise UsageError(f"{VARIABLE}={word}: {what}. {advice}, or unset {VARIABLE}.")
     given = [int(number) if number else None for number in numbers]
     missing = [None] * (3 - len(given))
     step, attempt, process = [*given, *missing]
@@ -165,10 +165,10 @@ def _act(fault: Failpoint, value: Any) -> Any:
 
 
 def _changed(array: jax.Array, fault: Failpoint) -> jax.Array:
-    """The array with the first number on the first device of this process changed.
+    """Return the array with the first number on the first device of this process changed.
 
-    Copies on other devices are left alone. Of a batch it is the weight of a target; a batch without
-    targets, as of a step that is left out, stays as it is.
+    Copies on other devices are not changed. In a batch the number is the weight of a target; a
+    batch without targets, as of a skipped step, is unchanged.
     """
     parts = [shard.data for shard in array.addressable_shards]
     first = np.array(parts[0])
@@ -186,7 +186,7 @@ def _changed(array: jax.Array, fault: Failpoint) -> jax.Array:
 
 
 def _flip_file(folder: Path) -> None:
-    """Changes a bit in the middle of the largest file below a directory."""
+    """Flip a bit in the middle of the largest file below a directory."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     path = max(files, key=lambda path: path.stat().st_size)
     with open(path, "r+b") as file:

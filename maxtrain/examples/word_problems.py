@@ -4,11 +4,11 @@
 
 writes into FOLDER
 
-* worked.jsonl: questions with worked answers, in the columns of GSM8K;
-* results.jsonl: other questions, each with its result alone and the kind of problem it is;
-* tokenizer/: a directory of Hugging Face, with a chat template. Numbers are read digit by digit.
+* worked.jsonl: questions with worked answers, in the columns of GSM8K; * results.jsonl: other
+questions, each with only its result and the kind of problem; * tokenizer/: a Hugging Face
+directory, with a chat template. Numbers are split into digits.
 
-No question is there twice, in one file or in both. The same command writes the same bytes.
+No question occurs twice, in one file or in both. The same command writes the same bytes.
 """
 
 import argparse
@@ -29,10 +29,10 @@ NUM_RESULTS = 5000
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Leo")
 THINGS = ("apples", "beads", "books", "cards", "clips", "coins", "eggs", "pens", "shells", "stones")
 SEED = 0
-# Of the tokenizer, with 256 bytes and the special tokens.
+# Vocabulary size of the tokenizer, including 256 bytes and the special tokens.
 _ENTRIES = 512
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
-# Qwen's division of text into words, in which each digit is a word.
+# Qwen's rule that splits text into words; each digit is a word.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
     result: int
 
     def worked(self) -> dict[str, str]:
-        """The columns of GSM8K."""
+        """Return the problem in the columns of GSM8K."""
         steps = "\n".join(self.steps)
         return {"question": self.question, "answer": f"{steps}\n#### {self.result}"}
 
@@ -122,7 +122,7 @@ def products_then_sums(rng: random.Random) -> Problem:
     return Problem(question, steps, result)
 
 
-# By the sign of each step.
+# Problem generators, by the signs of the steps.
 KINDS: dict[str, Callable[[random.Random], Problem]] = {
     "a + b": sums,
     "a - b": differences,
@@ -150,28 +150,28 @@ def _times(a: int, b: int) -> tuple[str, int]:
 
 
 def _calculation(a: int, sign: str, b: int, result: int) -> str:
-    """As GSM8K writes one, with the marks for its calculator."""
+    """Write a calculation in the format of GSM8K, with the marks for its calculator."""
     return f"{a} {sign} {b} = <<{a}{sign}{b}={result}>>{result}"
 
 
 def problems(count: int, seed: int = SEED) -> list[tuple[str, Problem]]:
-    """So many problems with their kinds, each kind as often as the others; no question is there
+    """Return `count` problems with their kinds, each kind equally often; no question occurs
     twice."""
     rng = random.Random(seed)
     names = list(KINDS)
-    asked: set[str] = set()
+    questions: set[str] = set()
     found: list[tuple[str, Problem]] = []
     while len(found) < count:
         kind = names[len(found) % len(names)]
         problem = KINDS[kind](rng)
-        if problem.question not in asked:
-            asked.add(problem.question)
+        if problem.question not in questions:
+            questions.add(problem.question)
             found.append((kind, problem))
     return found
 
 
 def write(folder: Path, num_worked: int = NUM_WORKED, num_results: int = NUM_RESULTS) -> None:
-    """All files."""
+    """Write all files."""
     folder.mkdir(parents=True, exist_ok=True)
     made = problems(num_worked + num_results)
     worked = [problem.worked() for _, problem in made[:num_worked]]
@@ -187,7 +187,7 @@ def write(folder: Path, num_worked: int = NUM_WORKED, num_results: int = NUM_RES
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
-    """A byte-level BPE, trained on these texts, with the special tokens of chatml."""
+    """Train a byte-level BPE on these texts, with the special tokens of chatml, and write it."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -212,7 +212,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes all files; the exit code."""
+    """Write all files and return the exit code."""
     parser = argparse.ArgumentParser(
         "python -m maxtrain.examples.word_problems", description=__doc__
     )
@@ -233,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="results (default: %(default)s)",
     )
-    asked = parser.parse_args(argv)
-    write(asked.folder, asked.worked, asked.results)
+    args = parser.parse_args(argv)
+    write(args.folder, args.worked, args.results)
     return 0
 
 

@@ -117,7 +117,7 @@ def advantages(
 
     With aggregation="normalize_then_sum", each reward is centred and scaled by itself, the weighted
     sum of these is taken, and that is divided by its deviation over the batch (+ epsilon): rewards
-    whose sums coincide are then told apart.
+    whose sums coincide are then distinguished.
 
     Args:
         rewards: R rewards of N rows; NaN: not applicable.

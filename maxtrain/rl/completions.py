@@ -12,7 +12,7 @@ from maxtrain.rl.rollout import Rollout
 
 
 class GenerationRequest(NamedTuple):
-    """A completion that is asked for.
+    """A request for a completion.
 
     Attributes:
         ids: the ids to continue.
@@ -25,12 +25,12 @@ class GenerationRequest(NamedTuple):
     before: int = 0
 
     def continued(self, ids: Sequence[int]) -> "GenerationRequest":
-        """The same behind its first tokens; of one that is asked for from its beginning on."""
+        """Return the request that continues after these first tokens of the completion."""
         return GenerationRequest((*self.ids, *ids), self.row, len(ids))
 
 
 class GenerationConfig(NamedTuple):
-    """How completions are made.
+    """Settings of generation.
 
     Attributes:
         sampling: settings of sampling.
@@ -46,11 +46,11 @@ class GenerationConfig(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A completion that is made.
+    """A generated completion.
 
     Attributes:
         ids: its tokens, with the stop id that ended it.
-        has_ended: whether a stop id ended it; otherwise it was truncated at the longest length.
+        has_ended: True if a stop id ended it; otherwise it was truncated at the longest length.
         logprobs: log-probability of each token, nats.
     """
 

@@ -118,8 +118,8 @@ class Rollout(NamedTuple):
         """Return the content of its file."""
         about = json.dumps({_DIGEST: self.digest(), _ABOUT: self.about})
         content = io.BytesIO()
-        said = np.frombuffer(about.encode(), np.uint8)
-        np.savez(content, allow_pickle=False, **self.arrays(), about=said)
+        metadata = np.frombuffer(about.encode(), np.uint8)
+        np.savez(content, allow_pickle=False, **self.arrays(), about=metadata)
         return content.getvalue()
 
     def save(self, path: Path) -> None:
@@ -186,9 +186,9 @@ def from_bytes(content: bytes) -> Rollout:
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             found = dict(file)
-        said = strict_json.loads(found.pop(_ABOUT).tobytes())
-        rollout = Rollout(**found, about=said[_ABOUT])
-        expected = said[_DIGEST]
+        metadata = strict_json.loads(found.pop(_ABOUT).tobytes())
+        rollout = Rollout(**found, about=metadata[_ABOUT])
+        expected = metadata[_DIGEST]
         digest = rollout.digest()
     except _UNREADABLE as error:
         raise DamagedRolloutError(f"it can't be read ({error})") from error

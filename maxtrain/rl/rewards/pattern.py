@@ -47,8 +47,8 @@ def pattern(
         re.compile(regex, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"pattern.regex={regex!r} is no regular expression ({error}). Correct it; `re` of Python "
-            "says how they are written."
+            f"pattern.regex={regex!r} is no regular expression ({error}). Correct it; "
+            "`re` of Python says how they are written."
         ) from error
 
     def score(batch: RewardBatch) -> list[RowReward]:
