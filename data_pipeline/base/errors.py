@@ -95,11 +95,11 @@ class StorageError(UserError):
 class DamagedError(StorageError):
     """A checkpoint is not what was saved: its directory, and what is wrong with it."""
 
-    def __init__(self, path: Path, what: str, mend: str = ""):
-        if not mend:
+    def __init__(self, path: Path, what: str, fix: str = ""):
+        if not fix:
             look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
-            mend = f"{look}. Remove or rename {path} to go on from the checkpoint before it."
-        super().__init__(f"{path} is damaged: {what}. {mend}")
+            fix = f"{look}. Remove or rename {path} to go on from the checkpoint before it."
+        super().__init__(f"{path} is damaged: {what}. {fix}")
         self.path = path
         self.what = what
 
@@ -173,9 +173,9 @@ def blame_storage(path: str, error: Exception) -> None:
         reason = next((text for text in map(os.strerror, _PASSING) if text in str(error)), "")
         may_pass = bool(reason)
     if may_pass:
-        mend = "Look at the disk or network file system that it is on"
+        fix = "Look at the disk or network file system that it is on"
         raise StorageError(
-            f"{path}: can't be read now ({reason}). {mend}, then run the same command again: it "
+            f"{path}: can't be read now ({reason}). {fix}, then run the same command again: it "
             "goes on where it was."
         ) from error
 

@@ -468,13 +468,13 @@ class _RemoteReader(io.RawIOBase):
         try:
             (data,) = read_ranges([(self._found.path, start, stop)])
         except FileNotFoundError as error:
-            mend = "Restore it, then run it again"
+            fix = "Restore it, then run it again"
             raise StorageError(
-                f"{self._found.path}: was deleted while it was read. {mend}."
+                f"{self._found.path}: was deleted while it was read. {fix}."
             ) from error
         if len(data) != stop - start:
-            mend = "Restore it, then run it again"
-            raise StorageError(f"{self._found.path}: was cut short while it was read. {mend}.")
+            fix = "Restore it, then run it again"
+            raise StorageError(f"{self._found.path}: was cut short while it was read. {fix}.")
         return data
 
 
@@ -608,9 +608,9 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
-            mend = f"Install it: {install_command(extra)}"
+            fix = f"Install it: {install_command(extra)}"
             raise UsageError(
-                f"{path}: needs a package for {protocol}:// ({error}). {mend}"
+                f"{path}: needs a package for {protocol}:// ({error}). {fix}"
             ) from error
         except _BUGS:
             raise
@@ -619,10 +619,10 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             if told is not None:
                 raise told from error
             if number == _TRIES - 1:
-                mend = "Check network and service, then run the same command again"
+                fix = "Check network and service, then run the same command again"
                 raise StorageError(
                     f"{path}: {what} failed {_TRIES} times ({_reason(error)}), which may pass. "
-                    f"{mend}."
+                    f"{fix}."
                 ) from error
             time.sleep(_PAUSE * 2**number * random.uniform(0.5, 1))
 
@@ -673,14 +673,14 @@ def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
     protocol = path.url.partition("://")[0]
     reason = _reason(error)
     if _OTHER_REGION.search(str(error)):
-        mend = "Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of the bucket"
+        fix = "Set AWS_DEFAULT_REGION, or AWS_ENDPOINT_URL, to those of the bucket"
         return StorageError(
-            f"{path}: {what} failed, since the bucket is in another region ({reason}). {mend}."
+            f"{path}: {what} failed, since the bucket is in another region ({reason}). {fix}."
         )
     if _is_denied(error):
         ways = _CREDENTIALS.get(_EXTRAS.get(protocol, ""), "")
         if ways:
             ways = f" ({ways})"
-        mend = f"Give this machine credentials that may{ways}, or name another place"
-        return StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.")
+        fix = f"Give this machine credentials that may{ways}, or name another place"
+        return StorageError(f"{path}: {what} is not allowed ({reason}). {fix}.")
     return None

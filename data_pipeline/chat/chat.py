@@ -116,8 +116,8 @@ def load_template(
                     f'Add "{variable}" there, with null if there is no such token.'
                 )
         if "strftime_now" in used.names and not date:
-            mend = "Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes"
-            raise DataError(f"{name}: writes the date. {mend}.")
+            fix = "Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes"
+            raise DataError(f"{name}: writes the date. {fix}.")
     try:
         datetime.date.fromisoformat(date or "2000-01-01")
     except ValueError as error:

@@ -133,8 +133,8 @@ def _explain(status: int, what: str) -> DataError | TryAgainError:
     if status == _OUT_OF_MEMORY:
         return DataError(f"{what}: needs more than {MEMORY_BYTES:,} bytes of memory. {_MEND}.")
     if status in (-signal.SIGKILL, -signal.SIGTERM):
-        mend = "Run the same command again, with fewer --workers if memory was short"
-        return TryAgainError(f"{what}: its process was killed. {mend}; finished work is kept.")
+        fix = "Run the same command again, with fewer --workers if memory was short"
+        return TryAgainError(f"{what}: its process was killed. {fix}; finished work is kept.")
     return DataError(f"{what}: ended the process that runs it (exit status {status}). {_MEND}.")
 
 

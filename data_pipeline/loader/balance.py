@@ -157,18 +157,18 @@ def _check(sizes: np.ndarray, max_tokens: int) -> None:
         )
     _refuse(sizes, sizes < 1, "is less than 1", "Leave sequences without tokens out")
     rule = f"is more than max_tokens={max_tokens:,}"
-    mend = f"Raise it to {sizes.max():,}, or cut or leave out what is longer"
-    _refuse(sizes, sizes > max_tokens, rule, mend)
+    fix = f"Raise it to {sizes.max():,}, or cut or leave out what is longer"
+    _refuse(sizes, sizes > max_tokens, rule, fix)
 
 
-def _refuse(sizes: np.ndarray, is_bad: np.ndarray, rule: str, mend: str) -> None:
+def _refuse(sizes: np.ndarray, is_bad: np.ndarray, rule: str, fix: str) -> None:
     if not is_bad.any():
         return
     first = int(np.argmax(is_bad))
     count = np.count_nonzero(is_bad)
     if count > 1:
         rule += f"; so are {count:,} lengths in all"
-    raise DataError(f"lengths[{first}]={sizes[first]:,} {rule}. {mend}.")
+    raise DataError(f"lengths[{first}]={sizes[first]:,} {rule}. {fix}.")
 
 
 def _cheapest_first(

@@ -22,17 +22,17 @@ def check_batch(
 ) -> None:
     """Check the arrays of `packing.pack`, whose first column is column `first` of the rows.
 
-    DataError: names the row, where it is from by `describe`, the value and the mend.
+    DataError: names the row, where it is from by `describe`, the value and the fix.
     """
     if _sound(arrays, vocab_size, first):
         return
-    mend = "Run with data.verify=full to find a damaged shard, or prepare this source again"
+    fix = "Run with data.verify=full to find a damaged shard, or prepare this source again"
     for name, after, wrong, rule in _invariants(arrays, vocab_size, first):
         if wrong.any():
             row, column = np.argwhere(wrong)[0].tolist()
             value = arrays[name][row, column + after]
             where = f"batch row {row} ({describe(row)}), position {first + column + after}"
-            raise DataError(f"{where}: {name}={value}, but {rule}. {mend}.")
+            raise DataError(f"{where}: {name}={value}, but {rule}. {fix}.")
 
 
 def _sound(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> bool:

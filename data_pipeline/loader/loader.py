@@ -842,28 +842,28 @@ def _check_documents(config: DataConfig, data: dict[str, TokenShards]) -> None:
             if theirs.valued:
                 valued, other = where, first
             what = f"{valued} has a number for each document (label or margin), but {other} none"
-            mend = "Prepare both with or both without, or leave one of them out"
-            raise ConfigError(f"{what}, and a batch is read in one way. {mend}.")
+            fix = "Prepare both with or both without, or leave one of them out"
+            raise ConfigError(f"{what}, and a batch is read in one way. {fix}.")
     if ours.valued and config.packing == "stream":
         rule = "which belongs to the whole document and not to a window of a stream"
-        mend = "Set data.packing=bins, pad or balanced"
+        fix = "Set data.packing=bins, pad or balanced"
         what = f"{first} has a number for each document"
-        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {mend}.")
+        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {fix}.")
     if ours.group == 1:
         return
     what = f"{first} holds {_units(ours)}"
     if config.packing == "stream":
         rule = "which windows of a stream would tear apart"
-        mend = "Set data.packing=bins, pad or balanced"
-        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {mend}.")
+        fix = "Set data.packing=bins, pad or balanced"
+        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {fix}.")
     if config.attend_across_documents:
         rule = "of which no document may see another"
-        mend = "Set data.attend_across_documents=false"
-        raise ConfigError(f"data.attend_across_documents=true, but {what}, {rule}. {mend}.")
+        fix = "Set data.attend_across_documents=false"
+        raise ConfigError(f"data.attend_across_documents=true, but {what}, {rule}. {fix}.")
     if not config.restart_positions:
         rule = "which are compared, so that each must begin at position 0"
-        mend = "Set data.restart_positions=true"
-        raise ConfigError(f"data.restart_positions=false, but {what}, {rule}. {mend}.")
+        fix = "Set data.restart_positions=true"
+        raise ConfigError(f"data.restart_positions=false, but {what}, {rule}. {fix}.")
 
 
 def _units(shards: TokenShards) -> str:
@@ -879,8 +879,8 @@ def _check_corruption(config: DataConfig, vocab_size: int) -> None:
     token = config.corruption.token_id
     if token is not None and token >= vocab_size:
         rule = f"must be below {vocab_size}, the entries of the data's tokenizer"
-        mend = "Set it to an id of the tokenizer, or to null"
-        raise ConfigError(f"data.corruption.token_id={token} {rule}. {mend}.")
+        fix = "Set it to an id of the tokenizer, or to null"
+        raise ConfigError(f"data.corruption.token_id={token} {rule}. {fix}.")
 
 
 def resume_training(
@@ -955,8 +955,8 @@ def open_evaluation(
     whole, or has no target."""
     data = EvaluationData(config, batch_size, _open(f"eval.sets.{name}.path", path, config))
     if data.num_tokens < 1:
-        mend = "Prepare it from longer documents, or leave it out"
-        raise DataError(f"eval.sets.{name}: {path} has no target tokens. {mend}.")
+        fix = "Prepare it from longer documents, or leave it out"
+        raise DataError(f"eval.sets.{name}: {path} has no target tokens. {fix}.")
     return data
 
 
@@ -978,8 +978,8 @@ def _open_bins(
         for source, rows in zip(shards, of_length):
             if not rows.num_targets:
                 rule = f"no document has a target in a row of data.seq_length={length:,}"
-                mend = "Set data.seq_length higher, data.on_long=truncate, or leave the source out"
-                raise DataError(f"{source.path}: {rule}. {mend}.")
+                fix = "Set data.seq_length higher, data.on_long=truncate, or leave the source out"
+                raise DataError(f"{source.path}: {rule}. {fix}.")
     return bins
 
 
@@ -1002,8 +1002,8 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
         found = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES)).hexdigest()
     if found != expected:
         what = f"expected sha256 {expected}, found {found}: not the data's tokenizer"
-        mend = "Restore it, or build the data again with `prepare --overwrite`"
-        raise DataError(f"{key}: {file}: {what}. {mend}.")
+        fix = "Restore it, or build the data again with `prepare --overwrite`"
+        raise DataError(f"{key}: {file}: {what}. {fix}.")
     return shards
 
 

@@ -30,8 +30,8 @@ def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
             command = remake_command(theirs, ours)
         if not command:
             raise ConfigError(f"{rule}. Prepare one of them again with the tokenizer of the other.")
-        mend = f"Make {again} again, in its place, with the tokenizer of the other"
-        raise ConfigError(f"{rule}. {mend}: `{command}`")
+        fix = f"Make {again} again, in its place, with the tokenizer of the other"
+        raise ConfigError(f"{rule}. {fix}: `{command}`")
 
 
 def tokenizer_of_data(shards: TokenShards) -> str:

@@ -58,9 +58,9 @@ def watched[T](stream: Iterator[T], workers: int) -> Iterator[T]:
                 continue
             if error is not None:
                 if was_killed or "terminated unexpectedly with exit code -" in str(error):
-                    mend = "Run the same command again, with fewer of them or a lower data.prefetch"
+                    fix = "Run the same command again, with fewer of them or a lower data.prefetch"
                     raise TryAgainError(
-                        f"data.workers={workers}: a worker process was killed. {mend} if memory "
+                        f"data.workers={workers}: a worker process was killed. {fix} if memory "
                         "was short."
                     ) from error
                 raise error

@@ -201,11 +201,11 @@ def open_bins(
         totals = sizes.reshape(-1, group).sum(axis=1)
         rule = f"but {unit} {long[0] // group} of {shards.path} has {totals[0]:,}; "
         rule += f"{plan.num_long:,} {unit}s have too many"
-        mend = f"Set data.seq_length to at least {totals.max():,}, or data.on_long to skip"
+        fix = f"Set data.seq_length to at least {totals.max():,}, or data.on_long to skip"
         if group == 1:
-            mend += " or truncate"
+            fix += " or truncate"
         what = f"data.seq_length={length:,} is the number of tokens a row has room for"
-        raise ConfigError(f"{what}, {rule}. {mend}.")
+        raise ConfigError(f"{what}, {rule}. {fix}.")
     if on_long == "skip":
         return Bins(
             length=length,
@@ -356,6 +356,6 @@ def _load(path: Path | RemotePath, identity: str) -> np.ndarray:
     if found != expected:
         what = f"expected digest {expected.hex()}, found {found.hex()}"
         cause = "it is damaged, or was made for other tokens"
-        mend = "Delete it: it is made again when it is next needed"
-        raise DataError(f"{path}: {what}: {cause}. {mend}.")
+        fix = "Delete it: it is made again when it is next needed"
+        raise DataError(f"{path}: {what}: {cause}. {fix}.")
     return np.frombuffer(content, "<i8", offset=_DIGEST_BYTES)

@@ -481,14 +481,14 @@ def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list
         other = seen.setdefault(source.uid, where)
         if other != where:
             rule = "hold the same tokens, which would be read twice in the same order"
-            mend = "Keep one of them, with the sum of both weights"
-            problems.append(f"{where} and {other} {rule}. {mend}.")
+            fix = "Keep one of them, with the sum of both weights"
+            problems.append(f"{where} and {other} {rule}. {fix}.")
     own_weights = not config.stages or any(not stage.weights for stage in config.stages)
     if own_weights and not any(s.weight > 0 for s in config.sources.values()):
         rule = "is empty, or all weights are 0, so nothing would be drawn"
-        mend = "Set data.sources.NAME.path=DIR, made by `prepare`. "
-        mend += "Set one data.sources.NAME.weight above 0"
-        problems.append(f"data.sources {rule}. {mend}.")
+        fix = "Set data.sources.NAME.path=DIR, made by `prepare`. "
+        fix += "Set one data.sources.NAME.weight above 0"
+        problems.append(f"data.sources {rule}. {fix}.")
     return problems
 
 
@@ -537,9 +537,9 @@ def _stages(
             is_history = cursor is not None and step == first
             if end <= step and not is_history:
                 rule = f"is step {end:,}, but stages must increase and the one before ends at step"
-                mend = "Set it to more, or reorder the stages"
+                fix = "Set it to more, or reorder the stages"
                 problems.append(
-                    f"{where}.until={stage.until:g} {stage.unit} {rule} {step:,}. {mend}."
+                    f"{where}.until={stage.until:g} {stage.unit} {rule} {step:,}. {fix}."
                 )
             tokens += max(0, end - step) * step_tokens
             step = max(step, end)
@@ -554,16 +554,14 @@ def _weight_problems(where: str, weights: dict[str, float], names: list[str]) ->
     problems = []
     for name, weight in weights.items():
         if name not in names:
-            mend = f"Choose from {', '.join(names)}, or add data.sources.{name}.path"
-            problems.append(f"{where}.weights.{name}={weight}: there is no such source. {mend}.")
+            fix = f"Choose from {', '.join(names)}, or add data.sources.{name}.path"
+            problems.append(f"{where}.weights.{name}={weight}: there is no such source. {fix}.")
         if not (math.isfinite(weight) and weight >= 0):
             rule = "must be a finite number of at least 0"
             problems.append(f"{where}.weights.{name}={weight} {rule}. Leave it out for 0.")
     if weights and not any(weight > 0 for weight in weights.values()):
-        mend = (
-            "Give at least one source a weight above 0, or no weights at all for the sources' own"
-        )
-        problems.append(f"{where}.weights sum to 0, so nothing would be drawn. {mend}.")
+        fix = "Give at least one source a weight above 0, or no weights at all for the sources' own"
+        problems.append(f"{where}.weights sum to 0, so nothing would be drawn. {fix}.")
     return problems
 
 
@@ -573,8 +571,8 @@ def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) 
     if stage.until is None:
         if is_last:
             return ""
-        mend = "Set it to where the stage ends"
-        return f"{where}.until=null, but only the last stage may be open. {mend}."
+        fix = "Set it to where the stage ends"
+        return f"{where}.until=null, but only the last stage may be open. {fix}."
     if stage.unit != "fraction":
         return _whole_number_problem(where, stage.until, stage.unit)
     if steps == "auto":
@@ -583,8 +581,8 @@ def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) 
         rule = "must be above 0 and at most 1"
     else:
         return ""
-    mend = "Set steps to a number, or unit to steps or tokens"
-    return f"{where}.until={stage.until:g} {rule}. {mend}."
+    fix = "Set steps to a number, or unit to steps or tokens"
+    return f"{where}.until={stage.until:g} {rule}. {fix}."
 
 
 def _whole_number_problem(where: str, until: float, unit: str) -> str:
@@ -835,9 +833,9 @@ class _StageLayout:
         if self.policy == "error" and self.auto and unfinished:
             others = ", ".join(self.names[i] for i in unfinished)
             rule = f"'{name}' completes its {epochs:g} epochs while there is more of {others}"
-            mend = f"Set steps to a lower number, data.sources.{name}.epochs higher, "
-            mend += "or data.on_exhausted to stop"
-            raise ConfigError(f"data.on_exhausted=error, and {rule}. {mend}.")
+            fix = f"Set steps to a lower number, data.sources.{name}.epochs higher, "
+            fix += "or data.on_exhausted to stop"
+            raise ConfigError(f"data.on_exhausted=error, and {rule}. {fix}.")
         if epochs == int(epochs):
             return f"'{name}' completes epoch {epochs:g}"
         return f"'{name}' completes {epochs:g} epochs"
@@ -849,9 +847,9 @@ class _StageLayout:
             self._check_batch_size(span, is_start=number == 0 and span.step == 0)
         if self.end == MAX_ROWS and steps == "auto":
             rule = "but the plan has no end: no source that is drawn runs out"
-            mend = "Set steps to a number, data.sources.NAME.epochs to a number, "
-            mend += "or until of the last of data.stages"
-            raise ConfigError(f"steps=auto, {rule}. {mend}.")
+            fix = "Set steps to a number, data.sources.NAME.epochs to a number, "
+            fix += "or until of the last of data.stages"
+            raise ConfigError(f"steps=auto, {rule}. {fix}.")
         span = self.spans[-1]
         available = span.step + (self.end - span.row) // span.batch_size
         if steps == "auto":
@@ -876,9 +874,9 @@ class _StageLayout:
         used = [(self.names[i], self.sources[i].num_tokens) for i in self.used]
         sizes = ", ".join(f"{name} {num_tokens:,} tokens" for name, num_tokens in used)
         rule = f"is larger than the data set: {rows:,} rows of {span.seq_length:,} ({sizes})"
-        mend = f"Set data.batch_size to at most {rows:,}, data.seq_length lower, "
-        mend += "or prepare more text"
-        raise ConfigError(f"data.batch_size={span.batch_size:,} {rule}. {mend}.")
+        fix = f"Set data.batch_size to at most {rows:,}, data.seq_length lower, "
+        fix += "or prepare more text"
+        raise ConfigError(f"data.batch_size={span.batch_size:,} {rule}. {fix}.")
 
 
 def _number(value: float | None) -> str:

@@ -115,8 +115,8 @@ def accept(document: Document, on_bad: str, problems: Problems) -> bool:
     harmless = document.problem in HARMLESS
     if on_bad == "raise" and not harmless:
         problem = document.problem + document.detail
-        mend = "Mend the file, or give --on-bad skip or replace"
-        raise DataError(f"{document.where}: {problem}. {mend}.")
+        fix = "Mend the file, or give --on-bad skip or replace"
+        raise DataError(f"{document.where}: {problem}. {fix}.")
     kept = not document.empty and (harmless or on_bad == "replace")
     _count(problems, document.problem, 1, int(not kept), [document.where])
     return kept
@@ -428,11 +428,11 @@ def build_part(
         if record not in done:
             made_now += sum(entry.tokens for entry in entries)
     if not shards:
-        mend = "Give other input"
+        fix = "Give other input"
         if DUPLICATE in problems:
-            mend += ", or no --dedupe"
+            fix += ", or no --dedupe"
         what = f"the input holds no text at all ({describe_problems(problems)})"
-        raise DataError(f"{directory}: {what}. {mend}.")
+        raise DataError(f"{directory}: {what}. {fix}.")
     manifest = Manifest(
         tokenizer={
             "name": tokenizer.name,
@@ -466,8 +466,8 @@ def _parse_record(path: Path | RemotePath, content: bytes) -> dict[str, Any]:
         whole = False
     if not whole:
         what = "is not the record that prepare wrote: damaged, or of an older version"
-        mend = "Remove it and run the same command again: what it tells of is made again"
-        raise StorageError(f"{path}: {what}. {mend}.")
+        fix = "Remove it and run the same command again: what it tells of is made again"
+        raise StorageError(f"{path}: {what}. {fix}.")
     return record
 
 

@@ -365,8 +365,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--runner-options {given}: belong to --runner ray. Give that too.")
     if arguments.runner == "ray" and arguments.workers is not None:
         rule = "--runner ray has one for each CPU of its cluster"
-        mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here"
-        raise UsageError(f"--workers {arguments.workers}: {rule}. {mend}.")
+        fix = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here"
+        raise UsageError(f"--workers {arguments.workers}: {rule}. {fix}.")
     if (arguments.columns or arguments.margin) and not arguments.preferences:
         given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
         raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
@@ -521,8 +521,8 @@ def _forms(pieces: list[InputRange], margin: bool) -> list[PreferenceForm]:
         rule = "which are stored differently. Prepare them into directories of their own"
         raise UsageError(f"--preferences: there are {listed}, {rule}.")
     if forms[0].group == 1 and margin:
-        mend = "Leave it out"
-        raise UsageError(f"--margin: is of pairs, and these are answers with a label. {mend}.")
+        fix = "Leave it out"
+        raise UsageError(f"--margin: is of pairs, and these are answers with a label. {fix}.")
     return forms
 
 
@@ -605,8 +605,8 @@ def _divide(pieces: list[InputRange], share: float | None, by: str) -> dict[str,
         if by == "tail":
             at = format.cut(piece, int(piece.stop * (1 - share)))
             if at is None:
-                mend = "Unpack it, or hold out by document"
-                raise UsageError(f"--holdout-by tail: {piece.path} is compressed. {mend}.")
+                fix = "Unpack it, or hold out by document"
+                raise UsageError(f"--holdout-by tail: {piece.path} is compressed. {fix}.")
             parts["train"].append(piece._replace(stop=at))
             if at < piece.stop:
                 parts["eval"].append(piece._replace(start=at))
@@ -710,8 +710,8 @@ def _check_request(arguments: argparse.Namespace, request: _Request, only_tokeni
     out = arguments.out
     if only_tokenizer and request.tokenizer:
         spec = arguments.tokenizer or "bytes"
-        mend = "Give --tokenizer bpe:ENTRIES or chars"
-        raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. {mend}.")
+        fix = "Give --tokenizer bpe:ENTRIES or chars"
+        raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. {fix}.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
 
@@ -751,9 +751,9 @@ def _tidy(own: Path) -> None:
             pass
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             # The last two: JSON of another shape.
-            mend = "Run its command again, or remove the folder"
+            fix = "Run its command again, or remove the folder"
             what = f"{folder}: is kept of a prepare that was interrupted ({error})"
-            print(f"{what}. {mend}.", file=sys.stderr)
+            print(f"{what}. {fix}.", file=sys.stderr)
         finally:
             os.close(lock)
 
@@ -807,8 +807,8 @@ def _make_way(
     state = out / _STATE
     foreign = [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]
     if foreign:
-        mend = "Choose a new or empty directory"
-        raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. {mend}.")
+        fix = "Choose a new or empty directory"
+        raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. {fix}.")
     is_there = state.exists() or any(path.name == MANIFEST for path in _files(out))
     if is_there and not overwrite:
         _require_same(out, wanted, request)
@@ -820,26 +820,26 @@ def _make_way(
 def _require_same(out: Path | RemotePath, wanted: dict[str, Any], request: _Request) -> None:
     """UsageError: an output is of other input or settings, or of files that were written to since
     it was begun."""
-    mend = "Choose another OUT, or give --overwrite."
+    fix = "Choose another OUT, or give --overwrite."
     state = out / _STATE
     there = {}
     if state.exists():
         there = _begun(state)
     names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
     if names == ["stamps"]:
-        raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
+        raise UsageError(f"{out}: input files were written to since it was begun. {fix}")
     if names:
         table = ""
         for name in names:
             table += f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}"
-        raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
+        raise UsageError(f"{out}: was made from other input or settings:{table}\n{fix}")
     if not isinstance(state, Path):
         return
     # By ctime, which nothing can set back.
     begun = state.stat().st_mtime_ns
     for path in _input_paths(request.pieces()):
         if not is_url(path) and os.stat(path).st_ctime_ns > begun:
-            raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
+            raise UsageError(f"{out}: input files were written to since it was begun. {fix}")
 
 
 def _begun(state: Path | RemotePath) -> dict[str, Any]:
@@ -849,8 +849,8 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
     except ValueError:
         begun = None
     if not isinstance(begun, dict):
-        mend = "Choose another OUT, or give --overwrite"
-        raise DataError(f"{state}: is damaged: it is not what prepare wrote. {mend}.")
+        fix = "Choose another OUT, or give --overwrite"
+        raise DataError(f"{state}: is damaged: it is not what prepare wrote. {fix}.")
     return begun
 
 
@@ -1053,8 +1053,8 @@ def _show(argv: list[str]) -> None:
     length = arguments.seq_length or 0
     if length < 1:
         rule = "a row has at least 1 token"
-        mend = "Give the run's data.seq_length"
-        raise UsageError(f"--seq-length {arguments.seq_length}: {rule}. {mend}.")
+        fix = "Give the run's data.seq_length"
+        raise UsageError(f"--seq-length {arguments.seq_length}: {rule}. {fix}.")
     packing = arguments.packing
     if packing is None:
         packing = "bins" if shards.group > 1 else "stream"

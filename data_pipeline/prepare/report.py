@@ -248,16 +248,16 @@ def shown_tokens(arrays: dict[str, np.ndarray], eod: str) -> dict[str, np.ndarra
 def _check_row(shards: TokenShards, row: int, length: int, num_rows: int) -> None:
     """DataError: there is no such row."""
     if not 0 <= row < num_rows:
-        mend = f"Choose one of 0 to {num_rows - 1}"
-        raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. {mend}.")
+        fix = f"Choose one of 0 to {num_rows - 1}"
+        raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. {fix}.")
 
 
 def group_arrays(shards: TokenShards, group: int) -> dict[str, np.ndarray]:
     """The documents of a group, by its number, as the arrays [T] of a row that holds nothing else.
     DataError: there is no such group."""
     if not 0 <= group < shards.num_groups:
-        mend = f"Choose one of 0 to {shards.num_groups - 1}"
-        raise DataError(f"{shards.path}: {shards.manifest.unit} {group} does not exist. {mend}.")
+        fix = f"Choose one of 0 to {shards.num_groups - 1}"
+        raise DataError(f"{shards.path}: {shards.manifest.unit} {group} does not exist. {fix}.")
     numbers = group * shards.group + np.arange(shards.group)
     first, sizes = shards.documents(numbers)
     targets, mask = shards.spans(first, sizes)

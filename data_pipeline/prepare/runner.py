@@ -54,10 +54,10 @@ def open_runner(name: str, workers: int, options: Sequence[str]) -> Iterator[Run
         ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | given)
     except Exception as error:  # of many kinds, and not documented
         ray.shutdown()
-        mend = "Give arguments of ray.init, such as address=HOST:6379; "
-        mend += "set RAY_AUTH_MODE=token if the cluster asks for a token."
+        fix = "Give arguments of ray.init, such as address=HOST:6379; "
+        fix += "set RAY_AUTH_MODE=token if the cluster asks for a token."
         raise UsageError(
-            f"--runner-options {' '.join(options)}: Ray does not start ({error}). {mend}"
+            f"--runner-options {' '.join(options)}: Ray does not start ({error}). {fix}"
         ) from error
     try:
         yield functools.partial(_run_ray, ray)
@@ -91,9 +91,9 @@ def run_local(workers: int, job: Job, tasks: Tasks) -> Iterator[Task]:
             for task, _ in zip(tasks, pool.map(job, *zip(*tasks)), strict=True):
                 yield task
     except concurrent.futures.BrokenExecutor as error:
-        mend = "Run the same command again, with fewer --workers if memory was short; "
-        mend += "finished work is kept."
-        raise TryAgainError(f"--workers {workers}: a worker process was killed. {mend}") from error
+        fix = "Run the same command again, with fewer --workers if memory was short; "
+        fix += "finished work is kept."
+        raise TryAgainError(f"--workers {workers}: a worker process was killed. {fix}") from error
 
 
 def _start_worker() -> None:
@@ -135,9 +135,9 @@ def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             reason, _, _ = str(error).partition("\n")
-            mend = "Run the same command again, with fewer CPUs of the cluster "
-            mend += "if memory was short; finished work is kept."
-            raise TryAgainError(f"--runner ray: {reason} {mend}") from error
+            fix = "Run the same command again, with fewer CPUs of the cluster "
+            fix += "if memory was short; finished work is kept."
+            raise TryAgainError(f"--runner ray: {reason} {fix}") from error
 
 
 def _call(directory: str, job: Job, task: Task) -> None:
@@ -151,8 +151,8 @@ def _call(directory: str, job: Job, task: Task) -> None:
                 os.stat(piece.path)
         job(*task)
     except FileNotFoundError as error:
-        mend = "Give every machine the same file systems under the same paths, "
-        mend += "for input, output and the working directory."
+        fix = "Give every machine the same file systems under the same paths, "
+        fix += "for input, output and the working directory."
         raise StorageError(
-            f"{error.filename}: is not there on {socket.gethostname()}. {mend}"
+            f"{error.filename}: is not there on {socket.gethostname()}. {fix}"
         ) from error

@@ -94,5 +94,5 @@ class Cache:
 
     def _refused(self, path: Path, error: OSError) -> StorageError:
         place = "data.cache (prepare: --cache) to a folder of a larger disk"
-        mend = f"Free space, or set {place}, or data.cache_bytes lower"
-        return StorageError(f"{path}: the cache can't be written ({error.strerror}). {mend}.")
+        fix = f"Free space, or set {place}, or data.cache_bytes lower"
+        return StorageError(f"{path}: the cache can't be written ({error.strerror}). {fix}.")

@@ -90,8 +90,8 @@ class CachedFiles(CheckedFiles):
                 continue
             return [mapping.data for mapping in mappings]
         what = f"files were removed {_TRIES} times while they were filled"
-        mend = f"Set data.cache_bytes={self._cache.limit} higher, or run it again"
-        raise StorageError(f"{self._cache.folder}: {what}. {mend}.")
+        fix = f"Set data.cache_bytes={self._cache.limit} higher, or run it again"
+        raise StorageError(f"{self._cache.folder}: {what}. {fix}.")
 
     def _fill(self, todo: list[tuple[_Mapping, int]]) -> None:
         """Make blocks be there, and right; DataError: they are not, behind the URL."""

@@ -15,7 +15,7 @@ from data_pipeline.base.errors import DataError
 from data_pipeline.base.remote import RemotePath
 from data_pipeline.config import Verify
 from data_pipeline.shards import files
-from data_pipeline.shards.manifest import TOKENIZER, Manifest, mend
+from data_pipeline.shards.manifest import TOKENIZER, Manifest, fix
 
 # The arguments of `CheckedFiles.checked`: shard, suffix, starts and length of windows.
 Wanted = tuple[int, str, Iterable[int], int | None]
@@ -103,7 +103,7 @@ class CheckedFiles:
         if self.manifest.settings.get("holdout"):
             out = self.path.parent
         command = self.manifest.command.replace(" OUT ", f" {out} ", 1)
-        return DataError(f"{path}: {what}. {mend(command)}")
+        return DataError(f"{path}: {what}. {fix(command)}")
 
     def _file(self, number: int, suffix: str) -> Any:
         return (self.path / self.manifest.shards[number].path).with_suffix(suffix)

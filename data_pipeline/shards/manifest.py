@@ -173,7 +173,7 @@ class Manifest:
         except UserError:
             raise
         except ValueError as error:
-            raise DataError(f"{path}: is not JSON ({error}). {mend()}") from error
+            raise DataError(f"{path}: is not JSON ({error}). {fix()}") from error
         if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():
             raise DataError(
                 f"{path}: is not a manifest of token shards. Name a directory that `prepare` made."
@@ -187,21 +187,21 @@ class Manifest:
         found = digest_of(content)
         if found != expected:
             what = f"expected digest {expected}, found {found}: changed after it was built"
-            raise DataError(f"{path}: {what}. {mend()}")
+            raise DataError(f"{path}: {what}. {fix()}")
         content.setdefault("group", 1)
         # The digest holds, so whoever wrote the manifest wrote it so.
         for place, value, rule in _violations(content):
             found = json.dumps(value)
             if len(found) > 80:
                 found = f"{found[:80]} ..."
-            raise DataError(f"{path}: {place}={found} must be {rule}. {mend()}")
+            raise DataError(f"{path}: {place}={found} must be {rule}. {fix()}")
         content["shards"] = tuple(ShardEntry(**shard) for shard in content["shards"])
         manifest = cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
         for name in _DERIVED:
             expected = getattr(manifest, name)
             if content.get(name, expected) != expected:
                 rule = f"must be {expected}, by its shards"
-                raise DataError(f"{path}: {name}={content[name]} {rule}. {mend()}")
+                raise DataError(f"{path}: {name}={content[name]} {rule}. {fix()}")
         return manifest
 
 
@@ -225,8 +225,8 @@ def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
     # prepare is told the folder above: it makes both parts itself.
     above = directory.parent
     if (above / MANIFEST).exists():
-        mend = "Name that, or make both parts by `prepare --holdout`"
-        return f"{what}, but {above} is, made without --holdout. {mend}."
+        fix = "Name that, or make both parts by `prepare --holdout`"
+        return f"{what}, but {above} is, made without --holdout. {fix}."
     command = f"{program} {shlex.quote(str(above))} --text 'GLOB' --holdout 0.05"
     return f"{what}. Make one with `{command}`, which makes {' and '.join(PARTS)} in it."
 
@@ -380,7 +380,7 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def mend(command: str = "") -> str:
+def fix(command: str = "") -> str:
     """What to do about a directory that is not what it was when it was built."""
     command = command or "python -m data_pipeline.prepare ..."
     return f"Restore it from a copy, or build it again: `{command} --overwrite`."

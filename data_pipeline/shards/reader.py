@@ -185,8 +185,8 @@ class TokenShards:
         see `document`."""
         wrong = numbers[(numbers < 0) | (numbers >= self.num_documents)]
         if wrong.size:
-            mend = f"Choose one of 0 to {self.num_documents - 1}"
-            raise DataError(f"{self.path}: document {wrong[0]} does not exist. {mend}.")
+            fix = f"Choose one of 0 to {self.num_documents - 1}"
+            raise DataError(f"{self.path}: document {wrong[0]} does not exist. {fix}.")
         first = np.empty_like(numbers)
         lengths = np.empty_like(numbers)
         shards = np.searchsorted(self._document_starts, numbers, "right") - 1

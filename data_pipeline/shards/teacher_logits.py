@@ -96,7 +96,7 @@ class TeacherRecord:
     def load(cls, folder: Path) -> Self:
         """DataError: there is none, or it is damaged."""
         path = folder / RECORD
-        mend = f"Remove {folder} and make it again with `maxtrain teach`"
+        fix = f"Remove {folder} and make it again with `maxtrain teach`"
         try:
             values = strict_json.read(path)
             expected = values.pop("digest")
@@ -111,12 +111,12 @@ class TeacherRecord:
                 "`maxtrain teach`."
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: can't be read ({error}). {mend}.") from error
+            raise DataError(f"{path}: can't be read ({error}). {fix}.") from error
         if record.digest() != expected:
             found = record.digest()
-            raise DataError(f"{path}: expected digest {expected}, found {found}. {mend}.")
+            raise DataError(f"{path}: expected digest {expected}, found {found}. {fix}.")
         if record.version != _VERSION:
-            raise DataError(f"{path}: is of version {record.version}, not {_VERSION}. {mend}.")
+            raise DataError(f"{path}: is of version {record.version}, not {_VERSION}. {fix}.")
         return record
 
 
@@ -299,8 +299,8 @@ class StoredTeacher:
                 raise self._damage(path, f"expected {tokens * itemsize} bytes, found {found}")
 
     def _damage(self, path: Path, what: str) -> DataError:
-        mend = f"Restore it, or remove {self.folder} and make it again with `maxtrain teach`"
-        return DataError(f"{path}: {what}: changed after it was made. {mend}.")
+        fix = f"Restore it, or remove {self.folder} and make it again with `maxtrain teach`"
+        return DataError(f"{path}: {what}: changed after it was made. {fix}.")
 
 
 class TeacherFiles:

@@ -116,8 +116,8 @@ class ShardWriter:
     def _outside(self, token: int) -> DataError:
         vocabulary = f"the tokenizer's vocabulary ({self._dtype.name})"
         rule = f"token id {token} is outside [0, {self._vocab_size}), {vocabulary}"
-        mend = "Build with the tokenizer that these ids belong to"
-        return DataError(f"{self._path.stem}: {rule}. {mend}.")
+        fix = "Build with the tokenizer that these ids belong to"
+        return DataError(f"{self._path.stem}: {rule}. {fix}.")
 
     def close(self) -> ShardEntry:
         """Make the shard durable and visible; returns its entry for the manifest."""

@@ -58,8 +58,8 @@ def _open(path: str) -> Any:
     except RuntimeError as error:
         blame_storage(path, error)
         reason = str(error) or "its end is missing"
-    mend = "Restore it from a copy, or leave it out"
-    raise DataError(f"{path}: is not an ArrayRecord file ({reason}). {mend}.")
+    fix = "Restore it from a copy, or leave it out"
+    raise DataError(f"{path}: is not an ArrayRecord file ({reason}). {fix}.")
 
 
 def _records(piece: InputRange) -> Iterator[bytes]:

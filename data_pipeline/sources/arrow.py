@@ -133,14 +133,14 @@ def saved_files(folder: str, options: InputOptions, format: str) -> list[InputRa
     if not place(state).exists():
         return []
     if _load(state, _indices_files):
-        mend = "Save it with flatten_indices().save_to_disk(DIR)"
-        raise DataError(f"--{format} {folder}: selects rows of its files. {mend}.")
+        fix = "Save it with flatten_indices().save_to_disk(DIR)"
+        raise DataError(f"--{format} {folder}: selects rows of its files. {fix}.")
     pieces = []
     for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
-            mend = "Restore it from a copy, or save the dataset again"
-            raise DataError(f"{path}: is missing, but {state} lists it. {mend}.")
+            fix = "Restore it from a copy, or save the dataset again"
+            raise DataError(f"{path}: is missing, but {state} lists it. {fix}.")
         for piece in find_files(glob.escape(path), format, options):
             pieces.append(piece._replace(name=name, beside=(state,)))
     return pieces

@@ -179,8 +179,8 @@ def _of_values(values: Any, name: str) -> ChatMap:
         _require_text(tools, _TOOLS, name)
     derive = values.get("derive", "")
     if derive != "" and derive not in DERIVED:
-        mend = f"Give {' or '.join(DERIVED)}, or leave it out"
-        raise UsageError(f"--map {name}: there is no derive={derive!r}. {mend}.")
+        fix = f"Give {' or '.join(DERIVED)}, or leave it out"
+        raise UsageError(f"--map {name}: there is no derive={derive!r}. {fix}.")
     text = json.dumps(values, sort_keys=True)
     return ChatMap(tuple(entries), tuple(answers), tools, system, derive, text)
 
@@ -216,8 +216,8 @@ def _parts(template: str, name: str) -> Iterator[tuple[str, str | None]]:
                 raise ValueError("between { and } stands the name of a column, alone")
             yield literal, column
     except ValueError as error:
-        mend = "Write {column} for its text, and {{ and }} for braces"
-        raise UsageError(f"--map {name}: {template!r} is no template ({error}). {mend}.") from error
+        fix = "Write {column} for its text, and {{ and }} for braces"
+        raise UsageError(f"--map {name}: {template!r} is no template ({error}). {fix}.") from error
 
 
 def _require_keys(
@@ -228,8 +228,8 @@ def _require_keys(
         rule = f"must be an object with {', '.join(sorted(needed))}"
         raise UsageError(f"--map {name}: {str(value)[:80]!r} {rule}. Mend it.")
     for key in sorted(value.keys() - known):
-        mend = f"Known are {', '.join(sorted(known))}"
-        raise UsageError(f"--map {name}: there is no key {key!r} here. {mend}.")
+        fix = f"Known are {', '.join(sorted(known))}"
+        raise UsageError(f"--map {name}: there is no key {key!r} here. {fix}.")
     for key in sorted(needed - value.keys()):
         raise UsageError(f"--map {name}: {str(value)[:80]} has no {key!r}. Give it.")
 

@@ -53,15 +53,15 @@ def check_column(schema: Any, piece: InputRange) -> None:
     key = piece.options.key
     if key not in schema.names:
         names = ", ".join(schema.names)
-        mend = "Name one of them with --key"
-        raise DataError(f"{piece.path}: has no column {key!r}, but {names}. {mend}.")
+        fix = "Name one of them with --key"
+        raise DataError(f"{piece.path}: has no column {key!r}, but {names}. {fix}.")
     kind = schema.field(key).type
     value_kind = kind
     if str(kind).startswith("dictionary"):
         value_kind = kind.value_type
     if str(value_kind) not in _BYTES:
-        mend = "Name a column of text with --key"
-        raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. {mend}.")
+        fix = "Name a column of text with --key"
+        raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. {fix}.")
 
 
 def batch_rows(piece: InputRange) -> int:

@@ -172,10 +172,8 @@ def open_piece(piece: InputRange) -> BinaryIO:
 def refuse_url(option: str, pattern: str) -> None:
     """UsageError: a format whose own library reads local files only was given a URL."""
     if is_url(pattern):
-        mend = "Copy its files to a disk of this machine and name them there"
-        raise UsageError(
-            f"--{option} {pattern}: is read by a library that can't open URLs. {mend}."
-        )
+        fix = "Copy its files to a disk of this machine and name them there"
+        raise UsageError(f"--{option} {pattern}: is read by a library that can't open URLs. {fix}.")
 
 
 def line_start(piece: InputRange, at: int) -> int:
@@ -227,8 +225,8 @@ def find_files(
         if os.path.isfile(path):
             found[os.path.relpath(path, fixed)] = path
     if not found:
-        mend = "Check the path; quote globs, and use ** to look into folders"
-        raise DataError(f"--{format} {pattern}: matches no file. {mend}.")
+        fix = "Check the path; quote globs, and use ** to look into folders"
+        raise DataError(f"--{format} {pattern}: matches no file. {fix}.")
     return [
         InputRange(format, name, found[name], 0, os.path.getsize(found[name]), options)
         for name in sorted(found)
@@ -243,8 +241,8 @@ def _find_remote(pattern: str, format: str, options: InputOptions, ending: str) 
             f"--{format} {pattern}: is a directory. Name its files: --{format} {quoted}"
         )
     if not found:
-        mend = "Check bucket and path; quote globs; ** looks into folders"
-        raise DataError(f"--{format} {pattern}: matches no file. {mend}.")
+        fix = "Check bucket and path; quote globs; ** looks into folders"
+        raise DataError(f"--{format} {pattern}: matches no file. {fix}.")
     fixed = "/".join(_fixed_parts(pattern.split("/")[:-1]))
     named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
     return [

@@ -69,8 +69,8 @@ def _open(piece: InputRange) -> Any:
     with open_piece(piece) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(_LLM_C):
-        mend = "Take it off: tail -c +1025 FILE > NEW"
-        raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. {mend}")
+        fix = "Take it off: tail -c +1025 FILE > NEW"
+        raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. {fix}")
     if head.startswith(_NUMPY):
         return _open_numpy(piece, head)
     return ids(piece, np.dtype(f"<u{_width(head, piece.options.vocab_size or 0)}"))
@@ -103,11 +103,11 @@ def _open_numpy(piece: InputRange, head: bytes) -> Any:
         raise
     except Exception as error:
         # numpy parses the header as Python, so a damaged one can raise almost anything.
-        mend = "Restore it from a copy, or make it again"
-        raise DataError(f"{piece.path}: has numpy's header, but {error}. {mend}.") from error
+        fix = "Restore it from a copy, or make it again"
+        raise DataError(f"{piece.path}: has numpy's header, but {error}. {fix}.") from error
     if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
-        mend = "Save ids as one row of integers: ids.ravel()"
-        raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. {mend}.")
+        fix = "Save ids as one row of integers: ids.ravel()"
+        raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. {fix}.")
     return tokens
 
 

@@ -59,8 +59,8 @@ def _load(path: str, stamp: str) -> list[dict[str, Any]]:
     try:
         values = loads(content.removeprefix(BOM).decode())
     except ValueError as error:
-        mend = "Mend it, or write a record in each line"
-        raise DataError(f"{path}: begins like a list and is not JSON ({error}). {mend}.") from error
+        fix = "Mend it, or write a record in each line"
+        raise DataError(f"{path}: begins like a list and is not JSON ({error}). {fix}.") from error
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             rule = f"item {number} of its list is no object"

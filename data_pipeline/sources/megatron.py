@@ -64,8 +64,8 @@ def _open(piece: InputRange) -> _Index:
     path = piece.path
     index = path.removesuffix(".bin") + ".idx"
     if not place(index).exists():
-        mend = "Name a data set of Megatron's preprocess_data.py"
-        raise DataError(f"{path}: has no {os.path.basename(index)} beside it. {mend}.")
+        fix = "Name a data set of Megatron's preprocess_data.py"
+        raise DataError(f"{path}: has no {os.path.basename(index)} beside it. {fix}.")
     with open_file(index) as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

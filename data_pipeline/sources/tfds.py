@@ -63,17 +63,15 @@ def find(value: str, options: InputOptions) -> list[InputRange]:
     if layout is not None:
         found = layout.value
     if found != "array_record":
-        mend = "Build it with --file_format=array_record"
-        raise DataError(
-            f"--tfds {value}: is stored as {found}, which has no random access. {mend}."
-        )
+        fix = "Build it with --file_format=array_record"
+        raise DataError(f"--tfds {value}: is stored as {found}, which has no random access. {fix}.")
     if split not in list(info.splits):
         splits = ", ".join(f"{name}:{other}" for other in info.splits)
         raise DataError(f"--tfds {value}: has no split {split!r}. Name one: {splits}.")
     if options.key not in info.features:
         features = ", ".join(sorted(info.features))
-        mend = "Name one with --key"
-        raise DataError(f"--tfds {value}: has no feature {options.key!r}, but {features}. {mend}.")
+        fix = "Name one with --key"
+        raise DataError(f"--tfds {value}: has no feature {options.key!r}, but {features}. {fix}.")
     descriptions = tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
     pieces = []
     paths = map(str, info.splits[split].filepaths)

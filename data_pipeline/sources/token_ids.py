@@ -71,8 +71,8 @@ def ids(piece: InputRange, dtype: np.dtype) -> Any:
     size = file_size(path)
     if size % dtype.itemsize:
         rule = f"has {size} bytes, which are no whole number of {dtype.name} ids"
-        mend = "Restore it from a copy, or make it again"
-        raise DataError(f"{path}: {rule}: cut short, or of another type. {mend}.")
+        fix = "Restore it from a copy, or make it again"
+        raise DataError(f"{path}: {rule}: cut short, or of another type. {fix}.")
     return numbers(piece, path, dtype, 0, size // dtype.itemsize)
 
 

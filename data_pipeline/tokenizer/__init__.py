@@ -107,20 +107,20 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     if path.name == TOKENIZER and path.with_name(CARRIED).exists():
         # Before the file is read, so that damage is named as such.
         carried = TokenizerRecord.load(path.parent)
-    mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
-    mend += "a directory that has one, or `bytes`."
+    fix = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
+    fix += "a directory that has one, or `bytes`."
     try:
         tokenizer = _read(path, read_limited(path, MAX_TOKENIZER_BYTES))
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             blame_storage(str(path), error)
-        mend += download_hint(spec)
-        raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
+        fix += download_hint(spec)
+        raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {fix}") from error
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON of another shape.
-        raise DataError(f"tokenizer={spec}: is not usable ({error}). {mend}") from error
+        raise DataError(f"tokenizer={spec}: is not usable ({error}). {fix}") from error
     if path.name == TOKENIZER and path.with_name(MANIFEST).exists():
         entry = Manifest.load(path.parent).tokenizer
         if entry["sha256"] != tokenizer.sha256:

@@ -242,9 +242,9 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
         except FileNotFoundError as error:
             raise DamagedError(step, f"{error.filename} is missing") from error
         except OSError as error:
-            mend = "Free space, or set local_dir (or TMPDIR) to a larger disk"
+            fix = "Free space, or set local_dir (or TMPDIR) to a larger disk"
             raise StorageError(
-                f"{home}: can't be brought to {step}: {error.strerror}. {mend}."
+                f"{home}: can't be brought to {step}: {error.strerror}. {fix}."
             ) from error
         damage = find_damage(step, {name: files[name] for name in missing})
         if not damage:

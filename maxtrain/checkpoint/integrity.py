@@ -304,9 +304,9 @@ def put_aside(path: Path) -> Path:
     try:
         return path.rename(aside)
     except OSError as error:
-        mend = "Permit writing there, or rename it by hand to go on from the checkpoint before it"
+        fix = "Permit writing there, or rename it by hand to go on from the checkpoint before it"
         raise StorageError(
-            f"{path} is damaged and can't be put aside as {aside.name}: {error.strerror}. {mend}."
+            f"{path} is damaged and can't be put aside as {aside.name}: {error.strerror}. {fix}."
         ) from error
 
 

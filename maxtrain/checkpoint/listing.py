@@ -87,9 +87,9 @@ def latest_record(
         bad += damaged(second)
     if bad:
         lines = "".join(f"\n  {path}" for path in bad[:20])
-        mend = "Copy a good one there, or start afresh with another run_name"
+        fix = "Copy a good one there, or start afresh with another run_name"
         raise StorageError(
-            f"{directory} has no checkpoint to go on from, only damaged ones:{lines}\n{mend}."
+            f"{directory} has no checkpoint to go on from, only damaged ones:{lines}\n{fix}."
         )
     return None
 

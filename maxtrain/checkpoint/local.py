@@ -182,8 +182,8 @@ class LocalSteps:
                 shutil.rmtree(aside)
         except OSError as error:
             what = f"removing old checkpoints from {self.directory} failed ({error})"
-            mend = "Training goes on; they take space until they are removed"
-            print(f"WARNING: {what}. {mend}.", file=sys.stderr, flush=True)
+            fix = "Training goes on; they take space until they are removed"
+            print(f"WARNING: {what}. {fix}.", file=sys.stderr, flush=True)
         self.whole = {step: self.whole[step] for step in kept}
 
     def discard_after(self, step: int) -> None:

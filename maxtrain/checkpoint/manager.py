@@ -596,8 +596,8 @@ class Checkpoints:
                 at_url.drop_arrays(self._writer.path(step))
         except (OSError, RuntimeError, StorageError) as error:
             what = f"removing old checkpoints from {self.directory} failed ({error})"
-            mend = "Training goes on; they take space until they are removed"
-            print(f"WARNING: {what}. {mend}.", file=sys.stderr, flush=True)
+            fix = "Training goes on; they take space until they are removed"
+            print(f"WARNING: {what}. {fix}.", file=sys.stderr, flush=True)
 
 
 def _slow_upload(step: int, waited: float, uploads: Sequence[Upload]) -> str:

@@ -46,11 +46,11 @@ def require_same(
     if not differences:
         return
     path = parts[0].path
-    mend = (
+    fix = (
         f"Set the config back to that of {path / 'record.json'}, "
         "or set run_name to a new name to start afresh."
     )
-    raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{mend}")
+    raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{fix}")
 
 
 def read_parts(

@@ -59,8 +59,8 @@ def _read(run: Path) -> tuple[str, list[Rollback]] | None:
         what = str(error) or repr(error)
         if isinstance(error, OSError):
             what = error.strerror
-        mend = "Restore it, or remove it to go on as the newest checkpoint says"
-        raise StorageError(f"{path} is not a list of rollbacks ({what}). {mend}.") from error
+        fix = "Restore it, or remove it to go on as the newest checkpoint says"
+        raise StorageError(f"{path} is not a list of rollbacks ({what}). {fix}.") from error
 
 
 def check_rollback(entry: Any) -> Rollback:

@@ -81,8 +81,8 @@ def open_directory(directory: Path) -> tuple[Path, list[Path]]:
         return directory.parent, [directory]
     steps = [folder / f"{step:08d}" for step in survey(folder)]
     if not steps:
-        mend = "Name a run, such as runs/quickstart, or its folder checkpoints"
-        raise UsageError(f"DIR={directory} has no checkpoints. {mend}.")
+        fix = "Name a run, such as runs/quickstart, or its folder checkpoints"
+        raise UsageError(f"DIR={directory} has no checkpoints. {fix}.")
     return folder, steps
 
 
@@ -304,10 +304,10 @@ def verify(directory: Path, console: Console) -> None:
         console.print(Text(f"{name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
     if bad:
         path, why = bad[0]
-        mend = ""
+        fix = ""
         if is_store(path) or why.startswith(_LACKS):
-            mend = advice(folder)
-        raise DamagedError(path, why, mend)
+            fix = advice(folder)
+        raise DamagedError(path, why, fix)
 
 
 def copy(named: str, target: Path, step: int | None, console: Console) -> None:
@@ -509,8 +509,8 @@ def main(argv: Sequence[str], prog: str = "maxtrain checkpoint") -> int:
             value = getattr(asked, name, None)
             if value is not None and value < low:
                 option = f"--{name.replace('_', '-')}"
-                mend = f"Use {option} {low} or more"
-                raise UsageError(f"{option}={value} must be at least {low}. {mend}.")
+                fix = f"Use {option} {low} or more"
+                raise UsageError(f"{option}={value} must be at least {low}. {fix}.")
         if asked.verb == "copy":
             copy(asked.directory, asked.to, asked.step, console)
             return

@@ -203,8 +203,8 @@ def compare(ours: Path, theirs: Path, console: Console, names: Sequence[str] = (
         both = f"{name_of_ours} and {name_of_theirs}"
         rule = f"the numbers of {both} are not the same from step {first:,} on"
         window = f"{first - 1}:{first}"
-        mend = f"Replay {window} of each with `maxtrain replay` to see which one repeats"
-        raise DifferentError(f"{rule}. {mend}.")
+        fix = f"Replay {window} of each with `maxtrain replay` to see which one repeats"
+        raise DifferentError(f"{rule}. {fix}.")
     compared = sum(field.compared for field in fields)
     console.print(Text(f"The same bit for bit: {compared:,} numbers.", "green"))
     return 0

@@ -125,8 +125,8 @@ def replay(
         known = "none"
         if records:
             known = f"0 to {max(records):,}"
-        mend = "Use A:B with 0 <= A < B, both among these"
-        raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. {mend}.")
+        fix = "Use A:B with 0 <= A < B, both among these"
+        raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. {fix}.")
     steps = saved_steps(folder / "checkpoints")
     begin = max((step for step in steps if step <= first), default=0)
     steps = {step: both for step, both in steps.items() if begin <= step <= end}
@@ -174,9 +174,9 @@ def replay(
     if findings.first() or findings.damaged:
         raise DifferentError(_verdict(folder, begin, findings, differences))
     if not findings.last:
-        mend = "Replay up to a step that has a record: multiples of its log_interval"
+        fix = "Replay up to a step that has a record: multiples of its log_interval"
         rule = f"has no record of a step after {begin:,} up to {end:,}"
-        raise DataError(f"--steps={first}:{end}: {folder} {rule}. {mend}.")
+        raise DataError(f"--steps={first}:{end}: {folder} {rule}. {fix}.")
     lines = [f"although {line}" for line in _lines(differences)]
     if findings.not_made:
         steps = ", ".join(f"{step:,}" for step in findings.not_made)
@@ -205,8 +205,8 @@ def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[st
         settings = [name.removeprefix("config.") for name in changed if name.startswith("config.")]
         if settings:
             rule = f"from step {step:,} on the run had another {', '.join(settings)}"
-            mend = f"Replay up to step {step - 1:,}, and then from a checkpoint on"
-            raise UsageError(f"--steps up to {end}: {rule}. {mend}.")
+            fix = f"Replay up to step {step - 1:,}, and then from a checkpoint on"
+            raise UsageError(f"--steps up to {end}: {rule}. {fix}.")
     return first
 
 
@@ -328,9 +328,9 @@ def _verdict(
         lines.append(f"arrays that are not those saved at step {step:,}: {_names(names)}")
     lines += [f"the launch had {line}" for line in _lines(differences)]
     text = "".join(f"\n  {line}" for line in lines)
-    cause, mend = _likely_cause(folder, begin, findings, differences)
+    cause, fix = _likely_cause(folder, begin, findings, differences)
     said = f"{folder}, from step {begin:,}: not the same as it was.{text}"
-    return f"{said}\n  likely cause: {cause}. {mend}."
+    return f"{said}\n  likely cause: {cause}. {fix}."
 
 
 def _likely_cause(
@@ -363,8 +363,8 @@ def _likely_cause(
         "nothing that is on record has changed, so a program that does not repeat, "
         "or a device that computes wrongly"
     )
-    mend = "Replay again: another result each time is the former; train with determinism=full"
-    return cause, mend
+    fix = "Replay again: another result each time is the former; train with determinism=full"
+    return cause, fix
 
 
 def _lines(differences: dict[str, tuple[str, str]]) -> list[str]:

@@ -345,15 +345,15 @@ def read_text(option: str, file: str) -> str:
 
 def _pair_of(where: str, line: str) -> tuple[str, str]:
     """The prompt and the completion of a line of JSON; DataError: it is something else."""
-    mend = 'Write {"prompt": TEXT, "completion": TEXT}.'
+    fix = 'Write {"prompt": TEXT, "completion": TEXT}.'
     try:
         values = strict_json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: is not JSON ({error}). {mend}") from error
+        raise DataError(f"{where}: is not JSON ({error}). {fix}") from error
     if not isinstance(values, dict) or values.keys() != {"prompt", "completion"}:
-        raise DataError(f"{where}: must be an object with prompt and completion. {mend}")
+        raise DataError(f"{where}: must be an object with prompt and completion. {fix}")
     if not all(isinstance(text, str) for text in values.values()):
-        raise DataError(f"{where}: prompt and completion must be text. {mend}")
+        raise DataError(f"{where}: prompt and completion must be text. {fix}")
     return values["prompt"], values["completion"]
 
 

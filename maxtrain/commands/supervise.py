@@ -67,8 +67,8 @@ def main(argv: Sequence[str], prog: str = "maxtrain supervise") -> int:
         own, command = _split(argv)
         options = _parse(own, prog)
         if not command:
-            mend = f"Write: {prog} -- python -m maxtrain.train config=NAME"
-            raise UsageError(f"{prog} needs a command after --. {mend}")
+            fix = f"Write: {prog} -- python -m maxtrain.train config=NAME"
+            raise UsageError(f"{prog} needs a command after --. {fix}")
         code = Supervisor(options, command, _config(command)).run()
 
     failed = run_command(job)
@@ -144,8 +144,8 @@ class Supervisor:
         further."""
         option = f"--crash-loop {self._options.crash_loop}"
         rule = f"{standing} attempts in a row ended with no step after {furthest:,} ({option})"
-        mend = f"See the log above and {self._folder}, and mend that"
-        error = UserError(f"{rule}; the last with {_words(code)}. {mend}.")
+        fix = f"See the log above and {self._folder}, and mend that"
+        error = UserError(f"{rule}; the last with {_words(code)}. {fix}.")
         if code == StorageError.exit_code:
             error.exit_code = code
         return error
@@ -293,8 +293,8 @@ def _config(command: Sequence[str]) -> RunConfig:
     for i, word in enumerate(command):
         if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py"):
             return load_config(command[i + 1 :])
-    mend = "Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
-    raise UsageError(f"{shlex.join(command)} does not start a training run. {mend}")
+    fix = "Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
+    raise UsageError(f"{shlex.join(command)} does not start a training run. {fix}")
 
 
 def _words(code: int) -> str:

@@ -543,7 +543,7 @@ class ForeignValue(NamedTuple):
     settings: str
     note: str = ""
 
-    def mend(self) -> str:
+    def fix(self) -> str:
         """Return the advice on what to set instead."""
         note = ""
         if self.note:

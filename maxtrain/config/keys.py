@@ -120,7 +120,7 @@ def unknown(path: str, value: Any = None) -> str:
             "Write for example data.sources.NAME.path."
         )
     if path in FOREIGN:
-        return FOREIGN[path].words(path) + _mend(FOREIGN[path].ours, value)
+        return FOREIGN[path].words(path) + _fix(FOREIGN[path].ours, value)
     likely = _likenesses(path)
     if path in likely:
         whole = path.partition("[")[0]
@@ -128,24 +128,24 @@ def unknown(path: str, value: Any = None) -> str:
     best = max(likely.values())
     leaf = _leaf(path)
     if best.partial < _LEAF_ALONE and leaf in FOREIGN:
-        return FOREIGN[leaf].words(path) + _mend(FOREIGN[leaf].ours, value)
+        return FOREIGN[leaf].words(path) + _fix(FOREIGN[leaf].ours, value)
     if best.partial > _LEAST_LIKENESS:
         guesses = _most_likely(likely, best)
-        return f"{path} is not a key. Did you mean {choices(guesses)}?" + _mend(guesses[0], value)
+        return f"{path} is not a key. Did you mean {choices(guesses)}?" + _fix(guesses[0], value)
     section = ""
     if len(parts) > 1 and find(parts[0]):
         section = f" {parts[0]}"
     return f"{path} is not a key. `--help{section}` lists those there are."
 
 
-def _mend(key: str, value: Any) -> str:
+def _fix(key: str, value: Any) -> str:
     """Return the settings that replace a value of another stack, to follow the message about its
     key.
     """
     found = value_elsewhere(key, value)
     if found is None:
         return ""
-    return f" {found.mend()}"
+    return f" {found.fix()}"
 
 
 class _Likeness(NamedTuple):

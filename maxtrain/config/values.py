@@ -88,7 +88,7 @@ def _not_of_type(key: str, value: Any, kind: Any, default: Any, detail: str) -> 
         rule = f"{rule} ({detail})"
     elsewhere = value_elsewhere(key, value)
     if elsewhere is not None:
-        return f"{rule}. {elsewhere.mend()}"
+        return f"{rule}. {elsewhere.fix()}"
     close = difflib.get_close_matches(show(value).lower(), words.split(" | "), 1)
     if close:
         return f"{rule}. Did you mean {key}={close[0]}?"

@@ -277,7 +277,7 @@ def require_whole_blocks(sizes: Mapping[str, int], lora: LoraConfig) -> None:
         more = f" and of {len(wrong) - 1} more"
     raise ConfigError(
         f"model.lora.base_block={lora.base_block} must divide the {size} inputs of {name}{more}: "
-        f"each block has a scale. {_mend(sizes.values(), lora.base, lora.base_block)}"
+        f"each block has a scale. {_fix(sizes.values(), lora.base, lora.base_block)}"
     )
 
 
@@ -311,11 +311,11 @@ def require_blocks_of_experts(abstract: nnx.State, mesh_shape: Mapping[str, int]
         raise ConfigError(
             f"model.lora.base_block={shape.block} makes {shape.num_blocks} blocks of the {inputs} "
             f"inputs of the experts' {name}, which mesh.tensor={tensor} must divide. "
-            f"{_mend([inputs // tensor], shape.form, shape.block)}"
+            f"{_fix([inputs // tensor], shape.form, shape.block)}"
         )
 
 
-def _mend(sizes: Iterable[int], form: str, block: int) -> str:
+def _fix(sizes: Iterable[int], form: str, block: int) -> str:
     """Return the setting that replaces a block size which does not divide these numbers of
     inputs."""
     most = math.gcd(block, *sizes)

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
     kind: str
     policy: str
     message: str
-    mend: str
+    fix: str
 
 
 class Anomalies:

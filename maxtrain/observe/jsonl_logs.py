@@ -66,7 +66,7 @@ class JsonlLog:
                 found.append(f"{folder / self.name}:{line.number} {problem}")
         return found
 
-    def mend(self, folder: Path, run: str) -> list[str]:
+    def fix(self, folder: Path, run: str) -> list[str]:
         """Leaves only the good lines of this run in the file, after a copy of it was kept.
 
         Returns:

@@ -74,8 +74,8 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
-            mend = f"Set {self._key} to a folder that you may write to"
-            raise StorageError(f"{self._path}: {error.strerror}. {mend}.") from error
+            fix = f"Set {self._key} to a folder that you may write to"
+            raise StorageError(f"{self._path}: {error.strerror}. {fix}.") from error
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -89,10 +89,10 @@ class RunLock:
                 ) from error
             recorded = holder(self._path.parent)
             who = recorded or "a process that has not said which it is"
-            mend = "Wait for it or end it, or set run_name to another name."
+            fix = "Wait for it or end it, or set run_name to another name."
             if not recorded.endswith(f" on {platform.node()}"):
-                mend += f" If that host is gone for good, delete {self._path}."
-            raise LockedError(f"{self._path.parent} is being written by {who}. {mend}") from error
+                fix += f" If that host is gone for good, delete {self._path}."
+            raise LockedError(f"{self._path.parent} is being written by {who}. {fix}") from error
 
     def __exit__(self, *_: object) -> None:
         # In a thread: a process that does not need the lock ends even if the file system hangs.

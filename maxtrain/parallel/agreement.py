@@ -319,8 +319,8 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
             said.append(client.blocking_key_value_get(f"{key}{process}", left))
         except jax.errors.JaxRuntimeError as error:
             rule = f"process {process} did not answer within {timeout_seconds:.0f} s"
-            mend = "See its log, then run the same command again"
-            raise TryAgainError(f"{what}: {rule}. {mend}.") from error
+            fix = "See its log, then run the same command again"
+            raise TryAgainError(f"{what}: {rule}. {fix}.") from error
     # This deletes all that is below the key.
     client.key_value_delete(key)
     return said

@@ -112,7 +112,7 @@ def _local_count(environment: Mapping[str, str]) -> int:
 def _require_alone(environment: Mapping[str, str]) -> None:
     """ConfigError: the environment says that there are several processes, and not where."""
     slurm = "srun python -m maxtrain.train ..."
-    for name, what, mend in (
+    for name, what, fix in (
         ("SLURM_NTASKS", "a Slurm job", f"Start it by `{slurm}`"),
         ("SLURM_JOB_NUM_NODES", "a Slurm job, hosts", f"Start it by `{slurm}`"),
         ("OMPI_COMM_WORLD_SIZE", "mpirun", f"Install mpi4py, or set {_KEYS}"),
@@ -122,14 +122,14 @@ def _require_alone(environment: Mapping[str, str]) -> None:
             rule = "nothing says how these find each other, so each would train alone"
             raise ConfigError(
                 f"{name}={environment[name]} ({what}), but {rule}. "
-                f"{mend}; or {ALONE}, if this process is all there is."
+                f"{fix}; or {ALONE}, if this process is all there is."
             )
     index = environment.get("JOB_COMPLETION_INDEX")
     if index:
         where = f"JOB_COMPLETION_INDEX={index} (an indexed job of Kubernetes)"
         rule = "jax needs the package `kubernetes` to find its pods"
-        mend = f"Install `kubernetes`, or set {_KEYS}"
-        raise ConfigError(f"{where}: {rule}. {mend}; or {ALONE}.")
+        fix = f"Install `kubernetes`, or set {_KEYS}"
+        raise ConfigError(f"{where}: {rule}. {fix}; or {ALONE}.")
 
 
 def local_gpus(

@@ -120,9 +120,9 @@ def _start_devices(config: MeshConfig) -> None:
         found = str(error)
         if not found or "Unable to initialize backend" in found:
             found = "JAX found no such device"
-        mend = "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one"
+        fix = "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one"
         raise ConfigError(
-            f"mesh.platform={config.platform}: {found}. {mend}, or set mesh.platform=auto."
+            f"mesh.platform={config.platform}: {found}. {fix}, or set mesh.platform=auto."
         ) from error
 
 
@@ -327,8 +327,8 @@ def _whole_number(name: str, example: int) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        mend = f"Set it to {example}, for example, or unset it"
-        raise ConfigError(f"{name}={text} must be a whole number. {mend}.")
+        fix = f"Set it to {example}, for example, or unset it"
+        raise ConfigError(f"{name}={text} must be a whole number. {fix}.")
     return int(text)
 
 

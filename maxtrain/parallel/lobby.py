@@ -132,11 +132,11 @@ def _listen(index: int, address: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno or 0)
         rule = f"process {index} on {platform.node()} can't listen there ({why})"
-        mend = (
+        fix = (
             "End what uses that port, perhaps an earlier attempt or a second process 0, "
             "or set another one"
         )
-        raise TryAgainError(f"mesh.coordinator={address}: {rule}. {mend}, {AGAIN}.") from error
+        raise TryAgainError(f"mesh.coordinator={address}: {rule}. {fix}, {AGAIN}.") from error
 
 
 def _introduction(connection: socket.socket) -> tuple[int, int, str]:
@@ -213,16 +213,16 @@ def _misfit(
     if count != me["count"]:
         theirs = f"process {index} ({who}) is one of {count}"
         ours = f"process {me['index']} ({me['who']}) one of {me['count']}"
-        mend = f"Give all processes {at} the same number"
-        return ConfigError(f"mesh.num_processes: {theirs}, and {ours}. {mend}.")
+        fix = f"Give all processes {at} the same number"
+        return ConfigError(f"mesh.num_processes: {theirs}, and {ours}. {fix}.")
     if index not in guests:
         return None
     earlier, connection = guests[index]
     if _has_gone(connection):
         return None
     rule = f"process {index} is there twice: {earlier}, and {who}"
-    mend = f"Give each process {at} a number of its own"
-    return ConfigError(f"mesh.process_id: {rule}. {mend}.")
+    fix = f"Give each process {at} a number of its own"
+    return ConfigError(f"mesh.process_id: {rule}. {fix}.")
 
 
 def tell(line: str) -> None:

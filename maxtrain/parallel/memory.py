@@ -169,7 +169,7 @@ def _shard_bytes(x: Any) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def require_memory(needed: int, what: str, mend: str) -> None:
+def require_memory(needed: int, what: str, fix: str) -> None:
     """ConfigError: a device of this process has fewer bytes free than `what` needs."""
     device = min(jax.local_devices(), key=free_memory)
     free = free_memory(device)
@@ -179,16 +179,16 @@ def require_memory(needed: int, what: str, mend: str) -> None:
     if device.platform == "cpu":
         count = jax.local_device_count()
         there = f"{size(free)} of this host's memory are free, shared by {count} CPU devices"
-    raise ConfigError(f"{what} needs {size(needed)} on each device, where {there}. {mend}.")
+    raise ConfigError(f"{what} needs {size(needed)} on each device, where {there}. {fix}.")
 
 
-def require_memory_of_host(needed: int, what: str, mend: str) -> None:
+def require_memory_of_host(needed: int, what: str, fix: str) -> None:
     """ConfigError: this process may take fewer bytes of its host than `what` needs."""
     free = available_memory()
     if needed > free:
         raise ConfigError(
             f"{what} needs {size(needed)} of this host's memory, of which {size(free)} are free. "
-            f"{mend}."
+            f"{fix}."
         )
 
 
@@ -211,8 +211,8 @@ def out_of_memory(error: BaseException, where: str) -> OutOfMemoryError:
     now = f"{size(available_memory())} of the host's memory are free"
     if jax.default_backend() != "cpu":
         now += f", and {free} on each device"
-    mend = f"See whether another program uses it. {STEP_MEND}"
-    return OutOfMemoryError(f"out of memory {where}: {said}. Now {now}. {mend}.")
+    fix = f"See whether another program uses it. {STEP_MEND}"
+    return OutOfMemoryError(f"out of memory {where}: {said}. Now {now}. {fix}.")
 
 
 def size(num_bytes: float) -> str:
@@ -229,8 +229,8 @@ def parse_bytes(text: str) -> int:
         number = float(parts[1])
         if number > 0:
             return int(number * _UNITS[parts[2].upper()])
-    mend = "Write for example 16e9, 16000000000 or 15.5GiB"
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. {mend}")
+    fix = "Write for example 16e9, 16000000000 or 15.5GiB"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. {fix}")
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:

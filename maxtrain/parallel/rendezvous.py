@@ -67,8 +67,8 @@ def meet(
         raise ConfigError(f"{rule}. It counts from 0.")
     if len(places) > count:
         rule = f"has {len(places)} addresses, and the job has mesh.num_processes={count}"
-        mend = "Set one for process 0, and at most one for each process after it"
-        raise ConfigError(f"mesh.coordinator={addresses} {rule}. {mend}.")
+        fix = "Set one for process 0, and at most one for each process after it"
+        raise ConfigError(f"mesh.coordinator={addresses} {rule}. {fix}.")
     if suffices is None:
         # Process 0 must be there as well.
         places = places[:1]
@@ -184,8 +184,8 @@ class _Rendezvous:
         if left <= 0:
             who = f"process {self._me['index']} on {platform.node()}"
             rule = f"process 0 did not come in time for {who} ({self._why})"
-            mend = f"See its log and that address, {AGAIN}"
-            raise TryAgainError(f"mesh.coordinator={where}: {rule}. {mend}.")
+            fix = f"See its log and that address, {AGAIN}"
+            raise TryAgainError(f"mesh.coordinator={where}: {rule}. {fix}.")
         time.sleep(_RETRY)
         if time.monotonic() >= self._news:
             tell(f"waiting for process 0 at {where} ({self._why}), {self._left():.0f} s more")

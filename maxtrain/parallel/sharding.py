@@ -87,10 +87,10 @@ def partition_spec(
         if shape is not None and shape[i] % parts:
             product = " * ".join(f"mesh.{m}={mesh_shape[m]}" for m in split)
             rule = f"dim {axis!r} of size {shape[i]} must be divisible by {product} = {parts}"
-            mend = f"Use a divisor of {shape[i]}, or change the size"
+            fix = f"Use a divisor of {shape[i]}, or change the size"
             if axis in _SETTABLE:
-                mend += f", or set mesh.rules.{axis} to fewer axes"
-            problems.append(f"{name}: {rule}. {mend}.")
+                fix += f", or set mesh.rules.{axis} to fewer axes"
+            problems.append(f"{name}: {rule}. {fix}.")
         if len(split) == 1:
             spec.append(split[0])
         else:

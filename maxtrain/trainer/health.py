@@ -143,7 +143,7 @@ class Health:
         if value["halted"]:
             return next(found for found in findings if found.policy in ("rollback", "stop"))
         for found in findings:
-            self._progress.message(f"{found.message} {found.mend}.", style="yellow")
+            self._progress.message(f"{found.message} {found.fix}.", style="yellow")
         if origin.step in self.left_out:
             return None
         found = self._check_batch(origin, value, repeats)
@@ -154,7 +154,7 @@ class Health:
             found = self._anomalies.describe(step, "non_finite", value)
             raise DivergedError(
                 f"{found.message}\n  {value['skipped_in_row']} steps in a row were not finite and "
-                f"changed nothing; anomaly.max_skipped={limit} allows no more. {found.mend}."
+                f"changed nothing; anomaly.max_skipped={limit} allows no more. {found.fix}."
             )
         return None
 

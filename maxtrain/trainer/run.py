@@ -687,7 +687,7 @@ class Run:
         saved = "nothing was saved"
         if is_saved:
             saved = f"saved as it was before, at step {self.step:,}"
-        raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
+        raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.fix}.")
 
     def _end_after_rollbacks(self, found: Finding) -> NoReturn:
         """End the run with a DivergedError because anomaly.max_rollbacks allows no further
@@ -696,7 +696,7 @@ class Run:
         if found.kind == "repeated":  # the device cannot see this anomaly and has continued
             raise DivergedError(
                 f"{found.message}\n  The run stops after {count} rollbacks, and "
-                f"anomaly.max_rollbacks allows no more; nothing was saved. {found.mend}."
+                f"anomaly.max_rollbacks allows no more; nothing was saved. {found.fix}."
             )
         used = ""
         if found.policy == "rollback":

@@ -138,7 +138,7 @@ class RunFolder:
             self.id = secrets.token_hex(8)
         self._made_here = not (self.path / FILE_NAME).exists()
         self._write()
-        self._mend_books(tell)
+        self._repair_logs(tell)
 
     def withdraw(self) -> None:
         """Undo `begin` if nothing has followed it: a launch that failed before its run began leaves
@@ -149,7 +149,7 @@ class RunFolder:
                 shutil.rmtree(self.path / TOKENIZER_FOLDER, ignore_errors=True)
                 (self.path / FILE_NAME).unlink()
 
-    def _mend_books(self, tell: Callable[[str], object]) -> None:
+    def _repair_logs(self, tell: Callable[[str], object]) -> None:
         """Move logs and config.yaml aside if they belong to another run."""
         books = [CLOCK, launches.LAUNCHES]
         for number in range(_MOST_SUPERVISORS):
@@ -158,7 +158,7 @@ class RunFolder:
                 books.append(book)
         for book in books:
             try:
-                for text in book.mend(self.path, self.id):
+                for text in book.fix(self.path, self.id):
                     tell(text)
             except OSError as error:
                 what = f"{self.path / book.name} cannot be repaired ({error.strerror})"

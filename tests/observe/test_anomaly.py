@@ -27,7 +27,7 @@ def test_every_kind_has_its_numbers_its_key_and_a_mend():
     )
     words = {found.kind: found for found in told.observe(8, value(*ANOMALIES))}
     assert list(words) == list(ANOMALIES) and all(
-        found.mend and found.step == 8 for found in words.values()
+        found.fix and found.step == 8 for found in words.values()
     )
     expected = {
         "non_finite": "first in head; the step changed nothing (anomaly.non_finite=skip).\n  rows of 7",

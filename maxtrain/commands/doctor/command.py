@@ -135,8 +135,8 @@ def _patience(seconds: float) -> Iterator[Any]:
         # jax may be what hangs.
         who = f"process {os.getpid()} on {platform.node()}"
         rule = f"{who} hangs for {seconds:g} s (--patience), in: {current[0]}"
-        mend = "If another process says nothing, look at its host"
-        print(f"error: {rule}. {mend}.", file=sys.stderr, flush=True)
+        fix = "If another process says nothing, look at its host"
+        print(f"error: {rule}. {fix}.", file=sys.stderr, flush=True)
         code = TryAgainError.exit_code
         distributed.tell_end(code)
         os._exit(code)

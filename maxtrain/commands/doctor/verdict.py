@@ -155,17 +155,17 @@ def _unlike_devices(reports: Sequence[_Report]) -> Iterator[str]:
 
 
 def _wrong_results(reports: Sequence[_Report]) -> Iterator[str]:
-    mend = "Take it out of service"
+    fix = "Take it out of service"
     digests = collections.defaultdict(collections.Counter)
     for _, device in _devices(reports):
         digests[device["kind"]][tuple(device["digest"])] += 1
     for index, device in _devices(reports):
         who = f"{_who(reports, index)}: device {device['id']}"
         for what in device["wrong"]:
-            yield f"{who} has computed wrongly: {what}. {mend}."
+            yield f"{who} has computed wrongly: {what}. {fix}."
         (usual, count), *_ = digests[device["kind"]].most_common(1)
         if tuple(device["digest"]) != usual and count > 1:
-            yield f"{who} has other products than {count} devices of its kind. {mend}."
+            yield f"{who} has other products than {count} devices of its kind. {fix}."
 
 
 def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
@@ -264,9 +264,9 @@ def _slow_sums(reports: Sequence[_Report], is_near: bool) -> Iterator[str]:
     ((kind, platform),) = kinds
     if platform not in _LEAST_OF_LINKS:
         return
-    mend = _LOOK_AT_NETWORK[platform]
+    fix = _LOOK_AT_NETWORK[platform]
     if is_near:
-        mend = _LOOK_AT_LINKS[platform]
+        fix = _LOOK_AT_LINKS[platform]
     for position, found in enumerate(reports[0]["sums"]):
         if (found["near"] == found["size"]) != is_near:
             continue
@@ -277,11 +277,11 @@ def _slow_sums(reports: Sequence[_Report], is_near: bool) -> Iterator[str]:
         for indices, rate in of_groups.items():
             if rate < _LEAST_OF_SUMS * usual:
                 speeds = f"{rate / 1e9:.1f} GB/s, and {usual / 1e9:.1f} are usual"
-                yield f"{_all_who(reports, indices)}: sums {what}, move {speeds}. {mend}."
+                yield f"{_all_who(reports, indices)}: sums {what}, move {speeds}. {fix}."
         most = possible(found, kind)
         if most and usual < _LEAST_OF_LINKS[platform] * most:
             speeds = f"{usual / 1e9:.1f} GB/s of {most / 1e9:.0f}"
-            yield f"Sums {what}, move {speeds}. {mend}."
+            yield f"Sums {what}, move {speeds}. {fix}."
 
 
 def _all_who(reports: Sequence[_Report], indices: Sequence[int]) -> str:

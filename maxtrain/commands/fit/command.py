@@ -180,8 +180,8 @@ def _search(
         console.print(Text(f"not compiled: {slower}", "dim"), soft_wrap=True)
     record["tried"] = [one.record() for one in all_tried]
     if not found.is_whole:
-        mend = f"Raise --tries from {asked.tries} to see the others."
-        console.print(Text(f"not all were compiled. {mend}", "yellow"))
+        fix = f"Raise --tries from {asked.tries} to see the others."
+        console.print(Text(f"not all were compiled. {fix}", "yellow"))
     if found.fits:
         console.print(search_table(found.fits[:_MOST_ROWS]))
         record["best"] = found.fits[0].record()

@@ -383,11 +383,11 @@ def require_fit(found: FitEstimate) -> None:
     raise ConfigError(
         f"data.batch_size={config.data.batch_size}: a step of {what} on {found.num_devices:,} x "
         f"{found.device} needs {needed} of the {size(found.limit)} that programs may use of each "
-        f"device. {_mend(found)}"
+        f"device. {_fix(found)}"
     )
 
 
-def _mend(found: FitEstimate) -> str:
+def _fix(found: FitEstimate) -> str:
     """What needs less memory."""
     config = found.config
     ways = []

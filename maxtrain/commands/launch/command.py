@@ -86,10 +86,8 @@ def _slurm_script(options: argparse.Namespace) -> str:
         platforms = ("auto", "gpu")
         if rest:
             rule = f"--processes-per-node {per_node} must divide --gpus-per-node"
-            mend = "Set it to 1, or to the number of GPUs"
-            raise UsageError(
-                f"{rule} {options.gpus_per_node}: processes share GPUs evenly. {mend}."
-            )
+            fix = "Set it to 1, or to the number of GPUs"
+            raise UsageError(f"{rule} {options.gpus_per_node}: processes share GPUs evenly. {fix}.")
     given = JobDevices(nodes, options.nodes * per_node, per_process, platforms)
     program = _HERE
     if options.image:
@@ -200,8 +198,8 @@ def _slice(options: argparse.Namespace) -> Slice:
     tpu = make_slice(kind, options.topology, options.chips_per_node)
     if options.slices > 1 and tpu.hosts == 1:
         rule = "has one host, and several slices need several hosts each"
-        mend = "Take a larger topology, or --slices 1"
-        raise UsageError(f"--slices {options.slices}: {kind}:{tpu.topology} {rule}. {mend}.")
+        fix = "Take a larger topology, or --slices 1"
+        raise UsageError(f"--slices {options.slices}: {kind}:{tpu.topology} {rule}. {fix}.")
     return tpu
 
 

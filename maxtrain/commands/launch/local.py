@@ -161,8 +161,8 @@ def submit(command: Sequence[str], text: str) -> None:
         done = subprocess.run(command, input=text.encode(), check=False)
     except FileNotFoundError as error:
         rule = f"--submit needs `{command[0]}`, which is not on this machine"
-        mend = "Submit from a machine that has it, or write the file by --output FILE"
-        raise UsageError(f"{rule}. {mend}.") from error
+        fix = "Submit from a machine that has it, or write the file by --output FILE"
+        raise UsageError(f"{rule}. {fix}.") from error
     if done.returncode:
         rule = f"`{shlex.join(command)}` ended with {done.returncode}"
         raise StorageError(f"{rule}; nothing was started. See what it said above.")

@@ -50,8 +50,8 @@ def label(option: str, value: str, longest: int = 63) -> str:
     """A name of Kubernetes; UsageError: it is none."""
     if not _LABEL.fullmatch(value) or len(value) > longest:
         rule = f"must be at most {longest} lower-case letters, digits and hyphens"
-        mend = f"Set {option} to {_as_label(value, longest) or 'train'}, for example"
-        raise UsageError(f"{option} {value!r} {rule}, with a letter or digit at both ends. {mend}.")
+        fix = f"Set {option} to {_as_label(value, longest) or 'train'}, for example"
+        raise UsageError(f"{option} {value!r} {rule}, with a letter or digit at both ends. {fix}.")
     return value
 
 

@@ -96,8 +96,8 @@ def start_process(
             command, env=os.environ | extra, start_new_session=True, stdout=output, stderr=output
         )
     except OSError as error:
-        mend = "Name a command that can be run after --"
-        raise UsageError(f"{command[0]}: {error.strerror}. {mend}.") from error
+        fix = "Name a command that can be run after --"
+        raise UsageError(f"{command[0]}: {error.strerror}. {fix}.") from error
 
 
 class Processes:

@@ -70,8 +70,8 @@ def make_slice(kind: str, topology: str, chips_per_host: int | None = None) -> S
             chips_per_host = chips
     if chips % chips_per_host:
         rule = f"has {chips} chips, which hosts of {chips_per_host} can't share"
-        mend = f"Use a topology such as {example}, or set --chips-per-node"
-        raise UsageError(f"--topology {topology} {rule}. {mend}.")
+        fix = f"Use a topology such as {example}, or set --chips-per-node"
+        raise UsageError(f"--topology {topology} {rule}. {fix}.")
     return Slice(
         tpu.accelerator,
         topology,

@@ -170,8 +170,8 @@ def _data_as_read(
     if problems:
         raise problems[0]
     rule = "do not give the batches that are on record around that step"
-    mend = "Bring back the data that the run has read, and leave out settings that it did not have"
-    raise DataError(f"--step={step}: the data and settings of {run} {rule}. {mend}.")
+    fix = "Bring back the data that the run has read, and leave out settings that it did not have"
+    raise DataError(f"--step={step}: the data and settings of {run} {rule}. {fix}.")
 
 
 def _has_step(data: TrainingData, step: int) -> bool:
@@ -236,8 +236,8 @@ def _require_step(data: TrainingData, run: Path, step: int) -> None:
     end = data.plan.num_steps
     if step > end:
         rule = f"is after the end of {run}, at step {end:,} because {data.plan.ends_because}"
-        mend = f"Use a step from 1 to {end}, or set steps higher"
-        raise UsageError(f"--step={step} {rule}. {mend}.")
+        fix = f"Use a step from 1 to {end}, or set steps higher"
+        raise UsageError(f"--step={step} {rule}. {fix}.")
     first = data.plan.spans[0].step
     if step <= first:
         rule = f"was read with other settings, which {run} has no record of"

@@ -100,8 +100,8 @@ def _take_run(words: list[str]) -> Path | None:
     configs = [word for word in words if word.startswith("config=")]
     if len(folders) > 1 or configs:
         other = (folders[1:] + configs)[0]
-        mend = "Name its folder, or give config=NAME; settings are key=value"
-        raise UsageError(f"{first!r} and {other!r}: a plan shows one run. {mend}.")
+        fix = "Name its folder, or give config=NAME; settings are key=value"
+        raise UsageError(f"{first!r} and {other!r}: a plan shows one run. {fix}.")
     run = readable(first)
     if not (run / "config.yaml").is_file():
         raise UsageError(

@@ -194,8 +194,8 @@ def probe_batch(
             "is the smallest batch that mesh and accumulation divide, "
             f"but a step needs {needed} of {size(limit)} a device"
         )
-        mend = "Set model.remat=full, a higher mesh.fsdp or mesh.tensor, or a lower data.seq_length"
-        raise ConfigError(f"data.batch_size={memory.unit} {rule}. {mend}.")
+        fix = "Set model.remat=full, a higher mesh.fsdp or mesh.tensor, or a lower data.seq_length"
+        raise ConfigError(f"data.batch_size={memory.unit} {rule}. {fix}.")
     show(tries, 0)
     return tries
 
@@ -221,8 +221,8 @@ def fitting_tokens(
     if found:
         return found * multiple
     rule = f"not even {multiple} tokens in a row of each device fit into {size(limit)}"
-    mend = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
-    raise ConfigError(f"max_tokens=auto: {rule}. {mend}.")
+    fix = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
+    raise ConfigError(f"max_tokens=auto: {rule}. {fix}.")
 
 
 def learning_rate_trials(
@@ -625,8 +625,8 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
             "use --what batch, or leave --topology out"
         )
     if asked.low >= asked.high:
-        mend = f"Set for example --low {asked.high / 1e5:g}"
-        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. {mend}")
+        fix = f"Set for example --low {asked.high / 1e5:g}"
+        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. {fix}")
     if asked.steps < LEAST_STEPS:
         parser.error(
             f"--steps {asked.steps} must be at least {LEAST_STEPS}, so that losses can be "

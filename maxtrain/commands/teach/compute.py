@@ -146,16 +146,16 @@ def _done(folder: Path, record: TeacherRecord) -> dict[str, int]:
     path = folder / UNFINISHED
     if not path.exists():
         return {"shard": 0, "documents": 0}
-    mend = f"Name another one with --name, or remove {folder}"
+    fix = f"Name another one with --name, or remove {folder}"
     try:
         state = strict_json.read(path)
         found = {name: int(state[name]) for name in ("shard", "documents")}
         before = state["record"]
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{path}: can't be read ({error}). {mend}.") from error
+        raise DataError(f"{path}: can't be read ({error}). {fix}.") from error
     if before != record.digest():
         raise ConfigError(
-            f"{folder} was begun with another teacher, other data or other options. {mend}."
+            f"{folder} was begun with another teacher, other data or other options. {fix}."
         )
     return found
 
