@@ -236,7 +236,7 @@ def keep_programs_of_one_device() -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Before a test module is imported: jax is set up, unless its room does without."""
+    """Set up jax before a test module is imported, unless its folder does without."""
     if not module_path.is_relative_to(TESTS):
         return
     if not module_path.relative_to(TESTS).as_posix().startswith(ROOMS_WITHOUT_JAX):
@@ -261,8 +261,8 @@ def compiler(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def this_process() -> Iterator[None]:
-    """What a run does to its process is kept from the tests after it; Optax promotes counts to
-    floats silently."""
+    """Isolate the changes that a run makes to its process from later tests; Optax promotes counts
+    to floats silently."""
     import jax  # noqa: PLC0415
 
     from maxtrain.parallel import distributed  # noqa: PLC0415

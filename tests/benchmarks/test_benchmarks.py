@@ -62,7 +62,7 @@ def test_pairs_of_queries_and_keys_are_those_that_the_mask_shows():
 
 @pytest.mark.long
 def test_attention_prints_a_row_for_each_kind_of_rows(monkeypatch, tmp_path, capsys):
-    """On CPUs, with the kernels that these have."""
+    """Runs on CPUs, with the kernels that they have."""
     monkeypatch.setattr(attention, "HEADS", ((2, 1, 16),))
     monkeypatch.setattr(attention, "RESULTS", tmp_path / "attention.md")
     assert attention.main(["--rows", "1", "--length", "64", "--repeats", "1", "--write"]) == 0
@@ -472,7 +472,7 @@ def test_each_device_has_as_many_rows_on_any_mesh_of_weak_scaling():
 
 
 def test_the_waiting_of_measured_steps_is_that_of_their_forms():
-    """Of times that are those of the iterations alone."""
+    """The times are those of the iterations alone."""
     forms = stage_seconds.FORMS
     times = [form.iterations() / form.rounds for form in forms]
     assert {form.rounds for form in forms} == {1, 2}
@@ -491,7 +491,7 @@ def test_what_stages_keep_is_what_the_compiler_counts(fewer):
 
 @pytest.mark.long
 def test_1f1b_keeps_as_much_however_many_micro_batches_there_are():
-    """Of twice as many, the batch and what places its tokens, but no activations."""
+    """With twice as many, the batch and the positions of its tokens grow, but no activations."""
     devices = jax.devices()[: stages.STAGES]
     with jax.numpy_dtype_promotion("standard"):
         few = stages.temporaries(stages.StageCase(8, schedule="1f1b"), devices)
@@ -507,7 +507,7 @@ def test_how_far_a_line_is_from_a_compiled_step():
 
 @pytest.mark.long
 def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
-    """Where each layer is computed twice, of which the smallest steps say too little."""
+    """Each layer is computed twice, and the smallest steps show too little of that."""
     [case] = [case for case in fit_here.CASES if case.name == "remat=full"]
     with jax.numpy_dtype_promotion("standard"):
         needed = fit_here.needed_by_units(case, (2, 4, 8))
@@ -516,7 +516,7 @@ def test_the_line_through_two_compiled_steps_is_near_a_larger_one():
 
 @pytest.mark.long
 def test_what_fit_counts_is_beside_a_step_of_a_gpu(monkeypatch):
-    """Here, a CPU stands for the GPU."""
+    """A CPU stands in for the GPU here."""
     monkeypatch.setattr(fit_here, "links", lambda _: Links(1e11, 1.0, None))
     small = fit_here.StepCase(
         "small", ("model.num_layers=1", "model.embed_dim=64"), RowBatchShape(2, 64)

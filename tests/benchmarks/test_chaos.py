@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def chaos(folder, *words):
-    """What it prints; it must find nothing."""
+    """The output of the chaos benchmark, which must find nothing."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.chaos", *words, "--directory", str(folder)]
     result = subprocess.run(

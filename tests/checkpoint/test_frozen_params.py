@@ -40,7 +40,7 @@ def store_of(directory):
 
 
 def flip(directory):
-    """One bit of the array `params.a`."""
+    """Flip one bit of the array `params.a`."""
     (file,) = (store_of(directory) / "arrays/params.a").glob("0*")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
@@ -275,8 +275,8 @@ def test_of_frozen_arrays_at_a_url_those_there_count_and_damage_there_is_written
     home = RemotePath(f"file://{tmp_path}/far")
 
     def save(step):
-        """As the next process of the same host; the frozen arrays at the URL, and when they were
-        written."""
+        """Save as the next process of the same host. Returns the frozen arrays at the URL, with
+        their write times."""
         made = Checkpoints(tmp_path / "here", SYNC, home=home)
         made.save(step, changing(step), {"at": step}, constant())
         made.close()

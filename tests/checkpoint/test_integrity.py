@@ -72,7 +72,7 @@ def flip(path, rng):
 
 
 def assert_no_flip_is_silent(checkpoints, count, seed):
-    """One flipped bit at a time: half of them in any file, half anywhere in the bytes of all."""
+    """Flip one bit at a time: half of them in any file, half anywhere in the bytes of all."""
     rng, path = random.Random(seed), checkpoints.directory / "00000002"
     files = [file for file in files_of(path) if file.stat().st_size]
     sizes = [file.stat().st_size for file in files]
@@ -105,7 +105,7 @@ def test_none_of_a_thousand_flipped_bits_is_silent(checkpoints):
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # tensorstore calls back a closed event loop
 def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
-    """Without the hashes of files: what the array store reads is what was saved, or an error."""
+    """Without the hashes of files, reading gives either the saved arrays or an error."""
     for module, name in (
         (reading, "find_damage"),
         (zarr_reader, "find_damage"),
@@ -232,7 +232,7 @@ def test_damaged_steps_are_put_aside_and_never_deleted(checkpoints, capsys):
 
 
 def test_a_step_that_is_removed_while_it_is_looked_at_is_no_step(checkpoints, monkeypatch):
-    """As a training prunes while somebody lists its checkpoints, or another thread of its own
+    """A training prunes while somebody lists its checkpoints, or while another of its threads
     does."""
     looked, size = [], integrity._size
 

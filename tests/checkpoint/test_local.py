@@ -69,7 +69,7 @@ def test_a_step_is_whole_just_if_nothing_of_it_is_missing(files, lost):
 
 
 class Layout:
-    """How an array lies on devices: the process of each, and the part that it has."""
+    """The layout of an array on devices: the process of each device, and its part of the array."""
 
     def __init__(self, *devices):
         self._parts = {Mock(process_index=process): (part,) for process, part in devices}
@@ -111,7 +111,7 @@ class Saves:
         self.begin()
 
     def begin(self, why_not=lambda record: ""):
-        """What a launch finds."""
+        """Start a launch and return the state that it finds."""
         (self.folder / "fast").mkdir(exist_ok=True)
         self.local = LocalSteps(self.folder / "fast", self.config.local_keep)
         self.local.look(why_not)

@@ -193,7 +193,7 @@ def test_space_is_looked_at_before_it_is_needed(checkpoints, monkeypatch):
 
 
 def test_behind_a_url_a_host_needs_space_for_its_part_alone(tmp_path, monkeypatch):
-    """One of four hosts, each of which holds a quarter."""
+    """The test is one of four hosts, each of which holds a quarter."""
     quarters = dict(enumerate(["a", "b", "c", "d"]))
     sharding = types.SimpleNamespace(
         devices_indices_map=lambda shape: quarters,
@@ -526,7 +526,7 @@ VICTIM = """
 
 
 def test_what_orbax_drops_after_a_failure_is_not_told(checkpoints):
-    """And what others forget to await is."""
+    """Futures that others forget to await are reported."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Checkpoints(checkpoints.directory, SYNC).close()

@@ -58,7 +58,7 @@ def largest(step):
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the second directory warns of."""
+    """The warnings about the second directory."""
     lines = []
     monkeypatch.setattr(mirror, "_print", lines.append)
     return lines
@@ -238,8 +238,8 @@ VICTIM = """
     ],
 )
 def test_killed_while_copying(tmp_path, place, far, monkeypatch):
-    """What is there is whole, the copy goes on in the next launch, and nothing is left of the one
-    before."""
+    """The existing copy is complete, the next launch continues the copy, and nothing is left of the
+    previous one."""
     (tmp_path / "far").mkdir()
     command = [
         sys.executable,

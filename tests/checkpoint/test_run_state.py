@@ -1,4 +1,4 @@
-"""What a run remembers goes into a checkpoint's record and comes back as it was."""
+"""A run's state goes into a checkpoint's record and is restored unchanged."""
 
 import json
 import math

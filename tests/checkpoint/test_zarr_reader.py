@@ -30,7 +30,7 @@ def spread_over(shape, axes):
 
 
 def hash_all(path):
-    """What a commit record says of the files of a step."""
+    """Return the hashes of the files of a step, as a commit record has them."""
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     return integrity.hash_files(path, names)
 

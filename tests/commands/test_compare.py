@@ -1,5 +1,5 @@
-"""Two runs side by side: where their records, arrays and launches part. Runs are made up; no device
-is started."""
+"""Comparison of two runs: the points where their records, arrays and launches differ. The runs are
+synthetic; no device is started."""
 
 import json
 

@@ -447,7 +447,7 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
 
 @pytest.mark.long
 def test_one_text_is_printed_as_it_comes(run, command, monkeypatch):
-    """In parts, which are the same text; a stop text never shows."""
+    """It is printed in parts, which add up to the same text; a stop text never shows."""
     folder, _ = run
     parts = []
     printer = job._printer

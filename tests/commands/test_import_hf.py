@@ -456,7 +456,7 @@ def test_a_name_that_no_run_can_have_is_refused(source, tmp_path):
 def test_an_import_that_is_killed_leaves_nothing_that_looks_finished(
     stage, source, tmp_path, monkeypatch
 ):
-    """What a killed process leaves is what lies there when the function is called, or has returned."""
+    """A killed process leaves the files that exist when the function is called, or has returned."""
     run = tmp_path / "runs" / "run"
     seen = []
     real = getattr(import_hf, stage)

@@ -296,7 +296,7 @@ def rewrite(folder, change):
 
 @pytest.mark.long
 def test_the_first_step_that_differs_is_named_with_both_numbers(dense, capsys):
-    """By the last bit of a loss, as another device would; nothing on record explains it."""
+    """The last bit of a loss differs, as on another device; nothing on record explains it."""
 
     def change(record):
         if record["step"] >= 13:

@@ -1,4 +1,4 @@
-"""What `maxtrain status` shows."""
+"""The output of `maxtrain status`."""
 
 import json
 

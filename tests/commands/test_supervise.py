@@ -1,5 +1,5 @@
-"""What is started again and what is not, with commands that only pretend to train; then real runs,
-killed at several places."""
+"""Exits after which a run is restarted and those after which it is not, with commands that only
+pretend to train; then real runs, killed at several places."""
 
 import json
 import os

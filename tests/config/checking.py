@@ -1,4 +1,4 @@
-"""What tests of the checks across keys share: a config with overrides, and its problems."""
+"""Shared helpers of the tests of checks across keys: a config with overrides, and its problems."""
 
 import re
 

@@ -253,7 +253,7 @@ def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(
 
 
 def test_fewer_processes_than_planned_are_fitted_to_once():
-    """What is written of them can be read again, and is the same."""
+    """The written config can be read again, and is the same."""
     words = ["config=quickstart", "data.batch_size=48"]
     config = load_config([*words, "mesh.planned_processes=4"])
     fewer = fit_to_planned(config, 2, 1)

@@ -221,7 +221,7 @@ def test_each_mend_is_one(family, layers, stage, rounds, slow):
     ids=" ".join,
 )
 def test_1f1b_refuses_objectives_of_several_models(words):
-    """And no others."""
+    """It accepts all others."""
     config = load("mesh.fsdp=1", "mesh.stage=2", *words)
     pipeline = PipelineConfig(schedule="1f1b")
     model = dataclasses.replace(config.model, pipeline=pipeline)

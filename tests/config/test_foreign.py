@@ -91,7 +91,7 @@ def test_the_usual_ones(theirs, ours):
     ("key", "value"), [(key, value) for key, values in FOREIGN_VALUES.items() for value in values]
 )
 def test_values_that_others_have_are_told_as_settings(key, value):
-    """And these are accepted."""
+    """The suggested settings are accepted."""
     given = ["config=quickstart", "mesh.stage=2", "mesh.fsdp=1"]
     with pytest.raises(ConfigError) as caught:
         load_config([*given, f"{key}={value}"])

@@ -34,7 +34,7 @@ MODELS = ModelLookup(of_weights, named)
 
 
 def only(of_weights):
-    """For tests in which nothing is named."""
+    """Resolver for tests in which no model is named."""
     return ModelLookup(of_weights, named)
 
 
@@ -80,8 +80,8 @@ def test_a_model_of_another_kind_is_refused_with_the_key():
 
 
 def test_keys_of_the_section_rope_are_those_of_the_weights_one_by_one(tmp_path):
-    """What the file has in the section stays where the weights say the same, and what is typed in
-    any case. Lists are compared as such."""
+    """A value of the file stays where the weights have the same one; a typed value always stays.
+    Lists are compared as wholes."""
     longrope = {"short_factors": (1.0, 1.0), "long_factors": (1.0, 2.0), "attention_factor": 1.5}
     there = {"head_dim": 4, "rope_scaling": "longrope", "rope": longrope}
     (tmp_path / "c.yaml").write_text(

@@ -16,8 +16,8 @@ def members(kind):
 
 
 def test_a_section_has_few_keys_of_its_own():
-    """As many as a person reads at once; and all sections together far fewer than the hundreds of
-    flat keys elsewhere."""
+    """A section has as many keys as a person reads at once; all sections together have far fewer
+    than the hundreds of flat keys elsewhere."""
     sections = collections.Counter(key.path.rpartition(".")[0] for key in keys.all_keys())
     assert max(sections.values()) <= 28, sections
     assert 60 <= len(keys.all_keys()) <= 400

@@ -1,4 +1,5 @@
-"""What reads a key is declared once, with the key: the check, the help and their words follow."""
+"""The conditions under which a key is read are declared once, with the key: the check, the help and
+their words follow."""
 
 import dataclasses
 

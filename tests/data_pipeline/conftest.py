@@ -1,5 +1,5 @@
-"""Where tests of URLs keep files: a folder behind fsspec's file://, and buckets of local
-servers of s3:// and gs:// where they are installed."""
+"""Stores for tests of URLs: a folder behind fsspec's file://, and buckets of local servers of s3://
+and gs:// where they are installed."""
 
 import logging
 import os

@@ -111,7 +111,7 @@ def test_words_that_came_before_have_the_ids_of_the_library(text, digits):
 
 
 def test_several_threads_encode_with_one_tokenizer(monkeypatch):
-    """Also while words that came before are forgotten."""
+    """They do so while earlier words are evicted from its cache."""
     monkeypatch.setattr(huggingface, "_WORDS", 3)
     texts = [" ".join(f"w{i % n}x{i * n}" for i in range(200)) for n in range(2, 10)]
     expected = [BPE.encode(text).tolist() for text in texts]

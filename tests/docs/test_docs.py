@@ -1,5 +1,5 @@
-"""What the documents tell people to type works: every command of a ```bash block, every make
-target, every link.
+"""The commands in the documents work: every command of a ```bash block, every make target, every
+link.
 
 A command is FAST (it runs here, as it stands) or TESTED_ELSEWHERE (the test named runs it, perhaps
 with smaller numbers: every word of it must be there). Both kinds are also looked at without running them: `python -m` modules must
@@ -299,7 +299,7 @@ def test_make_target_exists_and_is_in_the_help(target):
 
 
 def anchors(text: str) -> set[str]:
-    """What links to the headings of a document end with, as GitHub makes it."""
+    """Return the anchors of the headings of a document, as GitHub makes them."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         letters = re.sub(r"[^\w\- ]", "", heading.lower())

@@ -170,7 +170,7 @@ def test_the_commands_of_reward_models_work(tmp_path):
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
-    """In a folder with prompts and a model that knows the form."""
+    """They run in a folder with prompts and a model that knows the format."""
     task.write_prompts(tmp_path / "prompts.jsonl")
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monkeypatch, tiny_run):
-    """In a folder with prompts and a teacher."""
+    """They run in a folder with prompts and a teacher."""
     task.write_prompts(tmp_path / "prompts.jsonl")
     config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
     monkeypatch.chdir(tmp_path)
@@ -243,7 +243,7 @@ def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monk
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_distillation_from_files_work(tmp_path, monkeypatch, tiny_run, capsys):
-    """In a folder with data and a teacher."""
+    """They run in a folder with data and a teacher."""
     config = tiny_run(tmp_path, "--holdout", "0.2", steps=2)
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=teacher", "seed=1"])) == 0

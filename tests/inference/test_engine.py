@@ -68,8 +68,8 @@ def forward(model, tokens):
 
 
 def logits_of(model, ids):
-    """Of the token after `ids`, without a cache; of one shape, since what is behind a token can't
-    matter."""
+    """Return the logits of the token after `ids`, without a cache; of one shape, since later tokens
+    can't matter."""
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, : len(ids)] = ids
     return np.asarray(forward(model, tokens)[0, len(ids) - 1])
@@ -172,7 +172,7 @@ def test_a_text_is_the_same_in_any_company(sampling):
 
 
 def count_read(monkeypatch):
-    """How many tokens of prompts are read, without padding."""
+    """Return the number of tokens of prompts that are read, without padding."""
     counted = []
     read = programs.read_into
 
@@ -190,8 +190,8 @@ def count_read(monkeypatch):
     [None, *(pytest.param(case, marks=pytest.mark.long) for case in ("mistral", "deepseek_v3"))],
 )
 def test_what_prompts_have_in_common_is_read_once(case, monkeypatch):
-    """Of several prompts at once, of texts that have ended, and of what was made of them; where
-    rings have forgotten what is needed, it is read again."""
+    """Prompts share a prefix with other prompts, with texts that have ended, and with their own
+    completions; where rings have dropped needed tokens, the prefix is read again."""
     model = tiny() if case is None else pretrained(case)
     counted = count_read(monkeypatch)
     prefix = PROMPTS[5][:40]
@@ -308,7 +308,7 @@ def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypat
 
 
 def without_cache_of(model, prompt, count):
-    """As `without_cache`, for prompts of up to 250 tokens."""
+    """Do the same as `without_cache`, for prompts of up to 250 tokens."""
     ids = list(prompt)
     for _ in range(count):
         tokens = np.zeros((1, 256), np.int32)
@@ -700,8 +700,8 @@ def test_what_pages_can_not_hold_is_refused():
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_a_long_prompt_does_not_keep_others_waiting():
-    """Between two chunks of a text, one piece of it is read; a short one that comes later is read
-    beside it, and both are as if alone."""
+    """Each chunk of a text is followed by one piece of the prompt; a short prompt that comes later
+    is read beside it, and both are as if alone."""
     model = tiny()
     engine = Engine(model, slots=3, chunk=4, piece=16)
     first = engine.submit(PROMPTS[4], 40, GREEDY)
@@ -795,7 +795,7 @@ def test_rings_are_no_longer_than_the_longest_text():
 
 @pytest.mark.long
 def test_latents_are_read_by_a_kernel_that_generation_has(monkeypatch):
-    """One that is for GPUs alone is none of them."""
+    """A kernel for GPUs only is none of them."""
     config = ModelConfig(
         vocab_size=64,
         family="deepseek_v3",
@@ -819,7 +819,7 @@ def test_latents_are_read_by_a_kernel_that_generation_has(monkeypatch):
 
 
 def spoil(engine, rows):
-    """What these slots keep is not finite from now on."""
+    """Set the cache of these slots to numbers that are not finite."""
     pages = sorted({page for row in rows for page in engine._slots[row].pages})
     engine._caches = jax.tree.map(lambda x: x.at[:, jnp.array(pages)].set(jnp.nan), engine._caches)
 
@@ -859,7 +859,7 @@ def test_pages_that_several_failed_texts_had_are_clean_for_others():
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_texts_that_wait_for_a_prompt_stay_where_another_finds_no_room(monkeypatch):
-    """One waits for a prompt that is being read, and the next one needs larger caches."""
+    """One text waits for a prompt that is being read, and the next one needs larger caches."""
     model = tiny()
     engine = Engine(model, slots=3, chunk=4, piece=16)
     first = engine.submit(PROMPTS[5], 4, GREEDY)
@@ -905,7 +905,7 @@ def test_a_text_that_pages_can_not_hold_yet_costs_no_memory_of_others(monkeypatc
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_an_eager_engine_reads_all_prompts_before_it_writes():
-    """And writes what any other does."""
+    """Its texts are those of any other engine."""
     texts = {}
     for eager in (False, True):
         engine = Engine(tiny(), slots=len(PROMPTS), chunk=4, piece=16, eager=eager)

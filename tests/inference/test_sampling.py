@@ -1,4 +1,4 @@
-"""How tokens are chosen: as often as their probability says, each row by its own settings."""
+"""Sampling of tokens: as often as their probability, each row by its own settings."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ WEIGHTS = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
 
 
 def chosen(rows, logits, keys=None, seen=None, counts=None, bias=None):
-    """For each row, by its own settings and its own logits."""
+    """Return the sampled token of each row, by its own settings and its own logits."""
     vocab_size = logits.shape[-1]
     program = SamplingProgram.for_rows(rows, vocab_size)
     settings = SamplingArrays.of(rows, vocab_size)

@@ -74,7 +74,7 @@ def test_the_text_after_a_prompt_is_decoded_with_it():
 
 
 def json_tokenizer(pieces, decoder, special=("<s>",)):
-    """Of these pieces, in their order."""
+    """Return a tokenizer of these pieces, in this order."""
     inner = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     if decoder is not None:
         inner.decoder = decoder
@@ -189,7 +189,7 @@ def test_the_cost_of_an_id_does_not_grow_with_the_text(kind, monkeypatch):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_bytes_of_tokens_are_the_text(kind, data):
-    """Those of ids behind others; what is no character is none in either."""
+    """Bytes of later ids depend on earlier ones; bytes that are no character are none in either."""
     tokenizer = KINDS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=12))
     head = tokenizer.encode("a").tolist() if tokenizer.vocab_size > 50 else [3]

@@ -98,7 +98,7 @@ def test_full_counts_every_product_of_a_traced_step(heads, kv_heads):
 
 
 def flops(jaxpr):
-    """Of all matrix products in a jaxpr; a multiply-add is two."""
+    """Return the FLOP of all matrix products in a jaxpr; a multiply-add is two."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

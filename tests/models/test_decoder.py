@@ -152,7 +152,7 @@ def test_remat_keeps_what_its_name_says():
 
 
 def arrays_kept(names, attention="xla"):
-    """How many numbers the backward pass finds stored."""
+    """Return the count of numbers that are stored for the backward pass."""
     kept = RematNamesConfig(on_device=names)
     graphdef = graph(dataclasses.replace(LLAMA, remat="named", kept=kept, attention=attention))
     state = weights()[1]
@@ -402,7 +402,7 @@ def test_the_number_of_parameters_is_the_formulas(config):
 
 
 def shardings(state, mesh):
-    """Of each parameter, by the names of its dims."""
+    """Return the sharding of each parameter, by the names of its dims."""
     return jax.tree.map(
         lambda v: v.replace(named_sharding(mesh, logical_axes(v), v.shape)),
         state,

@@ -1,4 +1,4 @@
-"""What a directory says of the model whose weights it holds."""
+"""The model configuration read from a directory of weights."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("family", "changes"), EXPERTS)
 def test_a_model_with_experts_is_the_same_as_its_own_export(family, changes, tmp_path):
-    """What is left open means what is written for it."""
+    """A key that is left open means the value that is written for it."""
     model = ModelConfig(family=family, **SMALL, **changes)
     written = FAMILIES[family].write(model)
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -157,7 +157,7 @@ def changed(tmp_path, case, drop=(), **changes):
 
 
 def test_the_older_spelling_of_rotary_positions_counts_beside_the_newer_one(tmp_path):
-    """As in transformers 5; version 4 knows no other."""
+    """This is the rule of transformers 5; version 4 knows no other spelling."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     plain = {"rope_type": "default", "rope_theta": 1e6}
     read = changed(tmp_path, "qwen3", rope_parameters=plain, rope_scaling=scaling, rope_theta=2e4)

@@ -1,5 +1,6 @@
-"""What every family promises of its whole models: documents of one row do not see each other, layers
-are the same as a loop and unrolled, and steps go on from a checkpoint as if never stopped."""
+"""Properties of the whole models of every family: documents of one row do not see each other,
+layers are the same as a loop and unrolled, and steps resume from a checkpoint as if never
+stopped."""
 
 import dataclasses
 

@@ -117,7 +117,7 @@ def test_tokens_are_exchanged_and_weights_of_experts_stay():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_texts_are_those_of_one_device(count):
-    """Whether rows can be split over the devices, or can not."""
+    """Covers rows that can be split over the devices, and rows that can't."""
     model = build_model(tiny(**FAMILIES["deepseek_v3"]), EXACT, jax.random.key(0))
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [3, 4], [1]][:count]
     expected = generate(model, prompts, max_tokens=6, temperature=0)

@@ -206,8 +206,9 @@ MATRICES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mup_sets_deviations_as_table_8_says(name):
-    """At the base width they are those without muP; from there hidden matrices' go with the root of
-    the width, the head's with the width, the embedding's not at all."""
+    """At the base width they are those without muP; from there those of hidden matrices scale with
+    the root of the width, that of the head with the width, and that of the embedding does not
+    change."""
     init = config(name, mup_base_width=32, mup_base_head_dim=6, mup_base_depth=3)
     off, base = (Initializer(i, MODEL, "float32") for i in (config(name), init))
     wide = Initializer(init, dataclasses.replace(WIDE, head_dim=24), "float32")

@@ -138,7 +138,7 @@ def test_with_magnitudes_it_begins_as_without_to_rounding():
 
 @pytest.mark.long
 def test_magnitudes_are_those_of_the_weights_beside_them():
-    """Of weights that came from elsewhere, not of those that the adapters were made with."""
+    """The weights came from elsewhere and are not those with which the adapters were made."""
     graphdef, state = nnx.split(build(with_lora(magnitudes=True), seed=0))
     base, _ = split_adapters(nnx.state(build(with_lora(magnitudes=True), seed=5)))
     _, adapters = split_adapters(state)
@@ -171,7 +171,7 @@ def gradients_of(model):
     [None, *(pytest.param(c, marks=pytest.mark.slow) for c in ("deepseek_v3", "mixtral"))],
 )
 def test_gradients_are_those_of_the_weights_by_the_chain_rule(case):
-    """Of W + s A B: dA = s dW B^T and dB = s A^T dW."""
+    """For W + s A B: dA = s dW B^T and dB = s A^T dW."""
     config = TINY if case is None else dataclasses.replace(case_config(case), vocab_size=64)
     model = busy(build(with_lora(config)))
     found = gradients_of(model)
@@ -341,8 +341,8 @@ def test_dropout_reaches_every_product_of_attention(case):
 @pytest.mark.long
 @pytest.mark.parametrize("magnitudes", [True, False])
 def test_dropout_is_of_what_adapters_see(magnitudes):
-    """As PEFT has it, with its masks: W x + (m / l - 1) W d + (m / l) s B A d, where d is what is
-    left of x, and without magnitudes m / l is 1. Forward, and the gradient of everything."""
+    """The formula is PEFT's, with its masks: W x + (m / l - 1) W d + (m / l) s B A d, where d is x
+    after dropout, and without magnitudes m / l is 1. Forward, and the gradient of everything."""
     rng = np.random.default_rng(0)
     init = Initializer(InitConfig(), TINY, "float32")
     recipe = MatmulPrecision.of("float32")

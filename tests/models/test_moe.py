@@ -118,8 +118,8 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_a_step_records_the_part_of_choices_that_was_dropped():
-    """Of two experts that all tokens go to, each takes half a row: 4 of 8 tokens are too many, and
-    4 with padding behind them are not."""
+    """Each of two experts that all tokens go to takes half a row: 4 of 8 tokens are too many, and 4
+    with padding behind them are not."""
     config = tiny(
         num_layers=1,
         vocab_size=8,
@@ -225,8 +225,8 @@ def balanced_grads(scope, accumulation, axes=()):
 @pytest.mark.long
 @pytest.mark.parametrize(("scope", "whole"), [("global", 1), ("micro_batch", 2)])
 def test_shares_over_several_rows_are_the_same_on_a_mesh(scope, whole):
-    """With two micro-batches on 2 x 2 devices; of the whole step they are as with one, and those of
-    a micro-batch are not."""
+    """With two micro-batches on 2 x 2 devices, shares of the whole step are as with one
+    micro-batch, and those of a micro-batch are not."""
     one, wanted = balanced_grads(scope, whole)
     many, found = balanced_grads(scope, 2, (("data", 2), ("fsdp", 2)))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
@@ -308,7 +308,8 @@ def test_packed_documents_are_as_if_each_were_alone():
 @pytest.mark.long
 @pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.long), 0.5])
 def test_generation_drops_nothing(factor):
-    """With a capacity, each token gets what it would without, whatever is generated beside it."""
+    """With a capacity, each token gets the same as without, independent of the texts generated
+    beside it."""
     model = build_model(
         tiny(routing=RoutingConfig(capacity_factor=factor)), EXACT, jax.random.key(0)
     )

@@ -108,7 +108,7 @@ def alone(model, prompt, row):
 @pytest.mark.long
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_each_row_is_as_with_its_adapters_alone(folders, is_stacked):
-    """Without adapters, and with each set of them, in one batch."""
+    """One batch has rows without adapters and rows with each set of them."""
     model = base()
     if not is_stacked:
         model = unstacked(jax.jit(lambda: build_model(BASE, EXACT, 0))())
@@ -227,7 +227,7 @@ def sets_of_experts():
 
 @functools.cache
 def logits_of_experts():
-    """Of four rows, each by a model of its own; with the rows' tokens."""
+    """Return the logits of four rows, each by a model of its own, with the rows' tokens."""
     tokens = np.random.default_rng(1).integers(1, 64, (4, 24)).astype(np.int32)
     rows = []
     for number, row in enumerate(tokens):
@@ -270,7 +270,7 @@ def test_tokens_of_experts_have_the_adapters_of_their_row(changes):
 
 @pytest.mark.long
 def test_on_a_mesh_tokens_have_the_adapters_of_their_row():
-    """Which splits rows, their tokens, and hidden units of experts."""
+    """The mesh splits rows, their tokens, and hidden units of experts."""
     tokens, expected = logits_of_experts()
     graphdef, variables = nnx.split(with_banks(with_experts(0), sets_of_experts()))
     chosen = with_chosen(variables, jnp.arange(4))
@@ -296,7 +296,7 @@ def test_texts_of_experts_are_as_with_their_adapters_alone():
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_adapters_of_experts_are_read_from_the_files_of_peft(tmp_path):
-    """Which has all experts as one, and gate and up as one."""
+    """PEFT treats all experts as one, and gate and up as one."""
     for number, wanted in enumerate(sets_of_experts(), 1):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -336,7 +336,7 @@ def test_the_example_of_the_document_continues_texts_with_several_adapters(tmp_p
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_adapters_of_keys_of_latents_are_refused():
-    """Their products are of all rows at once."""
+    """Their products mix all rows."""
     config = dataclasses.replace(
         BASE,
         family="deepseek_v3",

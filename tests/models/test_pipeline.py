@@ -194,7 +194,8 @@ def test_stages_find_what_one_device_finds(case, axes, options):
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", [ROUNDS, TURNS], ids=["rounds", "1f1b"])
 def test_what_is_random_is_the_same_in_stages(pipeline):
-    """By the keys of rows and the numbers of layers, however rows go through them."""
+    """It is drawn by the keys of rows and the numbers of layers, independent of the order of
+    rows."""
     model = model_of("llama3")
     noisy = run(model, {}, NOISY)
     assert abs(noisy[0].loss - run(model, {}, PLAIN)[0].loss) > 1e-4
@@ -232,7 +233,7 @@ def test_1f1b_trains_what_trains(trained):
 
 
 def of_answers():
-    """What a reference has found for documents, and their labels."""
+    """The results of a reference for documents, and their labels."""
     rng = np.random.default_rng(4)
     segments = batch_of(8)["segment_ids"]
     found = rng.uniform(-30, -20, (B, 3)).astype(np.float32)
@@ -255,7 +256,8 @@ def test_1f1b_minimises_what_compares_with_a_stored_reference(make, loss):
 
 
 def builds(model, stage) -> bool:
-    """Whether parameters can be placed on so many stages, and rows can go through them."""
+    """Return True if parameters can be placed on this number of stages, and rows can go through
+    them."""
     mesh = make_mesh(MeshConfig(fsdp=1, stage=stage), jax.devices()[:stage])
     rows = jax.ShapeDtypeStruct((stage, 8), jnp.int32)
 
@@ -351,7 +353,7 @@ def test_a_frozen_model_goes_through_the_stages_of_the_run():
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_nothing_is_gathered_whole_for_tables_of_positions():
-    """As XLA would, with a warning, where their gradients are split over their width."""
+    """XLA would gather them, with a warning, where their gradients are split over their width."""
     words = (
         "config=quickstart",
         "model.family=gpt2",

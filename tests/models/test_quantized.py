@@ -128,7 +128,7 @@ def test_it_begins_as_the_model_of_the_quantised_weights_bit_for_bit(form):
 @pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 @pytest.mark.parametrize(("case", "block"), [("llama3", 8), *FAMILIES])
 def test_the_model_is_that_of_the_changed_weights(case, block, form, magnitudes):
-    """With a cache, too, where latents are multiplied by the weights themselves."""
+    """This holds with a cache, too, where latents are multiplied by the weights themselves."""
     config = with_base(form, case_config(case), block, magnitudes=magnitudes)
     model = busy(build(config))
     plain = merged(model)
@@ -147,7 +147,7 @@ def test_the_model_is_that_of_the_changed_weights(case, block, form, magnitudes)
 
 
 def adapter_gradients(model):
-    """Of the adapters alone, and the loss."""
+    """Return the gradients of the adapters alone, and the loss."""
     graphdef, state = nnx.split(model)
     others, adapters = split_adapters(state)
 
@@ -167,7 +167,7 @@ def adapter_gradients(model):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("case", "block"), [(None, 8), *FAMILIES])
 def test_gradients_are_those_with_whole_weights(case, block, form):
-    """Those of the first layer's adapters have come through all products of the second one."""
+    """The gradients of the first layer's adapters have passed all products of the second one."""
     config = TINY if case is None else case_config(case)
     model = busy(build(with_base(form, config, block)))
     loss, found = adapter_gradients(model)

@@ -106,7 +106,7 @@ def test_released_models_have_the_published_number_of_parameters():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_released_models_are_configs_without_problems(name):
-    """What their config.json would say is read back as the same."""
+    """Their config.json is read back as the same."""
     model = PRESETS[name]
     assert FAMILIES[model.family].presets[name] is model
     config = dataclasses.replace(RunConfig(), model=model)
@@ -148,7 +148,7 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
 
 
 def test_a_model_without_a_vocabulary_is_a_problem_of_the_config():
-    """Also as shapes alone, where nothing is computed."""
+    """This holds for an abstract model, too, where nothing is computed."""
     for build in (build_model, lambda *args: nnx.eval_shape(lambda: build_model(*args))):
         with pytest.raises(ConfigError, match=r"model\.vocab_size=null"):
             build(ModelConfig(), PrecisionConfig())

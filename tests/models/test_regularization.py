@@ -63,7 +63,7 @@ B, T = 8, 12
 
 @functools.cache
 def weights(lora=NO_LORA):
-    """Of the model; what adapters begin with is not 0."""
+    """The weights of the model; the initial adapters are not 0."""
     state = nnx.state(build_model(dataclasses.replace(MODEL, lora=lora), EXACT, 0))
     rng = np.random.default_rng(1)
     others, adapters = split_adapters(state)
@@ -228,8 +228,8 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
 
 @pytest.mark.long
 def test_stochastic_depth_leaves_out_later_blocks_more_often():
-    """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not
-    the same rows in both."""
+    """A share of 0.4 (i + 1) / 4 of 2,000 rows skips each block of layer i of 4, and not the same
+    rows in both."""
     noise, x = (
         TrainNoise(
             RegularizationConfig(stochastic_depth=0.4), jax.random.split(jax.random.key(0), 2000)
@@ -246,8 +246,8 @@ def test_stochastic_depth_leaves_out_later_blocks_more_often():
 
 
 def _gradients_of_dropped(q, k, v, rows, weights, kept):
-    """Of a sum of outputs times g by queries, keys and values, one after another: jax's, and by
-    hand in float64."""
+    """Return the gradients of a sum of outputs times g with respect to queries, keys and values,
+    one after another: jax's, and by hand in float64."""
     g = np.random.default_rng(1).standard_normal((B, T, 4, T))
     mask = Mask.of_rows(jnp.ones((B, T), jnp.int32))
     group = 2  # query heads of a key head

@@ -103,7 +103,7 @@ def batch_of(number):
 
 @functools.cache
 def job_of(scan=True, remat="none"):
-    """What a run of this family is made of, and its compiled step."""
+    """Return the parts of a run of this family, and its compiled step."""
     config = RunConfig(
         steps=10,
         model=dataclasses.replace(MODEL, scan_layers=scan, remat=remat),

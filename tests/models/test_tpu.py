@@ -128,7 +128,7 @@ def assert_each_device_has_its_share(compiled, state):
     ],
 )
 def test_loss_and_gradients_compile_for_v5p(axes, attention):
-    """On four chips of a v5p; parameters are split as the names of their dims say, and so are their
+    """On four chips of a v5p, parameters are split by the names of their dims, and so are their
     gradients."""
     config = ModelConfig(
         vocab_size=1024,
@@ -180,7 +180,7 @@ def test_experts_that_are_split_compile_for_v5p(kernel):
 
 @pytest.mark.processes
 def test_a_whole_step_compiles_and_activations_in_bfloat16_need_half():
-    """In a process of its own, as a person would look at it."""
+    """It is compiled in a process of its own, as a user would do."""
     command = [sys.executable, "-m", "benchmarks.activations", "--topology", "v5p:2x2x1"]
     small = ["model.vocab_size=512", "model.num_layers=3", "model.scan_layers=true"]
     result = subprocess.run(

@@ -1,5 +1,5 @@
-"""What `maxtrain doctor` tries in a bucket, against a local server of s3:// or gs://: what is wrong
-is named, and nothing is left there."""
+"""Bucket checks of `maxtrain doctor`, against a local server of s3:// or gs://: the faults are
+named, and nothing is left in the bucket."""
 
 import json
 import re

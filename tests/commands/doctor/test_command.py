@@ -31,7 +31,7 @@ def test_each_device_multiplies_rightly_and_alike():
 
 
 def test_a_wrong_product_is_found(monkeypatch):
-    """In the rows that are compared, and by its digest in others, too."""
+    """A fault is found in the compared rows, and in other rows by its digest."""
     right = devices._product
 
     def spoilt(row: int):

@@ -1,4 +1,4 @@
-"""Which of many hosts and devices is named, from reports that are made up."""
+"""The verdict names one of many hosts and devices, given synthetic reports."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What a model card says is what the run's records say."""
+"""The content of a model card is that of the run's records."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""What the compiled step sends over each axis of the mesh: kinds, counts and bytes of collectives,
-from first principles, for TPUs and GPUs that are not here."""
+"""Collectives of the compiled step over each axis of the mesh: kinds, counts and bytes, from first
+principles, for TPUs and GPUs that are not here."""
 
 import itertools
 import platform
@@ -82,8 +82,8 @@ class Sent(NamedTuple):
 
 
 def whole_gradients() -> Sent:
-    """Of each layer one sum, in the loop over layers, of all its matrices, and one of embedding and
-    head; float32."""
+    """The sums of gradients: in the loop over layers one for all matrices of each layer, and one
+    for embedding and head; float32."""
     return Sent.on_both(L + 1, F32 * (L * LAYER + 2 * D * V))
 
 
@@ -247,7 +247,7 @@ CASES = {
 
 @pytest.fixture
 def as_users_compile():
-    """With all optimizations; programs for devices elsewhere can't be read from a cache."""
+    """Compile with all optimizations; programs for devices elsewhere can't be read from a cache."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -114,9 +114,8 @@ def by_kind(record):
     ids=["tpu", "gpu"],
 )
 def test_a_small_step_for_each_compiler(fitted, topology, temporaries, total, collectives):
-    """One layer of one head. Bytes that shapes decide are exact, and others as they were when they
-    were written down; so are collectives, whose kinds and counts test_fit_collectives.py
-    derives."""
+    """The step has one layer of one head. Bytes that shapes determine are exact, and others are
+    pinned; so are collectives, whose kinds and counts test_collectives.py derives."""
     words = ["model.num_layers=1", "model.num_heads=1", "model.num_kv_heads=1"]
     words += ["model.head_dim=128", "model.mlp_dim=128", "model.vocab_size=128"]
     words += ["model.max_length=128", "data.seq_length=128", "data.batch_size=4"]
@@ -326,7 +325,8 @@ def test_parts_of_rows_go_round_or_are_dealt_out(fitted, topology, attention):
     ],
 )
 def test_weights_are_gathered_on_many_tpus(fitted, topology, attention):
-    """And not added up from arrays that are zero but for a part, which sends twice as much."""
+    """They are not summed from arrays that are zero except for a part, which sends twice as
+    much."""
     words = ["mesh.fsdp=64", f"model.attention={attention}", "model.scan_layers=true"]
     words += ["data.batch_size=64", "model.loss_chunk=64"]
     record, _ = fitted(f"topology={topology}", *words)
@@ -351,7 +351,8 @@ def test_weights_are_gathered_on_many_tpus(fitted, topology, attention):
 @pytest.mark.slow
 @on_linux_x86
 def test_a_step_on_many_hosts_of_gpus(fitted):
-    """As those of one host: all weights but a 64th are gathered, and gradients summed."""
+    """It sends the same as on one host: all weights but a 64th are gathered, and gradients are
+    summed."""
     words = ["mesh.fsdp=64", "data.batch_size=64", "optimizer.accumulation=1"]
     record, _ = fitted("topology=h100:8x8", *words, "model.scan_layers=true")
     assert record["devices"] == 64
@@ -374,7 +375,7 @@ LINE = CollectiveTime("all-gather", ("fsdp",), 3, 1e6, 0.2)
 
 
 def a_fit(config=CONFIG, total=1000, seconds=(0.1, 0.2, 0.3), lines=(LINE,), **others):
-    """One that fits into 2000 bytes a device."""
+    """A result that fits into 2000 bytes per device."""
     found = FitEstimate(
         config=config,
         attention=KernelChoice("xla", "as model.attention says"),
@@ -408,7 +409,7 @@ def test_the_words_for_a_mesh_have_the_rules_that_are_set():
 
 
 def test_all_axes_are_told_and_recorded():
-    """Also those that only some models have."""
+    """The axes include those that only some models have."""
     meshed = dataclasses.replace(CONFIG.mesh, expert=2, stage=2)
     split = dataclasses.replace(CONFIG, mesh=meshed)
     assert mesh_words(a_fit(split)) == "stage=2 fsdp=4 expert=2"
@@ -507,8 +508,8 @@ def test_a_choice_is_the_mesh_whatever_the_preset(preset):
 @pytest.mark.long
 @on_linux_x86
 def test_a_search_begins_with_what_sends_least():
-    """Of a model with experts and of few tokens, parts of experts, and no weights to gather but the
-    others; of a small dense model on several hosts, no heads in parts."""
+    """For a model with experts and few tokens, parts of experts, and no weights to gather but the
+    others; for a small dense model on several hosts, no split heads."""
     config = load_config(["config=mixtral_8x7b", "model.num_layers=2"])
     first, *others = promising(config, described_devices("h100:8"), [32])
     assert first.mesh == MeshAxes(1, 1, 1, 1, 8, 1)
@@ -530,8 +531,8 @@ def test_a_search_begins_with_what_sends_least():
 
 
 def a_search(monkeypatch, choices, seconds_of):
-    """With memory and time by a rule in the place of the compiler; what it tried, and the
-    search."""
+    """Run a search with memory and time by a rule instead of the compiler. Returns the meshes that
+    it tried, and the search."""
     tried = []
 
     def fit_step(config, devices, limit):
@@ -575,7 +576,8 @@ def test_a_search_leaves_out_what_can_not_be_better_or_can_not_fit(monkeypatch):
 
 
 def test_a_search_leaves_out_meshes_that_send_too_much(monkeypatch):
-    """By what a step of 8 x 256 tokens takes at least, beside what one that fits takes."""
+    """The bound is the least time of a step of 8 x 256 tokens, compared with the time of one that
+    fits."""
     tokens = 8 * 256
     split = MeshAxes(1, 1, 1, 1, 1, 2)
     choices = [
@@ -601,7 +603,7 @@ def test_the_largest_batch_of_a_run_counts():
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["here", "elsewhere"])
 def test_balanced_batches_are_as_large_as_their_data_says(is_here, tmp_path, monkeypatch, capfd):
-    """And as a row for each document where it is not here."""
+    """Without the data, each row counts as one document."""
     shapes = []
 
     def fit_step(config, devices, limit, largest):

@@ -128,7 +128,7 @@ class SlurmCluster:
             )
 
     def run(self, *words: str, cwd: Path | None = None) -> str:
-        """What a command of Slurm prints."""
+        """Run a command of Slurm and return its output."""
         done = subprocess.run(
             words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
         )
@@ -172,7 +172,7 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *options, script.name, cwd=script.parent)
 
     def job(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job."""
+        """Return Slurm's description of a job."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         fields = {}
         for word in text.split():

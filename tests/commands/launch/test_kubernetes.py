@@ -21,7 +21,7 @@ RUN = ["config=quickstart", "data.batch_size=512", "eval.batch_size=512", "run_n
 
 
 def manifests(capsys, *words: str) -> list[dict]:
-    """What a command prints, checked against the schema."""
+    """Return the manifests that a command prints, checked against the schema."""
     assert command.main([*words], "maxtrain launch") == 0, capsys.readouterr().err
     found = list(yaml.safe_load_all(capsys.readouterr().out))
     jsonschema.validate(found[-1], SCHEMA)
@@ -259,7 +259,7 @@ def test_a_pod_file_that_kubernetes_would_refuse_is_refused(pod, said, capsys, t
     ],
 )
 def test_files_that_are_in_no_pod_are_refused(word, key, capsys, tmp_path):
-    """And checkpoints on a disk that goes with its pod; data may be there."""
+    """Checkpoints on a disk that disappears with its pod are refused, too; data may be there."""
     file = tmp_path / "pod.yaml"
     volumes = [{"name": "s", "emptyDir": {}}]
     file.write_text(yaml.safe_dump({"volumes": volumes, "containers": [{"volumeMounts": SCRATCH}]}))
@@ -271,7 +271,7 @@ def test_files_that_are_in_no_pod_are_refused(word, key, capsys, tmp_path):
 
 
 def documented_pod() -> str:
-    """What docs/devices.md has for --pod."""
+    """The example of docs/devices.md for --pod."""
     text = (Path(__file__).parents[3] / "docs" / "devices.md").read_text()
     _, _, after = text.partition("**Runs in a bucket**")
     _, _, block = after.partition("```yaml\n")
@@ -347,7 +347,8 @@ def test_what_a_pod_file_says_is_merged(capsys, tmp_path):
     ids=["kubectl", "sbatch"],
 )
 def test_it_is_submitted(words, program, capsys, tmp_path, monkeypatch):
-    """What is handed over is what would be printed; a scheduler that refuses it is an error."""
+    """The submitted manifest is the one that would be printed; a scheduler that refuses it is an
+    error."""
     name, *arguments = program.split()
     (tmp_path / name).write_text(
         f'#!/bin/sh\n[ "$*" = {shlex.quote(" ".join(arguments))} ] || exit 3\n'

@@ -79,7 +79,8 @@ def test_one_that_fails_ends_the_others_and_its_code_counts(
     ("grace", "does", "code"), [(60, "asked,asked", 75), (1, "asked,hang", 75)]
 )
 def test_ctrl_c_is_handed_on(number, grace, does, code, monkeypatch, tmp_path):
-    """To each once, and so is the end of a terminal; one that does not end in time is killed."""
+    """Each process gets the signal once, as it does at the end of a terminal; one that does not end
+    in time is killed."""
 
     def press() -> None:
         end = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What is refused before anything is written: bad keys, meshes that do not fit, words that can't be
+"""Refusals before anything is written: bad keys, meshes that do not fit, words that can't be
 written into a script."""
 
 import pytest
@@ -64,7 +64,7 @@ def test_what_can_not_run_is_refused_with_its_mend(words, code, said, capsys):
 
 
 def test_heads_are_not_split_over_the_network_between_slices(capsys):
-    """On two slices of 8 devices each, tensor=16 would take both."""
+    """With two slices of 8 devices each, tensor=16 would span both."""
     words = [*TPU, *STORED, *RUN, "--slices", "2", "--topology", "2x2x2", "mesh.tensor=16"]
     shape = ["model.num_heads=16", "model.num_kv_heads=16", "model.mlp_dim=1024"]
     assert command.main([*words, *shape, "model.embed_dim=256"], "maxtrain launch") == 78

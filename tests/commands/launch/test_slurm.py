@@ -118,7 +118,7 @@ class Slurm:
         return script.returncode, said
 
     def said_to(self, program: str) -> list[str]:
-        """What a program was called with."""
+        """The arguments that a program was called with."""
         file = self.folder / program
         if not file.exists():
             return []
@@ -174,7 +174,7 @@ def test_a_run_that_is_done_ends_the_job(slurm):
 
 
 def test_the_codes_of_a_run_say_whether_it_is_started_again(slurm):
-    """Those that the script knows are those of the house."""
+    """The codes that the script knows are those of the project."""
     assert all(may_go_better(code) for code in WORTH_RESTARTING)
     assert not any(may_go_better(code) for code in FINAL)
     code, said = slurm.run("75 137 0")
@@ -235,7 +235,7 @@ def test_starts_without_a_new_training_step_have_a_limit(
 
 
 def test_a_requeue_does_not_reset_the_count_of_starts_without_progress(tmp_path, capsys):
-    """Whether the script requeues the job, or its node dies and Slurm does."""
+    """Either the script requeues the job, or Slurm does after its node dies."""
     slurm = Slurm(tmp_path, capsys, "--nodes", "2", "--gpus-per-node", "4", "--crash-loop", "3")
     for starts in (1, 2):
         code, _ = slurm.run("downn1")
@@ -306,7 +306,7 @@ def elastic(tmp_path, capsys):
 
 
 def test_a_run_that_can_do_with_fewer_nodes_goes_on_with_those_that_are_left(elastic):
-    """And it is told for how many its settings are."""
+    """The run gets the number of nodes that its settings are for."""
     assert "#SBATCH --nodes=2-4\n" in elastic.text and "#SBATCH --no-kill\n" in elastic.text
     checked = subprocess.run([*shellcheck(), "-"], input=elastic.text, text=True)
     assert checked.returncode == 0

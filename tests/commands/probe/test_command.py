@@ -260,7 +260,7 @@ def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
     reason="libtpu, TPU's compiler, is not installed: pip install libtpu",
 )
 def test_a_pod_slice_is_probed_from_a_laptop(config):
-    """Without data: the model says its vocabulary. Less memory holds fewer rows."""
+    """There is no data: the model determines its vocabulary. Less memory holds fewer rows."""
     rows, model = (
         {},
         [

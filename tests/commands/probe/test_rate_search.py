@@ -1,4 +1,4 @@
-"""Which learning rate is tried next, and which one is recommended, for losses that are known."""
+"""The choice of the next learning rate, and of the recommended one, for known losses."""
 
 import math
 

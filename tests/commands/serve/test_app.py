@@ -127,7 +127,7 @@ def running(pretrained_directory):
 
 @pytest.fixture
 def site(running):
-    """With a worker that answers at once."""
+    """A site with a worker that answers at once."""
     worker = running.worker
     worker.count = 1
     worker.seconds = 0.0
@@ -410,7 +410,7 @@ def test_what_can_not_be_honoured_is_refused(key, value):
     [("aé", (), "195 of token 1"), ("a", (120, 99), "120 of token 0"), ([0, 100], (), "100 of")],
 )
 def test_ids_that_the_model_lacks_are_refused_before_anything_is_computed(prompt, beginning, bad):
-    """As a tokenizer has them whose special tokens are beyond the embedding."""
+    """A tokenizer whose special tokens are beyond the embedding gives such ids."""
     served = ServedModel("small", (), ByteTokenizer(), beginning, None, 4096, 100, 0)
     with pytest.raises(RequestError, match=bad) as raised:
         encode(read_completion({"prompt": prompt}, served), served)
@@ -456,7 +456,7 @@ def no_tokenizer_served():
 
 
 def test_more_candidates_than_there_are_tokens_are_all(site):
-    """As 400 digits are a number, however unlikely."""
+    """400 digits are a valid number, however unlikely."""
     assert site.post(body=b'{"prompt": "a", "top_k": ' + HUGE + b"}")[0] == 200
 
 

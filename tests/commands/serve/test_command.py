@@ -120,7 +120,7 @@ def served(folder, adapters):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What the model says by itself."""
+    """The output of the model by itself."""
     model, _ = load_pretrained(folder)
     tokenizer = load_tokenizer(folder)
 
@@ -370,8 +370,8 @@ def test_a_client_that_leaves_takes_its_texts_along(served):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_more_than_may_wait_is_refused(served):
-    """Two texts are made and three may wait; with two on their way five are too many, and lose
-    nobody anything."""
+    """Two texts are generated and three may wait; with two already running five are too many, and
+    no request is lost."""
     prompts = ["a", "b", "c", "d", "e"]
     with pytest.raises(openai.RateLimitError, match="Try again later") as raised:
         # Those on their way may be done before; not every time.
@@ -482,7 +482,7 @@ def test_the_evaluation_harness_gets_over_the_api_what_it_gets_here(served, fold
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_json_is_followed_by_the_real_model(served):
-    """Beside a text that follows none, which is what it is alone."""
+    """A text that follows no schema runs beside it, and is the same as alone."""
     schema = {
         "type": "object",
         "properties": {"kind": {"enum": ["cat", "dog"]}, "is_big": {"type": "boolean"}},
@@ -564,7 +564,7 @@ def test_keys_are_those_of_the_environment_and_of_a_file(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_model_with_adapters_is_asked_for_by_their_name(served, folder, adapters, expected):
-    """In one batch with those who ask for the model itself."""
+    """Its requests run in one batch with those for the model itself."""
     tokenizer = load_tokenizer(folder)
     begin = special_beginning(tokenizer) or None
     options = {"begin": begin, "max_tokens": 24, "temperature": 0}

@@ -68,7 +68,7 @@ def running():
 
 @pytest.fixture
 def address(running):
-    """Of a server without connections."""
+    """Address of a server without connections."""
     address, server, _ = running
     end = time.monotonic() + 30
     while server.server_state.connections:
@@ -96,7 +96,7 @@ def read_all(client):
 
 
 def read_answer(client):
-    """One whole answer of the application."""
+    """Read one whole answer of the application."""
     content = b""
     while not content.endswith(b"0\r\n\r\n"):
         part = client.recv(2**16)

@@ -142,7 +142,7 @@ def test_a_text_ends_where_its_end_is_found(begin, stop):
 
 @pytest.mark.parametrize("stop", [(), ["never"]])
 def test_a_text_that_can_not_be_decoded_fails_alone(begin, stop, capsys):
-    """Where the engine asks for stop texts, and where it does not."""
+    """Covers engines with and without stop texts."""
     good = Told(stop=stop)
     bad = Told(stop=stop, prompt=[1])
     worker = begin(ScriptedEngine(), PartlyBroken())

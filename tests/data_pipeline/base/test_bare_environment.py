@@ -1,4 +1,4 @@
-"""Which environment variables reach a process that runs foreign code."""
+"""The environment variables that reach a process that runs foreign code."""
 
 import os
 import subprocess

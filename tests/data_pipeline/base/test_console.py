@@ -1,4 +1,4 @@
-"""What rich prints of text from outside is neither markup nor a command."""
+"""External text printed by rich is neither markup nor a command."""
 
 import io
 

@@ -90,7 +90,7 @@ class NoCredentialsError(Exception):
 
 
 class HttpError(Exception):
-    """As gcsfs raises it."""
+    """An error in the form that gcsfs raises."""
 
     code = 401
 

@@ -403,7 +403,7 @@ def test_where_a_template_comes_from(tmp_path):
 
 
 def test_conversations_with_tools_have_the_template_tool_use(tmp_path):
-    """As transformers' get_chat_template chooses among templates with names."""
+    """The choice is that of transformers' get_chat_template among named templates."""
     (tmp_path / "tokenizer.json").write_text("{}")
 
     def load(names, spec=""):

@@ -80,7 +80,8 @@ def assert_same(first, second):
 
 
 def test_the_largest_batches_are_known_ahead(config, monkeypatch):
-    """Of those that are left; of a plan with many documents, in steps evenly over it."""
+    """The largest among the remaining ones are known; for a plan with many documents, in steps
+    spread evenly over it."""
     data = open_training(config, 3, NUM_STEPS)
     shapes = [data.shape_at(step) for step in range(NUM_STEPS)]
     assert len(set(shapes)) > 1

@@ -88,7 +88,7 @@ def with_packing(config, packing):
 
 
 def segments_of(arrays):
-    """What each segment of each row holds, in order."""
+    """Return the content of each segment of each row, in order."""
     names = [name for name in arrays if name not in ("source", "segment_ids")]
     rows = []
     for row, segments in enumerate(arrays["segment_ids"]):

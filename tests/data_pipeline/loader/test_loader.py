@@ -226,7 +226,7 @@ def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, conf
 @pytest.mark.processes
 @pytest.mark.parametrize("batch_size", [6, pytest.param(128, marks=pytest.mark.long)])
 def test_a_killed_worker_ends_the_stream_and_says_what_to_do(config, monkeypatch, batch_size):
-    """Also one that is killed while it writes a batch that is larger than a pipe holds."""
+    """The worker may be killed while it writes a batch that is larger than a pipe holds."""
     monkeypatch.setattr(watch, "_PATIENCE", 0.2)
     many = dataclasses.replace(config, workers=1, prefetch=2, batch_size=batch_size)
     stream = open_training(many, seed=0, steps=5000).iterate(0)

@@ -1,5 +1,5 @@
-"""One tokenizer for several corpora: trained on all of them, used again, and the command that mends
-data of different ones."""
+"""One tokenizer for several corpora: trained on all of them, used again, and the command that
+re-encodes data of different tokenizers."""
 
 import json
 import re
@@ -131,7 +131,7 @@ def test_a_trained_tokenizer_is_kept_before_bytes_and_that_of_sources_before_tha
 
 
 def manifest_of(name, kinds, command, eod=256):
-    """Of data that nobody reads."""
+    """Return the manifest of data that is never read."""
     identity = {"name": name, "sha256": name, "vocab_size": 300, "special_ids": {"eod": eod}}
     sources = [{"kind": kind} for kind in kinds]
     whole = f"python -m data_pipeline.prepare {command}"

@@ -56,13 +56,13 @@ def packed(shards, rows, length, restart=True, across=False):
 
 
 def targets_of(layout, masked):
-    """For each token of the stream whether its loss mask is set."""
+    """Return the loss mask of each token of the stream."""
     shard_of = [number for number, lengths in enumerate(layout) for _ in range(sum(lengths))]
     return [number not in masked or is_target(token) for token, number in enumerate(shard_of)]
 
 
 def oracle(layout, masked, start, count, length, eod, restart, across):
-    """One row, position by position."""
+    """Pack one row, position by position."""
     lengths = [n for shard in layout for n in shard]
     total, begins, counts = (
         sum(lengths),
@@ -160,7 +160,7 @@ def test_phases_of_epochs_seeds_and_sources_differ():
 
 
 def oracle_of_documents(layout, masked, eod, documents, length, restart, across):
-    """One row of the documents of these numbers, position by position."""
+    """Pack one row of the documents of these numbers, position by position."""
     lengths = [n for shard in layout for n in shard]
     firsts, counts = np.cumsum([0, *lengths]).tolist(), targets_of(layout, masked)
     columns = []  # input, target, segment, position, loss mask

@@ -51,7 +51,7 @@ def rows_of(bins):
 
 
 def naive_best_fit(sizes, length):
-    """What is left of each row, by looking through all rows for each item."""
+    """Return the free space of each row, by looking through all rows for each item."""
     left = []
     for size in sorted(sizes, reverse=True):
         fitting = [i for i, room in enumerate(left) if room >= size]

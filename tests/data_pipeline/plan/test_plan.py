@@ -332,7 +332,7 @@ def test_every_finished_epoch_covers_every_row(case):
 )
 @settings(max_examples=12, deadline=None)
 def test_sources_of_up_to_a_million_rows_are_read_once_an_epoch_and_whole(sizes, hosts, data):
-    """As the two tests above, counted in arrays, in the first million rows."""
+    """This repeats the two tests above, counted in arrays, in the first million rows."""
     policy = data.draw(st.sampled_from(["stop", "renormalize", "repeat"]))
     weights = data.draw(
         st.lists(st.floats(-5, 0).map(lambda x: 10**x), min_size=len(sizes), max_size=len(sizes))

@@ -69,8 +69,8 @@ def test_one_document_of_100_megabytes(tmp_path, format):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_12_million_documents_in_one_unit(tmp_path):
-    """Their digests, half of them repeated, alone: what is done with a document else takes its
-    time."""
+    """Only their digests, half of them repeated, are used: everything else that is done with a
+    document takes too long."""
     program = """
 import resource, sys
 from pathlib import Path

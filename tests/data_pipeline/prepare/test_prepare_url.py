@@ -264,8 +264,8 @@ def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(
 def test_workers_need_nothing_of_the_machine_where_the_command_runs(
     url, tmp_path, run, monkeypatch
 ):
-    """As on the machines of a cluster: while a task runs, there is no folder of the command's
-    own."""
+    """While a task runs, the command's own folder does not exist, as on the machines of a
+    cluster."""
     write_inputs(tmp_path / "in")
     send(tmp_path / "in", f"{url}/in")
     command = (

@@ -1,4 +1,4 @@
-"""What a person sees: the summary of a build in 80 columns, and rows with their segments and loss
+"""Output for the user: the summary of a build in 80 columns, and rows with their segments and loss
 mask."""
 
 import json

@@ -125,8 +125,8 @@ def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, s3_server):
-    """Which nothing but the bucket is shared for; variables of the service are given as `ray.init`
-    takes them."""
+    """The machines share only the bucket; variables of the service are given as `ray.init` takes
+    them."""
     bucket = place(f"s3://bucket/{tmp_path.name}")
     for file in (*Path().glob("*.txt"), Path("lines.jsonl")):
         (bucket / "in" / file.name).upload(file)

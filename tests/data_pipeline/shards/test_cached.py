@@ -233,8 +233,8 @@ def test_processes_share_a_cache(both, tmp_path):
 @pytest.mark.long
 @FILES
 def test_threads_share_a_reader(both, tmp_path, monkeypatch):
-    """In a cache that has no room for all of them: each removes what another one fills, on a busy
-    machine more often than a run would put up with."""
+    """The cache has no room for all of them: each removes what another one fills, on a busy machine
+    more often than a run would."""
     monkeypatch.setattr(cached, "_TRIES", 10_000)
     local, url = both
     shards, failed = TokenShards.open(url, cache=Cache(tmp_path / "cache", 40_000)), []

@@ -422,7 +422,7 @@ def test_directories_that_are_not_shards(tmp_path):
 
 
 def _places(value, path=()):
-    """Where the values inside a JSON value are."""
+    """Return the paths of the values inside a JSON value."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield (*path, key)
@@ -442,8 +442,8 @@ def _replaced(value, place, wrong):
 
 @pytest.mark.long
 def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
-    """Even where its digest is that of what it says: then it was not damaged, but written by
-    another program."""
+    """The digest matches the content: the manifest was not damaged, but written by another
+    program."""
     directory = build(
         tmp_path, [[[1, 2, 3], [4]], [[5, 6]]], masks=[[[True, False, True], [True]], [None]]
     )
@@ -540,7 +540,7 @@ def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
 
 
 def mapped(directory):
-    """How many files of a directory this process has mapped."""
+    """Return the number of files of a directory that this process has mapped."""
     return Path("/proc/self/maps").read_text().count(f"{directory}/")
 
 

@@ -1,5 +1,5 @@
-"""What a teacher said of tokens: found for each target in every packing, and refused where it is
-not what was written."""
+"""Stored logits of a teacher: found for each target in every packing, and refused if they are not
+what was written."""
 
 import dataclasses
 import hashlib

@@ -59,7 +59,7 @@ def command(tmp_path, tokenizer, *more):
 
 
 def conversations(directory):
-    """Of every document: all of its text, and its targets, with special tokens."""
+    """Return the whole text of every document, and its targets, with special tokens."""
     shards, inner = TokenShards.open(directory, "full"), load_tokenizer(directory).inner
     for number in range(shards.num_documents):
         first, length = shards.document(number)

@@ -47,7 +47,7 @@ def write(path, texts, kind="string", key="text"):
 
 
 def save_to_disk(folder, texts, **state):
-    """What `datasets` writes: two files and the state that lists them."""
+    """Write the files of `datasets`: two files and the state that lists them."""
     names = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
     for name, part in zip(names, (texts[:1000], texts[1000:])):
         write(folder / name, part)

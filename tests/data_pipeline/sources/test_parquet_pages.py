@@ -1,4 +1,4 @@
-"""What the headers of Parquet's pages say is known before the pages are decompressed."""
+"""The headers of Parquet's pages are checked before the pages are decompressed."""
 
 import io
 import json

@@ -219,7 +219,7 @@ def test_columns_may_have_other_names(tmp_path, capsys):
 
 
 def problems_of(tmp_path, record, template, **changes):
-    """What is wrong with a record that comes after a good one, and its detail."""
+    """Return the problem of a record that comes after a valid one, and its detail."""
     good = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     if "label" in record or "completion" in record:
         good = {"prompt": "2+2=", "completion": "4", "label": True}

@@ -32,7 +32,7 @@ def template(tmp_path):
 
 
 def texts(out):
-    """What the documents hold, without their end marks."""
+    """Return the content of the documents, without their end marks."""
     shards = TokenShards.open(out, "full")
     tokenizer = load_tokenizer(out)
     found = []

@@ -1,4 +1,4 @@
-"""What a run carries of its tokenizer comes back as it was, or is refused with the file's name."""
+"""The tokenizer that a run carries is restored unchanged, or is refused with the file's name."""
 
 import json
 import shutil
