@@ -157,8 +157,8 @@ def owners_of_packages() -> Mapping[str, list[str]]:
 
 
 def undeclared_dependencies(project: Project) -> list[str]:
-    """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras
-    belong inside functions, or into modules of OF_AN_EXTRA."""
+    """The top of a file imports only the standard library and `dependencies` of pyproject.toml;
+    extras belong inside functions, or into modules of OF_AN_EXTRA."""
     table = tomllib.loads((project.root / "pyproject.toml").read_text())["project"]
 
     def known_with(declared: list[str]) -> set[str]:
@@ -250,7 +250,7 @@ def effects_at_import(project: Project) -> list[str]:
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.expr]:
-    """Of arguments, results, and variables."""
+    """Yield the annotations of arguments, results, and variables."""
     for node in ast.walk(tree):
         found = []
         if isinstance(node, ast.arg | ast.AnnAssign):
@@ -267,7 +267,7 @@ JOBS = (
 
 
 def root_config_below_the_jobs(project: Project) -> list[str]:
-    """What a part does not receive it cannot depend on."""
+    """A part cannot depend on a config that it does not receive."""
     problems = []
     for module in project.modules.values():
         if not module.name.startswith("maxtrain.") or module.name.startswith(JOBS):
@@ -288,7 +288,7 @@ ARRAYS = ("numpy", "jax.numpy", "jax.lax")
 
 
 def multiplies(node: ast.AST, aliases: dict[str, str]) -> bool:
-    """Whether a node names a product of matrices, or is one."""
+    """Return True if a node names a product of matrices, or is one."""
     if isinstance(node, ast.BinOp | ast.AugAssign):
         return isinstance(node.op, ast.MatMult)
     if not isinstance(node, ast.Name | ast.Attribute):
@@ -300,7 +300,7 @@ def multiplies(node: ast.AST, aliases: dict[str, str]) -> bool:
 
 
 def aliases_of(module: Module) -> dict[str, str]:
-    """What imported names stand for, such as {"jnp": "jax.numpy"}."""
+    """Return the full names of imported names, such as {"jnp": "jax.numpy"}."""
     aliases = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):

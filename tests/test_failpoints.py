@@ -87,8 +87,8 @@ def test_nan_is_in_the_first_floating_array_alone(monkeypatch, dtype):
 
 
 def test_nan_in_a_batch_is_in_the_weight_of_a_target(monkeypatch):
-    """One without targets, as of a step that is left out, stays what it is; of parameters it is the
-    first number."""
+    """A batch without targets, as of a skipped step, is unchanged; in parameters the fault is in
+    the first number."""
     armed(monkeypatch, "data:nan,before_step:nan")
     changed = hit("data", 1, {"mask": jnp.array([[0.0, 1.0], [1.0, 1.0]])})
     assert np.isnan(changed["mask"]).tolist() == [[False, True], [False, False]]

@@ -1,5 +1,5 @@
-"""What any Python that the package may be installed with must do: import every module without a
-warning of ours, prepare data, train, resume and generate. `make test-python` runs this file alone
+"""Requirements on every Python that the package can be installed with: import every module without
+a warning of ours, prepare data, train, resume and generate. `make test-python` runs this file alone
 with another interpreter, and without the optional packages."""
 
 import importlib.metadata

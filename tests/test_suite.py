@@ -45,8 +45,8 @@ def test_stands_still(): threading.Event().wait()
     ids=["dies", "stands still"],
 )
 def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, said):
-    """With this project's own options, in the last file, when the other worker has been told that
-    there is no more to do."""
+    """The worker ends in the last file, with this project's own options, when the other worker
+    knows that there is no more to do."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests").mkdir()
     for number, content in enumerate([FINE, FINE, FINE, last]):
@@ -71,7 +71,7 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
 
 
 class Item(NamedTuple):
-    """What a dose is drawn by."""
+    """The properties of a test by which a dose is drawn."""
 
     nodeid: str
     marks: tuple[str, ...] = ("long",)
@@ -118,7 +118,7 @@ def test_files_that_come_first_exist():
 
 
 def test_what_is_checked_on_a_gpu_goes_on_after_a_failure_and_ends_with_it(tmp_path):
-    """With a Python that fails in one module, and says what it is given."""
+    """The Python of the test fails in one module, and prints its arguments."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "given $*"\ncase "$*" in *attention*) exit 3;; esac\n')
     python.chmod(0o755)

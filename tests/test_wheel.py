@@ -1,5 +1,5 @@
-"""What `pip install` of the built package brings: the packages, the configs, descriptions of GPUs, and
-all that the documents tell people to run; nothing of tests, benchmarks or caches."""
+"""The content of `pip install` of the built package: the packages, the configs, descriptions of
+GPUs, and everything that the documents tell people to run; no tests, benchmarks or caches."""
 
 import os
 import re
@@ -49,7 +49,8 @@ def test_the_wheel_holds_the_packages_and_the_configs(names):
 
 
 def files_of_command(command: str) -> list[list[str]]:
-    """What a command needs of the package: for each need, the files of which one will do."""
+    """Return the needs of a command from the package: for each need, the files of which one
+    suffices."""
     needed = []
     for module in re.findall(r"\bpython3? -m ([\w.]+)", command):
         path = module.replace(".", "/")

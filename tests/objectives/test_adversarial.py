@@ -24,8 +24,8 @@ PGD = LossConfig(adversarial=0.7, adversarial_radius=RADIUS, adversarial_steps=4
 
 @pytest.fixture(scope="module")
 def attacked(tiny):
-    """For both kinds of attack: parameters, batch, its scales, and what `worst_offset` finds; row 4
-    has no target."""
+    """Return for both kinds of attack: parameters, batch, its scales, and the result of
+    `worst_offset`; row 4 has no target."""
     parts, batch = tiny.parts(), {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     batch["loss_mask"] = batch["loss_mask"].at[4].set(0)
     scales = PLAIN.scales(batch)

@@ -145,7 +145,7 @@ def test_pairs_in_one_row_are_as_in_rows_of_their_own(models, loss_type):
 
 @pytest.mark.long
 def test_a_split_of_the_batch_gives_the_same_gradient(models):
-    """Also where the rows have different numbers of pairs, and one has none."""
+    """The rows may have different numbers of pairs, and one row none."""
     here = pairs(count=5)
     batch = rows_of([here[:3], here[3:4], [], here[4:]])
     objective = dpo(DpoConfig(beta=BETA, sft_weight=0.5))
@@ -166,7 +166,7 @@ def test_a_split_of_the_batch_gives_the_same_gradient(models):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_an_answer_without_targets_makes_no_pair(models):
-    """As of a step that is left out, or of a cut answer."""
+    """Skipped steps and truncated answers have none."""
     here = pairs()
     batch = rows_of([here[:2], here[2:]])
     objective = dpo(DpoConfig(beta=BETA))

@@ -99,7 +99,7 @@ def value_and_gradient(policy, objective, batch, scales=None):
 
 
 def log_probs_of(policy, batch, temperature=1.0):
-    """Of each target, from whole logits in float64."""
+    """Return the log-probability of each target, from whole logits in float64."""
     model = nnx.merge(*policy)
     arrays = [jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions")]
     logits = model(*arrays)
@@ -169,7 +169,7 @@ def test_completions_in_one_row_are_as_in_rows_of_their_own(policy, loss_type):
 @pytest.mark.long
 @pytest.mark.parametrize("loss_type", ["dapo", pytest.param("dr_grpo", marks=pytest.mark.long)])
 def test_a_split_of_the_batch_gives_the_same_gradient(policy, loss_type):
-    """Also where rows have different numbers of completions, and one has none."""
+    """The rows may have different numbers of completions, and one row none."""
     here = completions()
     batch = rows_of(policy, [here[:3], here[3:4], [], here[4:]])
     objective = grpo(GrpoConfig(loss_type=loss_type, beta=0.1, max_completion_length=9))
@@ -202,7 +202,7 @@ def test_the_first_step_has_a_ratio_of_exactly_one(policy):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_completions_of_another_sampler_count_by_the_ratio_of_both(policy):
-    """Like completions whose advantages are as much larger, token by token; where the divergence
+    """The result is that of advantages scaled by the ratio, token by token, while the divergence
     from the reference has no such weight."""
     config = GrpoConfig(beta=0.1)
     batch = rows_of(policy, [completions()])
@@ -232,7 +232,7 @@ def test_advantages_of_zero_teach_nothing(policy):
 
 @pytest.mark.long
 def test_a_masked_completion_counts_where_completions_are_divided_by(policy):
-    """As others do with mask_truncated_completions: it is one of the group."""
+    """TRL does the same with mask_truncated_completions: it is one of the group."""
     here = completions()
     here[1]["loss_mask"] = np.zeros(len(here[1]["inputs"]))
     without = rows_of(policy, [[here[0], *here[2:]]])

@@ -57,7 +57,7 @@ def trained(models, objective, batch, accumulation):
 
 
 def evaluation(models, objective, batch):
-    """What an evaluation finds of a batch."""
+    """Return the metrics of an evaluation of a batch."""
 
     @jax.jit
     def program(params, batch):

@@ -106,7 +106,7 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, documents):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_packing_and_splits_change_nothing(policy, documents):
-    """Also where one row is empty."""
+    """This holds if one row is empty, too."""
     objective = ppo(CONFIG)
     rows = [documents[:3], documents[3:4], [], documents[4:]]
     batch = batch_of(policy, rows)

@@ -40,7 +40,7 @@ def trained(model, objective, batch, accumulation):
 
 
 def scores(model, here):
-    """Of the answers of each pair, each read alone."""
+    """Return the scores of the answers of each pair, each computed alone."""
     module = nnx.merge(*model)
     found = []
     for pair in here:

@@ -1,5 +1,4 @@
-"""What is said about anomalies: each kind with its numbers and key, once for as long as it
-lasts."""
+"""Messages about anomalies: each kind with its numbers and key, once for as long as it lasts."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a launch says of experts."""
+"""The lines of a launch about experts."""
 
 import dataclasses
 

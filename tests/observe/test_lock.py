@@ -83,7 +83,7 @@ def test_a_lock_that_was_removed_while_it_was_taken_is_taken_again(tmp_path, mon
 
 
 def test_a_lock_that_is_not_needed_is_not_waited_for_at_the_end(tmp_path, monkeypatch):
-    """As when its file system hangs."""
+    """The process ends even while the file system of the lock hangs."""
     back, freed, free = threading.Event(), threading.Event(), RunLock._free
     monkeypatch.setattr(lock, "_PATIENCE", 0.01)
     monkeypatch.setattr(RunLock, "_free", lambda self: (back.wait(60), free(self), freed.set()))

@@ -1,4 +1,4 @@
-"""What a launch says of the mesh."""
+"""The lines of a launch about the mesh."""
 
 from maxtrain.observe.mesh_lines import mesh_lines
 

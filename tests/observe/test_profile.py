@@ -15,7 +15,7 @@ from maxtrain.trainer.loop import main
 
 
 def events(folder):
-    """Of the only trace in a folder."""
+    """Return the events of the only trace in a folder."""
     (path,) = folder.glob("profile/plugins/profile/*/perfetto_trace.json.gz")
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 

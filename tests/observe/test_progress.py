@@ -18,7 +18,7 @@ RECORD = {
 
 
 def run(mode, width=100, **terminal):
-    """What a short run prints, as it stands at its end."""
+    """Return the output of a short run at its end."""
     file = io.StringIO()
     with Progress(mode, 2000, Console(file=file, width=width, **terminal)) as progress:
         progress.phase("compiling the step ...")

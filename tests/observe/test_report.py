@@ -54,7 +54,7 @@ def test_the_picture_shows_losses_evaluations_speed_and_rate(tmp_path):
 
 
 def test_small_print_of_many_stages_leaves_room_for_the_curves(tmp_path):
-    """In one line it was wider than the picture, and all charts were squeezed to nothing."""
+    """On one line it was wider than the picture, and all charts shrank to nothing."""
     stages = "; ".join(f"from step {n}00 on 8 rows x {n}96 tokens" for n in range(1, 9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +219,7 @@ def rollout(step, **values):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_rewards_are_drawn_in_the_place_of_the_loss(tmp_path):
-    """With a panel for each number that there is; one more makes the picture higher."""
+    """There is a panel for each number; one more makes the picture higher."""
 
     def height(records):
         plot_curves(records, tmp_path / "curves.png", "a run")

@@ -35,7 +35,7 @@ def sample(number=0, completion="<4>", reward=0.5, **values):
 
 
 def test_they_are_read_as_they_were_and_those_of_later_steps_are_dropped(tmp_path):
-    """Also a text that says what JSON lacks."""
+    """One text has characters that JSON lacks."""
     taken = [
         SampleRecord(0, sample(completion="nan")),
         SampleRecord(2, sample(1, "inf", None)),

@@ -18,7 +18,7 @@ def hosts(*seconds):
 
 
 def warnings(records, factor=2.0, step_seconds=1.0):
-    """What is said after each record, of 10 steps each."""
+    """Return the warnings after each record, of 10 steps each."""
     stragglers = Stragglers(factor)
     return [stragglers.warning(slowest_of(hosts(*own)), 10, step_seconds) for own in records]
 

@@ -45,7 +45,7 @@ def launch(folder, step=0, config=CONFIG, **values):
 
 
 def wait_for_system_metrics(client, known_as):
-    """Until a thread of MLflow has written one."""
+    """Wait until a thread of MLflow has written one."""
     end = time.monotonic() + 120
     while "system/cpu_utilization_percentage" not in client.get_run(known_as).data.metrics:
         assert time.monotonic() < end, "no system metric within two minutes"

@@ -85,8 +85,7 @@ def info(folder, **values):
 
 
 def run(folder, first, second, steps=4, error=None):
-    """What is said of two trackers by a run that logs some steps, and ends with an error or
-    none."""
+    """Log some steps to two trackers, and end with or without an error. Returns the messages."""
     said = []
     kinds = {"tensorboard": lambda config: first, "wandb": lambda config: second}
     with Trackers() as trackers:

@@ -118,8 +118,8 @@ def test_zero_is_no_limit(tmp_path):
 
 
 def test_progress_and_sleep_are_no_stall(tmp_path, monkeypatch):
-    """Between two looks there is a batch each time; then the whole process is stopped for an hour;
-    then it really hangs."""
+    """At first there is a batch between every two checks; then the whole process is stopped for an
+    hour; then it really hangs."""
     times, ended = [0.0], []
     dog = Watchdog(WatchdogConfig(save_seconds=20), tmp_path, Stopwatch(), str)
     ticks = [*range(1, 101), *range(3701, 3716)]
@@ -169,7 +169,7 @@ def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
     ],
 )
 def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_path, where, stacks):
-    """In a collective of a CPU's devices, too, where XLA itself has a day of patience."""
+    """It may hang in a collective of a CPU's devices, for which XLA itself waits a day."""
     with start(tmp_path / "run", where=where) as process:
         try:
             out, err = process.communicate(timeout=700)

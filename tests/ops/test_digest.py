@@ -44,7 +44,7 @@ def mixed(x, a, b, c, d, e):
 
 
 def oracle(x):
-    """One element after the other, with Python's whole numbers."""
+    """Compute the digest element by element, with Python's integers."""
     murmur, lowbias = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
     words = [int.from_bytes(header[i : i + 4], "little") for i in (0, 4)]

@@ -12,7 +12,8 @@ B, T, D, V = 3, 8, 16, 12
 
 
 def test_parts_of_the_sequence_draw_what_whole_logits_do():
-    """One by one, from logits in float64, with the temperature and the softcap."""
+    """The expected tokens are drawn one by one, from logits in float64, with the temperature and
+    the softcap."""
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     head = rng.normal(size=(D, V)).astype(np.float32)

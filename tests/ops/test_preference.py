@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_trl(case):
 
 @pytest.mark.parametrize("case", [name for name in CASES_OF_ANSWERS if name.startswith("kto/")])
 def test_losses_of_labels_are_those_of_trl(case):
-    """Also where the mean log-ratio of mismatched answers is below 0."""
+    """This holds where the mean log-ratio of mismatched answers is below 0, too."""
     options = CASES_OF_ANSWERS[case]
     with jax.enable_x64(True):
         given = {}
@@ -165,7 +165,7 @@ def test_the_reference_counts_unless_the_loss_is_free_of_it(name):
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "apo_down"])
 def test_a_more_likely_chosen_answer_and_a_less_likely_rejected_one_lower_the_loss(name):
-    """Where the policy is the reference still, which is where training begins."""
+    """The policy is still the reference, as at the beginning of training."""
 
     def loss(chosen, rejected):
         return LOSSES[name](*pair(chosen, rejected), PreferenceCoefficients(0.5, 0.1))

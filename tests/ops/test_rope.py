@@ -225,7 +225,7 @@ SPECS = {
 
 
 def defined_frequencies(rope, length):
-    """Those of a row of this length."""
+    """Return the frequencies of a row of this length, by definition."""
     if rope.scaling == "linear":
         return FREQUENCIES / rope.factor
     if rope.scaling == "dynamic":
@@ -302,7 +302,7 @@ def test_a_single_pair_is_not_stretched_by_a_growing_base():
 
 
 def test_the_length_of_a_row_is_that_of_its_longest_document():
-    """Of padding alone it is 1."""
+    """A row of padding has length 1."""
     positions = jnp.array([[0, 1, 2, 0, 1, 5], [0, 1, 7, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     is_token = jnp.array([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]) > 0
     assert row_lengths(positions, is_token).tolist() == [3, 8, 1]

@@ -70,7 +70,7 @@ def interpreted(monkeypatch):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_products_and_gradients_equal_those_of_blocks():
-    """With an expert without tokens, and rows behind the last expert."""
+    """One expert has no tokens, and there are rows behind the last expert."""
     rng = np.random.default_rng(0)
     experts = jnp.asarray(rng.choice([0, 2, E], (TOKENS, 2)))
     x, w, weights = (
@@ -159,7 +159,7 @@ def test_what_a_gpu_has_no_products_for_is_said():
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 256), (192, 160)])
 def test_a_gpu_multiplies_as_blocks_do(inputs, outputs, compute):
-    """With an expert without tokens, and rows behind the last expert."""
+    """One expert has no tokens, and there are rows behind the last expert."""
     rng = np.random.default_rng(0)
     experts = jnp.asarray(rng.choice([0, 2, E], (300, 2)))
     x, w, weights = (

@@ -1,4 +1,4 @@
-"""What the processes of a job say of themselves is compared; those that differ, or do not come, are
+"""The reports of the processes of a job are compared; those that differ, or are missing, are
 named."""
 
 import socket
@@ -95,7 +95,7 @@ def test_the_loss_of_a_process_is_told_from_other_errors(monkeypatch, error, los
 
 
 def test_a_loss_while_processes_tell_each_other_is_no_error_of_what_they_tell(monkeypatch):
-    """Such as of the checkpoint that they read."""
+    """The report may be about the checkpoint that they read."""
 
     def lose(rows):
         raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")

@@ -503,7 +503,7 @@ def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch)
 def test_a_process_that_stands_still_before_it_has_devices_is_no_error_of_the_config(
     bare, platform, error, said
 ):
-    """As jax says it after two minutes; of a CPU it only logs that."""
+    """The error is jax's after two minutes; for a CPU it only logs that."""
 
     def devices():
         raise error

@@ -64,7 +64,8 @@ def test_a_cpu_is_measured_and_shared_by_its_simulated_devices(monkeypatch):
 
 
 def test_the_measurement_is_that_of_the_best_product(monkeypatch):
-    """With a clock that says how long each product took; the first one, compiling, counts nowhere."""
+    """A clock determines the time of each product; the first one, which compiles, does not
+    count."""
     clock = [0.0]
     seconds = iter([30.0, 2.0, 0.5, 4.0, 9.0])
 

@@ -41,7 +41,7 @@ def test_no_device_is_left_idle(data):
 
 @dataclasses.dataclass(frozen=True)
 class OrderedDevice:
-    """What the order of devices is made from."""
+    """The properties of a device that the order of devices depends on."""
 
     id: int
     process_index: int
@@ -51,7 +51,8 @@ class OrderedDevice:
 
 
 def fakes(count, of_process, of_slice=None):
-    """So many devices; `of_process`, `of_slice`: how many each has. They come in no order."""
+    """Return `count` devices in random order; `of_process`, `of_slice`: number of devices of
+    each."""
     found = []
     for number in np.random.default_rng(0).permutation(count).tolist():
         index = None if of_slice is None else number // of_slice
@@ -132,7 +133,7 @@ def test_outer_axes_are_split_over_slices():
 
 @dataclasses.dataclass(frozen=True)
 class Chip(OrderedDevice):
-    """Of a torus."""
+    """A chip of a torus."""
 
     coords: tuple[int, int, int] = (0, 0, 0)
     core_on_chip: int = 0

@@ -32,7 +32,7 @@ def test_ten_steps_and_all_gradients_are_those_of_one_device(case):
 
 @functools.cache
 def found_by(count: int) -> dict[str, MeshResult]:
-    """What so many processes find for each mesh that they share."""
+    """Return the findings of several processes for each mesh that they share."""
     found = on_processes(SHARED, count)
     return {case.name: of_case for case, of_case in zip(SHARED, found, strict=True)}
 

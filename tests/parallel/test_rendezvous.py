@@ -37,7 +37,7 @@ def together(address):
 
 
 def outcome(job):
-    """Of how many a process is which one, or what it raised."""
+    """Return the rank of a process and the number of processes, or the error that it raised."""
     if job.exception():
         return job.exception()
     count, index, _ = job.result()
@@ -114,7 +114,7 @@ def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_those_who_come_go_on_if_they_suffice(capsys, together):
-    """In their order; of more than the job can do with, the last go."""
+    """They keep their order; of more than the job can use, the last ones end."""
     members = [(6, 5), (6, 0), (6, 3), (6, 2)]
     assert together(*members, seconds=0.5, suffices=lambda count: count >= 3) == [
         (4, 3),
@@ -195,7 +195,7 @@ def test_one_that_is_started_again_takes_its_own_place(address, together):
     ("present", "leader"), [([4, 1, 2, 3], 1), ([3, 2, 4], 2), ([3, 4], None), ([4, 2, 1], 1)]
 )
 def test_the_first_that_is_there_leads_if_process_0_is_missing(places, present, leader):
-    """Of five, of which two suffice; one of the first three must be there."""
+    """There are five, of which two suffice; one of the first three must be present."""
     with concurrent.futures.ThreadPoolExecutor() as threads:
         jobs = {}
         for index in present:
@@ -213,7 +213,7 @@ def test_the_first_that_is_there_leads_if_process_0_is_missing(places, present, 
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_those_who_came_to_another_one_find_process_0_when_it_comes(places):
-    """And then nobody waits for the end of a time."""
+    """From then on nobody waits for the time limit."""
     suffices = lambda count: count >= 2  # noqa: E731
     begin = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor() as threads:

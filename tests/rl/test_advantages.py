@@ -125,7 +125,7 @@ GROUPS = st.tuples(st.integers(1, 4), st.integers(2, 6)).flatmap(
     GROUPS, st.sampled_from(SCALES), st.sampled_from(BASELINES), st.sampled_from(AGGREGATIONS)
 )
 def test_a_group_sums_to_zero(batch, scale, baseline, aggregation):
-    """Where both rewards apply to the same rows."""
+    """Both rewards apply to the same rows."""
     rewards, size = batch
     rewards[1] = np.where(np.isnan(rewards[0]), NONE, np.nan_to_num(rewards[1]))
     options = {"scale_rewards": scale, "baseline": baseline, "aggregation": aggregation}

@@ -82,8 +82,8 @@ def test_completions_are_the_likeliest_tokens(model, first):
 
 
 def test_accuracy_is_the_share_that_is_right(tmp_path, model, first):
-    """Of three prompts one has the right answer, one a wrong one, and one none at all; and the
-    model answers each as it does alone."""
+    """One of three prompts has the right answer, one a wrong one, and one none at all; the model
+    answers each as it does alone."""
     golds = [first.texts[0], first.texts[1] + "x", None]
     records = [{"prompt": text, "answer": gold} for text, gold in zip(TEXTS, golds)]
     rewards = ("exact(reward=2.0)", "length(max_tokens=6)")

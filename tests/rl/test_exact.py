@@ -1,5 +1,5 @@
-"""With determinism=full, the sampler's log-probabilities are those of training bit for bit, and its
-tokens those that training draws."""
+"""Determinism: with determinism=full, the sampler's log-probabilities are those of training bit for
+bit, and its tokens those that training draws."""
 
 import dataclasses
 import math
@@ -108,7 +108,7 @@ STOP_IDS = tuple(range(100, 130))
 
 
 class Small(NamedTuple):
-    """What samples and trains, without a run."""
+    """A sampler and a trainer, without a run."""
 
     state: TrainState
     batches: RolloutBatches
@@ -155,7 +155,7 @@ def sampling(case: str, compute: str, axes: dict[str, int]) -> Iterator[Small]:
 
 
 def all_wrong(*arguments, **options) -> list[Generation]:
-    """What the engine makes, with another id in the place of each."""
+    """Return the completions of the engine with every id replaced by another."""
     made = complete(*arguments, **options)
     for generation in made:
         generation.ids = [(token + 1) % 160 for token in generation.ids_with_end()]

@@ -66,7 +66,7 @@ def trained(config):
 
 @pytest.mark.usefixtures("trained")
 def test_two_processes_learn_from_the_same_completions_as_one(config):
-    """Also from those of prompts that replace others."""
+    """The completions may be those of prompts that replace others."""
     runs = config.parent / "runs"
     for name in ("00000001.npz", "00000003.npz"):
         alone, together = [load(runs / f"on-{count}" / "rollouts" / name) for count in (1, 2)]
@@ -86,7 +86,7 @@ def test_two_processes_learn_from_the_same_completions_as_one(config):
 @pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_what_one_process_alone_finds_out_both_do(config):
-    """That the stored rollout is damaged, and that a reward is."""
+    """The findings are a damaged stored rollout, and a damaged reward."""
     run = config.parent / "runs" / "on-2"
     whole = saved_digests(run / "checkpoints")[STEPS]
     shutil.rmtree(run / "checkpoints" / f"{STEPS:08d}")

@@ -88,7 +88,8 @@ def test_the_divergence_costs_at_each_token_and_the_score_is_at_the_last(rollout
 
 
 def test_what_no_reward_applies_to_does_not_count(rollout):
-    """Nor what was cut, if it is masked: not for means, and not as a target."""
+    """Truncated completions that are masked do not count either: not for means, and not as a
+    target."""
     found, numbers = with_returns(rollout, (1.0, 2.0), PpoConfig(), mask_truncated=True)
     assert counted_completions(rollout, mask_truncated=True).tolist() == [True, False, False, True]
     counts = np.repeat([True, False, False, True], LENGTHS)

@@ -68,7 +68,7 @@ def test_a_damaged_file_is_noticed(tmp_path, rollout, damage):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_every_other_bit_is_noticed_or_says_nothing(rollout):
-    """Also where it makes numpy or zipfile raise what they say nowhere that they raise."""
+    """This includes bits for which numpy or zipfile raise undocumented exceptions."""
     content = rollout.to_bytes()
     noticed = 0
     for place in range(len(content)):
@@ -122,7 +122,7 @@ def test_every_completion_lies_in_a_row_behind_its_prompt(rollout):
 
 
 def test_groups_are_taken_from_two_rollouts_with_all_that_is_known_of_them(rollout):
-    """As by hand, completion by completion; what is not known yet stays so."""
+    """The result is the one by hand, completion by completion; unknown values stay unknown."""
     other = rollout._replace(tokens=rollout.tokens + 100, prompts=rollout.prompts + 100)
     both = rollout.joined(other)
     chosen = [4, 0, 3]
@@ -137,7 +137,7 @@ def test_groups_are_taken_from_two_rollouts_with_all_that_is_known_of_them(rollo
 
 
 def of_prompt(rollout, number):
-    """What is known of a prompt and its completions."""
+    """Return the stored values of a prompt and its completions."""
     group = slice(GROUP * number, GROUP * (number + 1))
     end = rollout.prompt_lengths[: number + 1].sum()
     first, last = [rollout.lengths[:count].sum() for count in (group.start, group.stop)]

@@ -180,7 +180,7 @@ def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
 
 @pytest.mark.long
 def test_a_fork_does_not_go_back_to_before_it_was_forked(config, capsys):
-    """Its own first checkpoint is one of the steps to leave out: it must not begin at random."""
+    """Its own first checkpoint is one of the skipped steps: it must not begin at random."""
     assert train(config, "stable", "checkpoint.keep=9") == 0
     stable = folder_of(config, "stable")
     words = ["copy", str(stable), str(folder_of(config, "copied")), "--step", "16"]
@@ -197,7 +197,7 @@ def test_a_fork_does_not_go_back_to_before_it_was_forked(config, capsys):
 
 
 class LoopKill(BaseException):
-    """As good as a kill: nobody catches it."""
+    """An exception with the effect of a kill: nobody catches it."""
 
 
 def dying(original, call, before):

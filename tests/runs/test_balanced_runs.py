@@ -69,7 +69,7 @@ def test_a_resumed_run_is_as_never_stopped_and_can_be_replayed(config):
 
 
 def test_a_batch_is_judged_by_its_own_rows(config):
-    """Of 32 rows, one for each document, hardly a tenth would be targets."""
+    """With 32 rows, one for each document, hardly a tenth would be targets."""
     records = [r for r in read_metrics(config.parent / "runs" / "whole") if r["kind"] == "train"]
     assert min(record["fill"] for record in records) > 0.3
     strict = ["data.min_fill=0.3", "data.fill_patience=2", "steps=4"]

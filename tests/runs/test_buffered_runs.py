@@ -29,7 +29,7 @@ def train(config: Path, run_name: str, *overrides: str) -> int:
 
 
 def buffers(folder: Path) -> dict[str, np.ndarray]:
-    """Those of the model that a run is used with."""
+    """Return the buffers of the model that a run is used with."""
     model, _ = load_run(folder)
     named = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, Buffer)):

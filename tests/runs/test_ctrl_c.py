@@ -65,7 +65,7 @@ for name, case in OTHERS.items():
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """What commands work on, by its name in them."""
+    """The inputs of the commands, by their names in them."""
     folder = tmp_path_factory.mktemp("sources")
     source = folder / "source"
     write_model(source, MODEL, "float32", 1)

@@ -63,7 +63,7 @@ def test_the_chosen_answers_win_and_everything_is_on_record(config):
 
 
 def test_the_loss_of_a_run_is_what_it_minimises(config):
-    """In its curves, for anomalies, and for the best evaluation."""
+    """The same loss is used in its curves, for anomalies, and for the best evaluation."""
     folder = config.parent / "runs" / "dpo"
     steps = [record for record in read_metrics(folder) if record["kind"] == "train"]
     assert all(record["step_loss"] == record["preference"] for record in steps)

@@ -66,7 +66,7 @@ def final(config: Path, run_name: str) -> dict:
 
 
 def records(config: Path, run_name: str) -> list[dict]:
-    """Those of training, without what depends on the machine."""
+    """Return the training records, without the values that depend on the machine."""
     found = []
     for record in read_metrics(config.parent / "runs" / run_name):
         if record["kind"] == "train":
@@ -122,7 +122,7 @@ def test_what_is_recorded(config, straight):
 @pytest.mark.long
 @pytest.mark.parametrize("stopped_at", [2, 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(config, straight, stopped_at):
-    """Between two rollouts, and within one, where the stored one is read."""
+    """It is stopped between two rollouts, and within one, where the stored one is read."""
     name = f"stopped{stopped_at}"
     shutil.copytree(config.parent / "runs" / "straight", config.parent / "runs" / name)
     run = config.parent / "runs" / name
@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(config, straight, stopped_at
 
 @pytest.mark.long
 def test_a_damaged_rollout_is_named_and_made_again(config, straight, capfd):
-    """At its first step by the same weights, so that it is the same."""
+    """It is made at its first step by the same weights, so that it is the same."""
     run = config.parent / "runs" / "damaged"
     shutil.copytree(config.parent / "runs" / "straight", run)
     for step in (3, 4):
@@ -161,8 +161,8 @@ def test_a_damaged_rollout_is_named_and_made_again(config, straight, capfd):
 
 @pytest.mark.long
 def test_adapters_are_compared_with_the_model_without_them(config, straight):
-    """Which they are at the beginning, so that nothing is between both; a run that was stopped within
-    a rollout goes on bit for bit."""
+    """At the beginning they are equal, so that the divergence is 0; a run that was stopped within a
+    rollout goes on bit for bit."""
     begins = f"checkpoint.init_from={config.parent / 'runs' / 'straight'}"
     options = [begins, "model.lora.rank=2", "grpo.beta=0.1", "optimizer.learning_rate=0.1"]
     assert train(config, "adapters", *options) == 0
@@ -244,8 +244,9 @@ def test_a_replay_reads_what_is_stored_or_makes_it_again(config, ahead, capfd):
 
 @pytest.mark.slow
 def test_groups_are_replaced_in_what_was_sampled_ahead(config, capfd):
-    """By those of weights that are about to train: a run that was stopped where the weights of the
-    first samples are gone goes on bit for bit, and a replay makes the same."""
+    """The replacements are sampled with the weights that are about to train: a run that was stopped
+    where the weights of the first samples are gone goes on bit for bit, and a replay makes the
+    same."""
     options = [*AHEAD, "grpo.dynamic_sampling=2", "grpo.keep_rollouts=true"]
     assert train(config, "filled", *options) == 0
     run = config.parent / "runs" / "filled"

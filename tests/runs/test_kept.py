@@ -1,5 +1,5 @@
-"""What is kept is good: weights that are not finite are never saved, and nothing worthless takes
-the place of good steps."""
+"""Kept checkpoints are valid: weights that are not finite are never saved, and nothing worthless
+takes the place of good steps."""
 
 import math
 import re

@@ -83,7 +83,7 @@ def final(config: Path, run_name: str) -> dict:
 
 
 def records(config: Path, run_name: str, kind: str = "train") -> list[dict]:
-    """Without what depends on the machine."""
+    """Return the records without the values that depend on the machine."""
     found = []
     for record in read_metrics(config.parent / "runs" / run_name):
         if record["kind"] == kind:
@@ -152,7 +152,7 @@ def test_the_command_gives_what_the_run_has_on_record(config, straight, monkeypa
 @pytest.mark.long
 @pytest.mark.parametrize("stopped_at", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(config, straight, stopped_at):
-    """Between two rollouts, and within one, where the stored one is read."""
+    """It is stopped between two rollouts, and within one, where the stored one is read."""
     name = f"stopped{stopped_at}"
     run = config.parent / "runs" / name
     shutil.copytree(config.parent / "runs" / "straight", run)

@@ -71,7 +71,7 @@ def test_plan_shows_the_prompts_of_a_step(learnt, capsys):
 
 
 def test_the_value_is_no_part_of_the_model_of_text(learnt, tmp_path):
-    """Nor of a run that begins with its weights, whose value is new."""
+    """A run that begins with its weights has a new value."""
     model, _ = load_run(learnt)
     assert model.value is None
     assert not model.config.value

@@ -174,7 +174,7 @@ class HostsRun:
             process.communicate()
 
     def lines(self) -> Iterator[str]:
-        """What process 0 says."""
+        """Return the output of process 0."""
         while line := self.processes[0].stdout.readline().decode():
             self.text += line
             yield line
@@ -208,8 +208,8 @@ class HostsRun:
 def trained(
     config: Path, run_name: str
 ) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
-    """Of a run: step and digest of every batch, the losses, and where its last checkpoint says that
-    the data stands."""
+    """Return of a run: step and digest of every batch, the losses, and the position of the data in
+    its last checkpoint."""
     folder = config.parent / "runs" / run_name
     records = [record for record in read_metrics(folder) if record["kind"] == "train"]
     last = latest_record(folder / "checkpoints")
@@ -223,7 +223,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def alone(config):
-    """What a run on one process left."""
+    """The results of a run on one process."""
     with HostsRun(config, "alone", 1, "checkpoint_interval=0") as job:
         job.end()
     return trained(config, "alone")
@@ -231,7 +231,7 @@ def alone(config):
 
 @pytest.fixture(scope="module")
 def on_4(config):
-    """What a run on four processes said, of which one waits longer for its data."""
+    """The output of a run on four processes, of which one waits longer for its data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, "data:delay=0.06:::2")
         with HostsRun(config, "on-4", 4, "checkpoint_interval=0") as job:

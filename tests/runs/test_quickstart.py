@@ -44,7 +44,7 @@ def quickstart(clone: Path, *more: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def quickstart_shown(clone) -> str:
-    """What `make quickstart` prints; its data and its run are in the clone from then on."""
+    """The output of `make quickstart`; its data and its run are in the clone from then on."""
     first = quickstart(clone)
     assert first.returncode == 0, first.stdout + first.stderr
     return first.stdout
@@ -145,7 +145,7 @@ def test_readme_variants_train(finished, more):
 
 
 def written(finished: Path, *options: str) -> str:
-    """What a finished run writes after the prompt."""
+    """Return the text that a finished run writes after the prompt."""
     command = ["maxtrain.cli", "generate", "runs/quickstart", "--prompt", "def main(", *options]
     result = python(finished, *command)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -194,7 +194,7 @@ def test_a_finished_run_is_exported_as_it_offers(finished):
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_finished_run_is_a_file_for_llama_cpp(finished):
-    """With the tokenizer that was trained for it, and text to go on with."""
+    """The file has the tokenizer that was trained for it, and generates text."""
     words = ["runs/quickstart", "quickstart.gguf", "--format", "gguf", "--quant", "q8_0"]
     result = python(finished, "maxtrain.cli", "export", *words)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -70,7 +70,7 @@ def test_killed_in_an_upload_to_gs_it_goes_on_from_an_empty_disk_bit_for_bit(fol
 def test_a_run_begins_with_the_weights_of_one_at_a_url_and_learns_from_it(
     folder, s3, capsys, tmp_path
 ):
-    """As with those of the same run on a disk, bit for bit."""
+    """The result is that of the same run on a disk, bit for bit."""
     assert train(folder, "begun", disk="disk") == 0
     url = url_of("begun")
     whole = folder / "runs" / "whole"
@@ -286,7 +286,7 @@ def test_hosts_that_share_no_disk_go_on_from_empty_disks_bit_for_bit(folder, s3,
 @pytest.mark.slow
 @pytest.mark.processes
 def test_another_number_of_processes_goes_on_from_a_bucket(folder, s3, capsys):
-    """What two hosts have saved, each its part, one reads alone."""
+    """Two hosts have saved a part each, and one reads all."""
     run = "fewer"
     codes, said = on_two_hosts(folder, run, ("first", "second"), overrides=["steps=6"])
     assert codes == [0, 0] and steps_at(run) == [3, 6], said

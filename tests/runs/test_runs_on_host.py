@@ -45,7 +45,7 @@ def digests(folder, run_name, step=6):
 
 
 def losses(folder, run_name):
-    """Of steps and of evaluations."""
+    """Return the losses of steps and of evaluations."""
     records = read_metrics(folder / "runs" / run_name)
     return {(r["kind"], r["step"]): r.get("loss", r.get("nll")) for r in records}
 

@@ -49,7 +49,7 @@ def digests(checkpoints):
 
 
 def flip(step, pattern="arrays/**/*"):
-    """One bit of the largest file of a step."""
+    """Flip one bit of the largest file of a step."""
     file = max(
         (file for file in step.glob(pattern) if file.is_file()),
         key=lambda file: file.stat().st_size,

@@ -114,7 +114,7 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
 
 @pytest.mark.long
 def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
-    """With other text, and four steps."""
+    """The test has other text, and four steps."""
     monkeypatch.chdir(tmp_path)
     Path("input.txt").write_text(
         "First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
@@ -174,8 +174,7 @@ def test_a_changed_setting_is_named_with_both_values(config, capsys):
 
 @pytest.mark.long
 def test_data_and_initial_weights_may_have_seeds_of_their_own(config):
-    """And the root's seed is theirs where they have none: the same bits as when there was only that
-    one."""
+    """The root's seed is their default: the same bits as when there was only that one."""
     keys = ["steps=2", "checkpoint_interval=0"]
     runs = {
         name: [

@@ -40,7 +40,7 @@ def test_a_random_config(scene, name, capsys):
 
 @pytest.mark.long
 def test_bfloat16_activations_train_and_go_on_with_the_same_bits(scene, capsys):
-    """On a mesh with every axis, with noise, accumulation and the worst embeddings nearby."""
+    """The mesh has every axis; there is noise, accumulation and the worst embeddings nearby."""
 
     def run(words):
         code = main(load_config(words))

@@ -1,4 +1,5 @@
-"""What a store may do to a run: deny, fail, be slow, lose bytes, be somewhere else or nowhere."""
+"""Faults of a store during a run: it denies, fails, is slow, loses bytes, or is somewhere else or
+nowhere."""
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_a_bucket_in_another_region_is_told_so(store, url):
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["gs_server"], indirect=True)
 def test_a_caller_without_credentials_is_told_so_by_google(store, url, capfd):
-    """Without any, gcsfs asks as nobody in particular."""
+    """Without any, gcsfs sends anonymous requests."""
     said = "Anonymous caller does not have storage.objects.create access"
     store.begin([RequestFault("PUT .*", status=401, message=said)])
     message = rf"writing is not allowed \(HttpError: {said}.*\). Give this .*\(gcloud auth appl"

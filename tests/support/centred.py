@@ -60,7 +60,7 @@ class Centred(nnx.Module):
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    """One layer before the period, one in it, and one after."""
+    """A spec with one layer before the period, one in it, and one after."""
     plain = _LLAMA.spec(config)
     (layer,) = plain.stack.period
     layer = dataclasses.replace(layer, mlp=CentredSpec(config.mlp_dim), quantities=QUANTITIES)

@@ -37,7 +37,7 @@ _PRELOADED = [
 
 
 class Output(NamedTuple):
-    """What a command has printed, and how it ended."""
+    """The output of a command, and its exit."""
 
     stdout: str
     stderr: str
@@ -93,7 +93,8 @@ def _module_of(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _path_with_programs(folder: Path) -> str:
-    """With `maxtrain` and `python` of this interpreter, also for what commands start themselves."""
+    """Return a PATH with `maxtrain` and `python` of this interpreter, also for programs that
+    commands start."""
     programs = folder / ".programs"
     programs.mkdir(exist_ok=True)
     for name, words in {"maxtrain": "-m maxtrain.cli ", "python": ""}.items():
@@ -141,7 +142,7 @@ def _run_module(
     stdout: Path,
     stderr: Path,
 ) -> None:
-    """In the fork: what `python -m module arguments` does from here on."""
+    """Run `python -m module arguments` in the fork."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -79,7 +79,8 @@ class FaultyGS(RequestFaults):
             buckets.create_bucket(name, self.storage)
 
     def contents(self, prefix: str) -> dict[str, bytes]:
-        """What is below a folder of the bucket, by name from there; faults don't matter."""
+        """Return the objects below a folder of the bucket, by name relative to it; faults don't
+        matter."""
         bucket = faulty_s3.BUCKET
         names = [name for name in self.storage.objects.get(bucket, {}) if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.storage.get_file(bucket, name) for name in names}
@@ -162,7 +163,7 @@ class _Handler(RequestHandler):
         self.wfile.write(head + blank + content)
 
     def _answer_to(self, handle: Callable[[], None]) -> bytes:
-        """What would be answered."""
+        """Return the answer to a request."""
         wire = self.wfile
         answer = io.BytesIO()
         self.wfile = answer
@@ -171,7 +172,7 @@ class _Handler(RequestHandler):
         return answer.getvalue()
 
     def _request(self, body: bytes) -> str:
-        """What is asked, as S3 would name it."""
+        """Return the operation of a request, named as in S3."""
         path = urlparse(self.path)
         asked = parse_qs(path.query)
         method = self.command
@@ -224,8 +225,8 @@ def _uploaded_bytes(body: bytes) -> bytes:
 
 
 def _read_data(handler: _Handler, query: object, read: Callable = emulator._read_data) -> Any:
-    """As the emulator reads requests, which by itself takes a last byte of an object that is a
-    carriage return for a part of the end of the line behind it."""
+    """Read the data of a request as the emulator does, which by itself takes a last byte of an
+    object that is a carriage return for a part of the line end after it."""
     body = handler.rfile.getvalue()
     found = read(handler, query)
     if isinstance(found, dict) and "content" in found:

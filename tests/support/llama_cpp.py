@@ -32,7 +32,7 @@ class LlamaCpp:
         self._server = xllamacpp.Server(params)
 
     def log_probabilities(self, ids: list[int], vocab_size: int) -> np.ndarray:
-        """Of each token after `ids`, float32 [V]."""
+        """Return the log-probability of each token after `ids`, float32 [V]."""
         request: dict[str, Any] = {
             "prompt": ids,
             "n_predict": 1,

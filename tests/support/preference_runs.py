@@ -91,7 +91,7 @@ def evaluations(folder: Path) -> list[dict]:
 
 
 def planned(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `plan` shows of a step of a run."""
+    """Return the output of `plan` for a step of a run."""
     capsys.readouterr()
     assert cli.main(["plan", str(folder), "--step", str(step)]) == 0
     return capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""What tests of several rooms are made of: words of made-up texts, a model that trains in a moment,
-and the small models of other families in tests/data/parity."""
+"""Shared parts of tests in several folders: words of synthetic texts, a model that trains in a
+moment, and the small models of other families in tests/data/parity."""
 
 import resource
 import subprocess
@@ -52,7 +52,8 @@ def in_time(cases: Iterable[str], kinds: Iterable[str] = KINDS_OF_BLOCKS) -> lis
 
 
 def timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess, float]:
-    """What a process said, and the seconds of CPU that it took. `options`: of subprocess.run."""
+    """Run a process and return its output and the seconds of CPU that it took. `options` go to
+    subprocess.run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, **options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,5 +1,5 @@
-"""What tests of training and of objectives share: a small model, batches with ragged masks, and
-everything that a step is made of."""
+"""Shared parts of the tests of training and of objectives: a small model, batches with ragged
+masks, and all parts of a step."""
 
 import dataclasses
 import functools
@@ -122,7 +122,8 @@ class Tiny:
     @staticmethod
     @functools.cache
     def first_state(precision: PrecisionConfig) -> TrainState:
-        """On the host; test_state.py shows that every mesh makes the same."""
+        """Return the first state on the host; test_state.py shows that every mesh makes the
+        same."""
         parts = Tiny.parts(precision=precision)
         with jax.set_mesh(parts.mesh):
             return jax.tree.map(np.array, parts.create())

@@ -96,7 +96,8 @@ def assert_same(folder, run, bucket=BUCKET):
 
 
 def on_two_hosts(folder, run, disks, failpoint="", overrides=()):
-    """What two processes said that share no disk (or one, if `disks` is empty), and their codes."""
+    """Run two processes that share no disk (or one, if `disks` is empty). Returns their output and
+    exit codes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         _, port = free.getsockname()

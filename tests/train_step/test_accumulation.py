@@ -100,7 +100,7 @@ def compiled(tiny, devices, split):
 
 
 def terms(tiny, devices, split, batch):
-    """By term: what it comes to in all, and the gradient of it alone, as one vector."""
+    """Return for each term its total, and its gradient alone, as one vector."""
     result = {}
     for term in TERMS:
         only = {name: jnp.float32(term in (name, "all")) for name in OBJECTIVE.factors}
@@ -143,8 +143,8 @@ def test_every_term_counts(expected):
 @pytest.mark.long
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_a_mean_of_means_would_be_far_off(tiny, expected, split):
-    """What it would be: each micro-batch by its own denominators, then the mean; off by more than
-    30 %, term by term."""
+    """The mean of means uses the denominators of each micro-batch; it is off by more than 30 %,
+    term by term."""
     batch, parts = ragged(), []
     for i in range(split):
         rows = np.arange(i, B, split)
@@ -159,7 +159,7 @@ def test_a_mean_of_means_would_be_far_off(tiny, expected, split):
 
 @pytest.mark.long
 def test_a_term_of_its_own_denominator_does_not_shrink_when_another_counts_more(tiny, expected):
-    """Only one target less: the gradient of the third term stays what it is."""
+    """There is one target less: the gradient of the third term is unchanged."""
     batch = ragged()
     batch["loss_mask"][:32] = 0
     fewer = terms(tiny, 1, 4, batch)

@@ -65,7 +65,7 @@ def gradients_of(tiny, host, accumulation, shape, normalize):
 
 @pytest.fixture(scope="module")
 def gradients_of_pad(tiny, data):
-    """By what the loss is a mean of; computed once."""
+    """The gradients by the unit that the loss is a mean of; computed once."""
     _, pad = data
 
     @functools.cache

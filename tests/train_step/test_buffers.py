@@ -1,5 +1,5 @@
-"""What layers say beside their output: terms of the loss, numbers to record, and buffers, which
-change without a gradient."""
+"""Outputs of layers other than activations: terms of the loss, numbers to record, and buffers,
+which change without a gradient."""
 
 import dataclasses
 import functools
@@ -103,7 +103,8 @@ def test_buffers_are_no_parameters():
 
 
 def test_a_buffer_follows_what_its_layers_observe():
-    """By hand, layer by layer, from the forward pass of each step's model."""
+    """The expected values are computed by hand, layer by layer, from the forward pass of each
+    step's model."""
     _, after, _ = trained(steps=2)
     parts, before, _ = trained(steps=1)
     batch = jax.tree.map(jnp.asarray, batch_of(1))
@@ -150,7 +151,7 @@ def test_the_same_on_any_mesh_and_however_a_batch_is_split(how):
 
 
 def test_a_term_of_layers_is_part_of_the_loss_and_of_its_gradient():
-    """Its mean is over tokens, and the layers are added up."""
+    """It is a mean over tokens, summed over layers."""
     _, _, metrics = trained()
     for found in metrics:
         # The sum over four layers, of which each has all tokens.

@@ -40,7 +40,7 @@ def held_out(request, tmp_path_factory):
 
 
 def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
-    """What `evaluate` says, and the set."""
+    """The result of `evaluate`, and the set."""
     parts = tiny.parts(shape)
     data = open_evaluation(held_out, DataConfig(seq_length=tiny.length, batch_size=rows), rows)
     layout = BatchLayout(parts.mesh, rows, tiny.length)

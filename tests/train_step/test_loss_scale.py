@@ -157,7 +157,7 @@ def test_an_overflow_skips_the_update_bit_for_bit_and_lowers_the_scale(tiny, sha
 
 @pytest.mark.long
 def test_what_no_lower_scale_can_mend_counts_as_divergence(tiny):
-    """At the lowest scale, with a static one, and where the loss itself is not finite."""
+    """This covers the lowest scale, a static scale, and a loss that is itself not finite."""
     overflowing = next_token()._replace(factors={"nll": 1e30})
     for config in (
         LossScaleConfig("static", 2.0**20),

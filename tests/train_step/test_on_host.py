@@ -137,7 +137,7 @@ def test_the_optimizer_lies_on_hosts_but_for_vectors_of_layers_and_nothing_else(
 
 
 def test_an_update_that_would_not_be_finite_is_known_before_it_is_written():
-    """Of one layer among others, by the name of its array."""
+    """The layer is one of several, and the error names its array."""
     params = nnx.State(
         {
             "layers": nnx.Param(jnp.ones((3, 2)), axes=("embed",)),

@@ -150,7 +150,7 @@ def reference(
     scales=lambda step: 10.0**-step,
     clip=lambda g, p: g,
 ):
-    """As `run`, in float64; `rates` and `decays` by name."""
+    """Compute the updates as `run` does, in float64; `rates` and `decays` by name."""
     schedule = make_schedule(SCHEDULE, c.learning_rate, num_steps)
     p = {name: np.float64(x[...]) for name, x in variables(0).items()}
     memory = {(name, i): collections.defaultdict(float) for name in p for i in range(2)}

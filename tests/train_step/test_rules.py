@@ -19,7 +19,7 @@ RULE = RulesConfig(
 
 
 def specs(tree) -> dict[str, PartitionSpec]:
-    """By path; of one layer where they are stacked."""
+    """Return the specs by path, of one layer where layers are stacked."""
     found = {}
     for path, sharding in jax.tree_util.tree_leaves_with_path(shardings(tree)):
         found[jax.tree_util.keystr(path, simple=True, separator=".")] = sharding.spec

@@ -108,7 +108,7 @@ def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tiny, expected):
-    """Also: our own part of the step never promotes a dtype silently."""
+    """Our own part of the step never promotes a dtype silently."""
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh), jax.numpy_dtype_promotion("strict"):
         objective = next_token()
@@ -243,7 +243,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_the_learning_rate_is_that_of_the_update(tiny, expected):
-    """With zero gradients but for weight decay, a matrix shrinks by (1 - rate * decay)."""
+    """Without gradients only weight decay acts: a matrix shrinks by (1 - rate * decay)."""
     optimizer = tiny.optimizer
     _, metrics = expected
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""What trains, what is frozen, and what both are called."""
+"""Trained and frozen parameters, and the names of both."""
 
 import dataclasses
 
@@ -155,7 +155,7 @@ def test_frozen_parameters_have_no_gradient(tiny):
 @pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
 def test_a_step_leaves_frozen_parameters_alone_and_keeps_no_moments_of_them(tiny):
-    """And the rest trains with them in place."""
+    """The rest trains with them in place."""
     parts = tiny.parts()
     with jax.set_mesh(parts.mesh):
         whole = parts.new_state()

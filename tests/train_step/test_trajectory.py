@@ -82,7 +82,7 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
 # Half a minute each, or a whole one.
 @pytest.mark.parametrize("case", in_time(PARITY_CASES, ("llama3", "mixtral")))
 def test_every_family_trains_the_same_on_eight_devices(case):
-    """On one device as on eight, and on both as torch."""
+    """Training on one device equals that on eight, and both equal torch."""
     one = twenty_steps(case, {"fsdp": 1})
     assert_as_torch(case, one)
     eight = twenty_steps(case, {"fsdp": 4, "tensor": 2})

@@ -24,8 +24,8 @@ def bits(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "bfloat16"), [(rule, rule != "adamw") for rule in RULES])
 def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
-    """With gradients that come from the parameters. bfloat16: weights, with stochastic rounding and
-    an average in float32."""
+    """The gradients depend on the parameters. bfloat16: weights, with stochastic rounding and an
+    average in float32."""
     config = dataclasses.replace(tiny.optimizer, name=rule, ema_decay=0.9 if bfloat16 else None)
     precision = dataclasses.replace(tiny.precision, params="bfloat16" if bfloat16 else "float32")
     mesh = tiny.mesh(2, 2, 2)

@@ -51,7 +51,7 @@ def test_every_stage_makes_the_same_steps(tiny, zero, shape, accumulation):
 
 @pytest.mark.long
 def test_each_stage_holds_its_share(tiny):
-    """Of 3 P bytes, P of parameters and 2 P of Adam's moments, on 8 devices."""
+    """There are 3 P bytes on 8 devices: P of parameters and 2 P of Adam's moments."""
     held = {}
     for zero in range(4):
         parts, memory, _, _ = ran(tiny, zero)

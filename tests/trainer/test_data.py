@@ -1,5 +1,5 @@
-"""What a run reads is held against its config before anything is trained: here, the prompts that it
-ends with."""
+"""The data of a run is checked against its config before training: here, the prompts that it ends
+with."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from maxtrain.trainer.data import open_data, require_prompts
 
 
 class Unmarked(ByteTokenizer):
-    """Without a token that ends documents."""
+    """A tokenizer without a token that ends documents."""
 
     eod_id = None
 

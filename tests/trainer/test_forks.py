@@ -506,7 +506,8 @@ def test_a_fork_began_with_the_weights_of_the_first_run(tmp_path):
 
 
 def test_stored_rollouts_that_later_steps_need_are_copied(tmp_path):
-    """After 4 steps: one that steps 4 and 5 read, and completions sampled before step 4."""
+    """After 4 steps these are one rollout that steps 4 and 5 read, and completions sampled before
+    step 4."""
 
     def store(name, sampled_after):
         about = {"sampled_after": sampled_after, "numbers": {}}

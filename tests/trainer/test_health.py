@@ -1,4 +1,4 @@
-"""What a run says about batches with few targets or none."""
+"""Messages of a run about batches with few targets or none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What follows a step: in which order, and when each is due."""
+"""Hooks after a step: their order, and the steps at which each is due."""
 
 from unittest.mock import Mock
 

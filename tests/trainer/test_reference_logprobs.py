@@ -42,12 +42,12 @@ def preferences(config: Path, *overrides: str) -> list[str]:
 
 
 def files(config: Path, part: str = "train") -> list[Path]:
-    """Those with what references give the data; of all parts: `*`."""
+    """Return the files of the log-probabilities of references; `*` for all parts."""
     return sorted((config.parent / "data").glob(f"{part}/*.logprobs"))
 
 
 def losses(config: Path, run_name: str) -> list[float]:
-    """Of all steps and evaluations of a run."""
+    """Return the losses of all steps and evaluations of a run."""
     folder = config.parent / "runs" / run_name
     return [record["preference"] for record in read_metrics(folder) if "preference" in record]
 
@@ -66,7 +66,7 @@ def config(tmp_path_factory, this_process) -> Path:
 
 @pytest.fixture
 def same_files(config) -> Iterator[None]:
-    """What references give the data is afterwards what it was before."""
+    """Check that the files of the log-probabilities of references are unchanged afterwards."""
     before = {path: path.read_bytes() for path in files(config, "*")}
     yield
     for path in files(config, "*"):

@@ -81,7 +81,7 @@ def refused(folder, run, capsys, *overrides):
 
 
 def goes_on(folder, run, capsys, *overrides):
-    """What a launch says that ends at the weights of the run that nobody disturbed."""
+    """Return the message of a launch whose chain ends at the intact weights of the run."""
     capsys.readouterr()
     assert train(folder, run.name, *overrides) == 0
     assert weights(run) == weights(folder / "runs" / "whole")

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def hangup_is_not_ignored():
-    """As it is where no `nohup` started the tests."""
+    """Do not ignore the hangup signal, as if no `nohup` started the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -68,7 +68,7 @@ def test_the_first_signal_asks_and_handlers_are_put_back(number):
 @pytest.mark.long
 @pytest.mark.parametrize("ends_process", [False, True])
 def test_a_process_that_goes_on_after_the_run_is_left_alone(monkeypatch, ends_process):
-    """As one that calls `train.main` itself: it was ended later, when the time to save after the
+    """A program that calls `train.main` itself was killed later, when the time to save after the
     signal was over."""
     ended = threading.Event()
     for_ever = threading.Event()
@@ -323,7 +323,7 @@ def test_a_run_saves_when_its_terminal_is_closed(config, kind):
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_run_saves_when_the_program_that_reads_its_output_is_hung_up_too(config):
-    """As `tee` is: the run gets its signal first, and prints a line for each step."""
+    """The reader may be `tee`: the run gets its signal first, and prints a line for each step."""
     folder = config.parent / "runs" / "piped"
     words = [sys.executable, "-m", "maxtrain.train", f"config={config}", "run_name=piped"]
     words += ["observe.progress=plain", "log_interval=1", "steps=1000000"]
@@ -428,7 +428,7 @@ def train(config, monkeypatch, run_name, faults):
 
 
 def numbers(folder):
-    """What does not depend on the clock."""
+    """Return the numbers that do not depend on the clock."""
     return [
         {k: v for k, v in r.items() if not re.search("second|mfu|_bytes", k)}
         for r in read_metrics(folder)

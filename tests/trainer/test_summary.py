@@ -1,4 +1,4 @@
-"""What the end of a run says to try next."""
+"""Suggestions at the end of a run."""
 
 from pathlib import Path
 

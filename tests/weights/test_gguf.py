@@ -119,7 +119,8 @@ def expected_of(model, ids):
 
 
 def largest_difference(path, expected, ids):
-    """Between log-probabilities of llama.cpp and of ours, after a few beginnings of a text."""
+    """Return the largest difference between log-probabilities of llama.cpp and ours, after a few
+    beginnings of a text."""
     theirs = LlamaCpp(path)
     found = []
     for length in (1, 5, 13, len(ids)):
@@ -185,7 +186,7 @@ def test_the_comparison_would_notice_frequencies_that_are_not_scaled(place, tmp_
 @pytest.mark.every_dose
 @pytest.mark.parametrize("case", FEW)
 def test_parameters_come_back(case):
-    """Also those that have no llama.cpp to say so."""
+    """This covers families without a llama.cpp to check them."""
     config = config_of(case)
     _, state = nnx.split(build(config))
     ours = lazy_parameters(state)
@@ -317,7 +318,7 @@ def test_experts_that_are_rounded_are_written(quant, place, tmp_path):
     ],
 )
 def test_one_other_number_in_the_file_is_no_export(case, quant, name, place, tmp_path, monkeypatch):
-    """Also where the checksums of the bytes do not notice it."""
+    """It is noticed even if the checksums of the bytes are unchanged."""
     read_gguf = job.read_gguf
 
     def damaged(*arguments):
@@ -580,7 +581,8 @@ def split(*patterns):
 
 
 def sentencepiece(prefix=True):
-    """As transformers writes Llama 2's: all pairs of each piece, in the order of the pieces."""
+    """Return a tokenizer in the form in which transformers writes Llama 2's: all pairs of each
+    piece, in the order of the pieces."""
     record = json.loads(train_bpe(["".join(TEXTS).replace(" ", "\u2581")], 600).content)
     alphabet = dict(zip(pre_tokenizers.ByteLevel.alphabet(), range(256), strict=False))
     words = []
@@ -731,7 +733,8 @@ def test_other_kinds_of_tokenizers_are_refused():
 
 
 def test_special_tokens_beyond_the_model_are_left_out():
-    """As the one of pictures in Gemma 3 of 1 billion, which does not see any."""
+    """An example is the image token of Gemma 3 of 1 billion parameters, which does not process
+    images."""
     tokenizer = train_bpe(TEXTS, 300)
     record = json.loads(tokenizer.content)
     beyond = {**record["added_tokens"][0], "id": 300, "content": "<picture>"}

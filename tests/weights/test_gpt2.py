@@ -35,7 +35,8 @@ CONFIG = {
 
 
 def random_tensors() -> dict[str, np.ndarray]:
-    """As transformers writes them, with numbers that show a wrong place."""
+    """Return tensors in the form in which transformers writes them, with numbers that reveal a
+    wrong place."""
     rng = np.random.default_rng(0)
     shapes = {"wte.weight": (V, D), "wpe.weight": (P, D), "ln_f.weight": (D,), "ln_f.bias": (D,)}
     for layer in range(L):
@@ -149,7 +150,7 @@ def test_a_position_without_a_vector_gives_nan_and_no_neighbours_vector(director
 
 
 def test_files_of_either_age_are_read(directory, tmp_path):
-    """Those without a prefix have masks in them, too."""
+    """Files without a prefix also have masks in them."""
     older = {
         name.removeprefix("transformer."): value
         for name, value in load_file(directory / "model.safetensors").items()

@@ -277,7 +277,8 @@ def test_an_untied_model_without_a_head_is_refused(copy):
 
 
 def test_a_whole_file_counts_and_not_an_index_beside_it(copy):
-    """As transformers has it: the index may be left of shards that are gone, or have other weights."""
+    """This is the rule of transformers: the index may be left from deleted shards, or have other
+    weights."""
     for tensors in ({"old": "a.safetensors"}, {}, None):
         (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
         assert tensor_files(copy) == [copy / "model.safetensors"]
@@ -616,7 +617,7 @@ def unscaled(copy):
 @pytest.mark.parametrize("left", [(), ("rope_parameters",), ("rope_scaling", "rope_theta")])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_rope_scaling_is_read_as_it_is_written(name, left, family, copy, unscaled):
-    """From both spellings, and from each alone."""
+    """It is read from both spellings, and from each alone."""
     values = {"rope_scaling": name, **ROPES[name]}
     config = dataclasses.replace(unscaled, family=family, **values)
     written = FAMILIES[family].write(config)

@@ -1,4 +1,4 @@
-"""What is copied to another order in memory is what numpy copies, bit for bit."""
+"""Copies to another order in memory equal numpy's, bit for bit."""
 
 import ml_dtypes
 import numpy as np
@@ -65,7 +65,7 @@ def test_transposed(shape, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_parts_of_memory(dtype):
-    """What lies around a part stays as it was."""
+    """The memory around a part is unchanged."""
     numbers = random_bits((300, 700), dtype)
     memory = np.zeros((800, 400), dtype)
     copy_numbers(numbers[3:293:2, 1:691], memory[5:695, 7:152].T)
@@ -77,7 +77,7 @@ def test_parts_of_memory(dtype):
 @pytest.mark.parametrize("there", TYPES)
 @pytest.mark.parametrize("here", TYPES)
 def test_rounded(here, there):
-    """What is too large becomes infinity without a word, and the same in either order."""
+    """Numbers out of range become infinity without a warning, and the same in either order."""
     rng = np.random.default_rng(0)
     scales = 10.0 ** rng.integers(-9, 10, (131, 521))
     with np.errstate(over="ignore"):

@@ -66,7 +66,7 @@ def described(adapters):
     ["llama3", *(pytest.param(c, marks=pytest.mark.long) for c in ("qwen2", "gemma3", "olmo2"))],
 )
 def test_there_and_back_is_the_same_and_means_the_same(case, magnitudes, tmp_path):
-    """What PEFT computes from the files, W + s B A and its lengths, are the weights that the
+    """The weights that PEFT computes from the files, W + s B A and its lengths, are those that the
     adapters make here."""
     lora = dataclasses.replace(LORA, magnitudes=magnitudes)
     model = build(case, lora)

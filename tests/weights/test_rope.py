@@ -27,7 +27,7 @@ def change_config(directory, changes):
 
 @pytest.mark.parametrize("case", GOLDEN["tables"])
 def test_cos_and_sin_are_those_of_transformers(case, tmp_path):
-    """Of rows below, at and above the original length, in one batch."""
+    """One batch has rows below, at and above the original length."""
     shutil.copy(DATA / "parity" / "llama3" / "config.json", tmp_path)
     change_config(tmp_path, GOLDEN["tables"][case] | {"head_dim": GOLDEN["head_dim"]})
     rope = llama.rope(read_config(tmp_path))
@@ -48,8 +48,7 @@ def test_cos_and_sin_are_those_of_transformers(case, tmp_path):
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("case", GOLDEN["deepseek"])
 def test_logits_of_deepseek_with_yarn_are_those_of_transformers(family, case, tmp_path):
-    """What mscale_all_dim multiplies scores by is told apart from what both multiply cos and sin
-    by."""
+    """The factor of scores by mscale_all_dim differs from the factor of cos and sin by both."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DATA / "parity" / family / name, tmp_path)
     change_config(tmp_path, {"rope_parameters": GOLDEN["deepseek"][case]})

@@ -531,8 +531,8 @@ def test_a_search_begins_with_what_sends_least():
 
 
 def a_search(monkeypatch, choices, seconds_of):
-    """Run a search with memory and time by a rule instead of the compiler. Returns the meshes that
-    it tried, and the search."""
+    """Run a search with memory and time by a rule instead of the compiler. Returns the settings
+    that it tried, and the search."""
     tried = []
 
     def fit_step(config, devices, limit):

@@ -74,7 +74,7 @@ def whole(kind, dtype="float32"):
 
 
 def applies(kind, kernel, mesh):
-    """Whether heads can be dealt out."""
+    """Return True if heads can be distributed."""
     N, K, *_ = KINDS[kind]
     _, context, tensor = MESHES[mesh]
     if N % tensor or K % tensor:

@@ -135,8 +135,8 @@ def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_xla_equals_eager_where_a_query_sees_nothing(dtype):
-    """Not in training, but a cache may hold nothing for a row's segment: finite, and no gradient to
-    what is hidden."""
+    """This does not occur in training, but a cache may hold nothing for a row's segment: the result
+    is finite, and hidden keys get no gradient."""
     *qkv, g = example(1, 4, 2, 2, S=16)
     q_segments, kv_segments = jnp.full((1, 4), 7, jnp.int32), jnp.ones((1, 16), jnp.int32)
     mask = Mask(jnp.arange(4) + 3, jnp.arange(16), q_segments, kv_segments)
@@ -257,7 +257,7 @@ def test_every_kernel_is_in_the_table():
 
 
 def test_cudnn_is_lowered_for_gpus_forward_and_backward(monkeypatch):
-    """Not run: that takes a GPU. Its custom calls are there, causal, with grouped keys."""
+    """It is not run, which takes a GPU. The custom calls are causal, with grouped keys."""
     monkeypatch.setattr(
         "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000
     )

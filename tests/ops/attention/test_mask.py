@@ -286,7 +286,7 @@ def test_queries_of_a_cache_are_as_without_one(kernel, window):
 
 
 def test_blocks_of_queries_leave_out_keys_that_none_of_them_sees():
-    """Of rows in order; of what else is masked, all keys are looked at."""
+    """Keys are left out for rows in order; with any other mask, all keys are read."""
     rows = Mask.of_rows(jnp.ones((1, 1024), jnp.int32))
     starts = [block.queries.start for block in _blocks(rows)]
     assert starts == list(range(0, 1024, 128))

@@ -72,7 +72,7 @@ def test_devices_that_it_has_no_kernel_for_are_refused():
     "axes", [{"fsdp": 1}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}], ids=str
 )
 def test_tokamax_in_its_slow_form_equals_the_oracle(axes, window, monkeypatch):
-    """With the masks, scales and sums that the kernel is given; on a mesh, too."""
+    """It gets the masks, scales and sums of the kernel; on a mesh, too."""
     from tokamax._src.ops.attention import base  # noqa: PLC0415
 
     slow = base.DotProductAttention(vjp=base.DotProductAttentionVjp())

@@ -54,7 +54,8 @@ def both(q, k, v, mask, g, *, kernel, dtype="float32"):
 
 
 def assert_close(ours, theirs, tolerance):
-    """To a part of the largest number of all: a gradient may be a difference of such."""
+    """Assert that arrays are close relative to the largest number of all: a gradient may be a
+    difference of such numbers."""
     largest = max(float(jnp.abs(other).max()) for other in theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == jnp.float32
@@ -89,7 +90,7 @@ def test_it_equals_the_oracle_forward_and_backward(sizes, window, dtype, toleran
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 5, 40]), st.sampled_from([1, 2, 9]))
 def test_segments_in_any_order_are_kept_apart(seed, window, most):
-    """Also those whose tokens are spread over the row."""
+    """The tokens of a segment may be spread over the row."""
     q, k, v, g = example(1, 96, 2, 1, 8, seed)
     segments = np.random.default_rng(seed).integers(0, most, (1, 96))
     mask = Mask.of_rows(jnp.asarray(segments, jnp.int32)).within(window)

@@ -16,7 +16,7 @@ GB = 1e9
 
 
 def chip(kind, *coords, of_slice=None):
-    """One slice that is only described has no number."""
+    """Return a chip. A single slice that is only described has no number."""
     found = SimpleNamespace(device_kind=kind, coords=coords, process_index=0)
     if of_slice is not None:
         found.slice_index = of_slice
@@ -85,7 +85,7 @@ def test_a_collective_takes_what_its_slowest_links_take(devices, kind, places, s
 
 
 def test_a_program_for_several_slices_numbers_the_devices_of_one():
-    """In a mesh where slices are between two axes of one: 0 to 3 of it are the chips at 0, 1, 4,
+    """In this mesh, slices are between two axes of one: 0 to 3 of it are the chips at 0, 1, 4,
     5."""
     chips = [chip("TPU v5 lite", *place, 0, of_slice=0) for place in np.ndindex(2, 2)]
     others = [chip("TPU v5 lite", *place, 0, of_slice=1) for place in np.ndindex(2, 2)]

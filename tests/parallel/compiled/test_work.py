@@ -1,4 +1,4 @@
-"""What a compiled program does, counted from its text, against numbers counted by hand."""
+"""The work of a compiled program, counted from its text, against numbers counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,7 @@ def test_a_loop_of_unknown_length_counts_once_and_is_told(change):
 
 
 def test_programs_of_this_machine_have_the_products_of_their_loops():
-    """Of XLA's own text, for CPUs."""
+    """The program is XLA's own text, for CPUs."""
 
     def of_layers(weights, x):
         def layer(x, weight):
@@ -321,7 +321,8 @@ def test_groups_are_read_as_xla_writes_them(places, expected):
     ],
 )
 def test_what_goes_from_slice_to_slice_is_a_message_to_the_host(transfer, target, kind, groups):
-    """As TPU's compiler writes it; the devices of the mesh are 100000, 100001, 200001, 200000."""
+    """The text is that of TPU's compiler; the devices of the mesh are 100000, 100001, 200001,
+    200000."""
     text = f"""HloModule jit_step
 
 ENTRY %main (x: f32[16,8]) -> token[] {{

@@ -25,7 +25,7 @@ def best_of_group(prompts, completions, completion_ids, answer, **columns):
 
 
 def as_told(prompts, completions, completion_ids, **columns):
-    """What the completion says."""
+    """Return the reward that the completion names."""
     results = []
     for text in completions:
         if text == "hang":
@@ -91,7 +91,7 @@ def raises_deep_below(completions):
 
 
 def fails_for_some(completions, **kwargs):
-    """For every second completion that is shorter than three characters."""
+    """Fail for every second completion that is shorter than three characters."""
     if len(completions[0]) % 2:
         raise RuntimeError("an odd length")
     return [1.0]
@@ -118,7 +118,7 @@ def always_takes_all_memory(completions, **kwargs):
 
 
 def as_trl_has_it(completions, answer, **kwargs):
-    """From TRL's documentation: conversational completions are lists of one message."""
+    """A reward from TRL's documentation: conversational completions are lists of one message."""
     contents = [completion[0]["content"] for completion in completions]
     assert set(kwargs) == {"prompts", "completion_ids"}
     return [float(content == right) for content, right in zip(contents, answer)]

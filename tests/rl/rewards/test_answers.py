@@ -1,4 +1,4 @@
-"""Where an answer is found, and how numbers are read."""
+"""Extraction of answers, and reading of numbers."""
 
 from fractions import Fraction
 

@@ -18,7 +18,7 @@ NOWHERE = "tests.rl.rewards.test_code:nowhere"
 
 
 def nowhere():
-    """In a worker: what a machine says that cannot confine programs."""
+    """Pretend, in a worker, that the machine cannot confine programs."""
     return list(ConfinementSupport("", "there is no Landlock"))
 
 

@@ -1,4 +1,4 @@
-"""What the interpreter refuses while formulas are read."""
+"""Operations that the interpreter refuses while formulas are read."""
 
 import collections
 import importlib

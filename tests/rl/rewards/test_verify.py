@@ -225,7 +225,7 @@ ADVERSARIAL = [
 
 @pytest.mark.long
 def test_adversarial_answers_take_no_more_than_their_limits(pool):
-    """With the guards, and handed to the parsers without them."""
+    """They are tested with the guards, and directly on the parsers without them."""
     assert len(ADVERSARIAL) == 40
     limit = 0.5
     verifier = Verifier(pool, policy=["all"], seconds=limit)
@@ -320,8 +320,8 @@ ATTACKS = [
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_no_text_is_run_as_a_program(pool, tmp_path):
-    """In every place where an answer can be, of a completion and of the dataset, and handed to the
-    worker as it is, without what looks at it before."""
+    """The text is put in every place where an answer can be, in a completion and in the dataset,
+    and is also passed directly to the worker, without the checks before it."""
     canary = tmp_path / "c"
     assert "'" not in str(canary)
     attacks = [attack.replace("CANARY", str(canary)) for attack in ATTACKS]
@@ -403,7 +403,7 @@ _PIECES = [
 @pytest.mark.long
 @pytest.mark.parametrize("guards", ["guarded", "unguarded"])
 def test_no_order_of_dangerous_pieces_is_run_as_a_program(guards):
-    """Also if what looks at texts before the parsers would let everything pass."""
+    """This holds even if the checks before the parsers let everything pass."""
     pytest.importorskip("math_verify")
     seed = random.randrange(1 << 30)
     command = [sys.executable, "-c", _FUZZ, json.dumps(_PIECES), str(seed), guards, "400"]

@@ -39,7 +39,7 @@ def state(pid: int) -> str:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return True if a process runs; one that has ended and was not waited for does not."""
     return state(pid) not in "ZX"
 
 

@@ -449,7 +449,7 @@ def test_what_comes_after_the_tests_is_not_waited_for(sandbox, program):
 
 
 def does(sandbox, program):
-    """Whether a program can do something: it raises no exception."""
+    """Return True if a program can do something: it raises no exception."""
     ran = run(sandbox, program, {"inputs": [""], "outputs": ["done"]})
     if ran.outcome != PASSED:
         assert ran.outcome == FAILED, ran
@@ -685,7 +685,7 @@ def test_what_is_printed_is_kept_and_no_more_than_its_end(sandbox):
 
 @pytest.mark.long
 def test_programs_end_with_the_process_that_runs_them():
-    """And leave no folder behind."""
+    """They leave no folder behind."""
     for kind in (confinement.NAMESPACES, confinement.LANDLOCK):
         try:
             sandbox = Sandbox(kind)

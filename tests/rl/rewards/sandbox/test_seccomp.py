@@ -12,7 +12,7 @@ X86, ARM = 0xC000003E, 0xC00000B7
 
 
 def verdict(program, architecture, number, *arguments):
-    """What a filter returns for a call."""
+    """Return a filter's verdict on a call."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
     place, word = 0, 0
