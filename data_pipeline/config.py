@@ -115,7 +115,7 @@ class CorruptionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What the model reads, in which order, and what is checked on the way."""
+    """Training data: sources, their order, and checks of the batches."""
 
     sources: dict[str, SourceConfig] = key(
         {}, "training sources by name: data.sources.NAME.path=DIR"

@@ -1,5 +1,6 @@
-"""How a key of a config is declared: its default, its line of help, its limits, and what reads
-it."""
+"""Declaration of a config key: its default, its help line, its limits, and the settings that use
+it.
+"""
 
 import copy
 import dataclasses
@@ -24,7 +25,7 @@ Values = tuple[Any, ...] | AnyValueExcept
 
 @dataclasses.dataclass(frozen=True)
 class UsedBy:
-    """The settings of other keys that read a key. With none of them it is idle: what it is set to
+    """The settings of other keys with which a key is used. Without them the key is idle: its value
     changes nothing.
 
     Sentences may hold these names in braces: key, value and default of the idle key; reader, the
@@ -35,10 +36,10 @@ class UsedBy:
         settings: dotted paths of other keys, each with those of its values that read this one. One
             that holds is enough. Of a list, [0] stands for the element that this key is in, and
             [*] for any element.
-        problem: what to say when the idle key was set: its value, the rule and the mend.
+        problem: what to say when the idle key was set: its value, the rule and the fix.
         cause: the settings that leave it idle; empty: the present ones of the keys in `settings`,
             of which none may have [*] then.
-        help: the settings in words, for the help; empty: as `settings` has them.
+        help: description of the settings for `--help`; empty: as `settings` has them.
     """
 
     settings: Mapping[str, Values]

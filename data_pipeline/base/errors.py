@@ -1,6 +1,6 @@
 """Errors a user can act on, each with the exit code of the process that it ends.
 
-Every message has three parts: the dotted path and value, the rule, the mend. Our own invariants use
+Every message has three parts: the dotted path and value, the rule, the fix. Our own invariants use
 `assert` instead. Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try
 again".
 """
@@ -46,7 +46,7 @@ _PASSING = (
 # Signals that ask a process to stop. SIGHUP comes when its terminal is closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# As a shell tells that SIGPIPE has ended a program.
+# The exit code that a shell reports for a program ended by SIGPIPE.
 NO_READER = 128 + signal.SIGPIPE
 
 
@@ -129,7 +129,7 @@ class ConfigError(UserError):
     """One or more config keys are wrong; `problems` holds one message each.
 
     Args:
-        problems: messages, each with value, rule and mend.
+        problems: messages, each with value, rule and fix.
     """
 
     exit_code = 78
@@ -156,8 +156,9 @@ FINAL = (
 
 
 def may_go_better(code: int) -> bool:
-    """Whether a command that ended with this exit code is worth another attempt: it stopped after
-    saving, storage failed, or a signal ended it (negative, or a shell's 128 + signal)."""
+    """Return whether a command that ended with this exit code is worth another attempt: it stopped
+    after saving, storage failed, or a signal ended it (negative, or a shell's 128 + signal).
+    """
     by_signal = code < 0 or code > 128
     return by_signal or code in WORTH_RESTARTING
 
@@ -188,8 +189,9 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def end_at_signals() -> None:
-    """From now on SIGINT, SIGTERM and SIGHUP end this process with exit 75, until other handlers
-    are set: there is nothing to save yet."""
+    """Let SIGINT, SIGTERM and SIGHUP end this process with exit code 75 until other handlers are
+    set: there is nothing to save yet.
+    """
     for number in handled_signals():
         signal.signal(number, end_by_signal)
 
@@ -216,7 +218,7 @@ def ending_with_reader() -> Iterator[None]:
         try:
             yield
         finally:
-            # What is left in the buffer would fail where nothing can be said about it.
+            # Flushing the rest of the buffer would fail where the error cannot be reported.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except SystemExit as stop:
@@ -234,7 +236,7 @@ def ending_with_reader() -> Iterator[None]:
 
 
 def _is_without_reader(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose other end is closed."""
+    """Return whether a stream is a pipe whose other end is closed."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -245,7 +247,7 @@ def _is_without_reader(stream: TextIO) -> bool:
 
 
 def _at_ctrl_c(resumes: bool) -> contextlib.AbstractContextManager[None]:
-    """What a job runs in; `resumes` as of `run_command`."""
+    """Return the context that a job runs in; `resumes` is that of `run_command`."""
     if resumes:
         return contextlib.nullcontext()
     return ending_at_ctrl_c()
@@ -259,8 +261,8 @@ def _interrupted(resumes: bool) -> TryAgainError:
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:
-    """Does the job of a command. An error that the user can mend is printed to stderr as a message,
-    a bug of ours as a traceback.
+    """Run the job of a command. An error that the user can fix is printed to stderr as a message, a
+    bug of ours as a traceback.
 
     Args:
         job: the command's work.
@@ -300,7 +302,7 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
         what = problem.strerror or problem
         if problem.filename:
             what = f"{problem.filename}: {problem.strerror}"
-        error = StorageError(f"{what}. Free space or mend access, then run {again}")
+        error = StorageError(f"{what}. Free space or restore access, then run {again}")
     except MemoryError:
         error = OutOfMemoryError(
             f"this machine has no memory left. End what else uses it, then run {again}"

@@ -13,8 +13,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra, as one would type it here: from the checkout that this is a part of,
-    if it is, since no registry has the package."""
+    """Return the command that installs an extra: from this checkout if the package runs from one,
+    since no registry has the package.
+    """
     if not (_ROOT / "pyproject.toml").is_file():
         return f"pip install 'maxtrain[{extra}]'"
     place = str(_ROOT)

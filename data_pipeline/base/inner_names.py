@@ -52,7 +52,7 @@ def why_outside(name: object) -> str:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether this names a file directly in a folder: a safe name of one part."""
+    """Return whether a name is that of a file directly in a folder: a safe name of one part."""
     return not why_outside(name) and "/" not in str(name)
 
 
@@ -76,7 +76,7 @@ def require_inside(name: object, where: str, fix: str) -> str:
 
 
 def leads_out(folder: Path, name: str) -> bool:
-    """Whether symbolic links below a folder make a safe name lead out of that folder.
+    """Return whether symbolic links below a folder make a safe name lead out of that folder.
 
     The folder itself may be a link, or be reached through one. Parts that do not exist yet lead
     nowhere.

@@ -1,8 +1,8 @@
-"""Ctrl-C of a command that does not go on where it was: it ends within three seconds, whatever it
-is computing, and leaves nothing behind.
+"""Ctrl-C handling of a command that cannot resume: it ends within three seconds, whatever it
+computes, and leaves nothing behind.
 
-Python tells of a signal between two of its own steps. A library that computes for minutes in one
-step would keep the command alive so long, so that a thread ends the process then.
+Python runs signal handlers only between two of its own steps. A library call that computes for
+minutes would delay Ctrl-C that long, so a thread ends the process instead.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-# As a shell tells that SIGINT has ended a program.
+# The exit code that a shell reports for a program ended by SIGINT.
 INTERRUPTED = 128 + signal.SIGINT
 MESSAGE = "interrupted. Run the same command again."
 # That the command has for its own end, in which it cleans up.
@@ -36,8 +36,10 @@ _places: set[Path] = set()
 
 @contextlib.contextmanager
 def unfinished(directory: Path) -> Iterator[None]:
-    """In the block, a directory is removed if the process is ended by the thread. It can't be back
-    where Ctrl-C ends the block: threads of a library may go on writing until the process ends."""
+    """Register a directory that is removed if the thread ends the process during the block. The
+    directory cannot come back where Ctrl-C ends the block: threads of a library may go on writing
+    until the process ends.
+    """
     _unfinished.add(directory)
     try:
         yield
@@ -49,15 +51,17 @@ def unfinished(directory: Path) -> Iterator[None]:
 
 
 def end_at_ctrl_c() -> None:
-    """From now on Ctrl-C ends the process at once, until `ending_at_ctrl_c`: there is nothing to
-    clean up yet, and an exception would show a traceback of whatever is being imported."""
+    """Let Ctrl-C end the process at once until `ending_at_ctrl_c`: there is nothing to clean up
+    yet, and an exception would show a traceback of whatever is being imported.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_now)
 
 
 @contextlib.contextmanager
 def ending_at_ctrl_c() -> Iterator[None]:
-    """In the block, Ctrl-C raises KeyboardInterrupt, and ends the process if that does not.
+    """Let Ctrl-C raise KeyboardInterrupt during the block, and end the process if that has no
+    effect.
 
     Nothing is done outside of the main thread, or where Ctrl-C is ignored or has another handler.
     Handlers that the block sets itself are left alone.
@@ -131,8 +135,8 @@ def _remove_places() -> None:
     would write there again."""
     if not _places:
         return
-    # Whoever waits for the interpreter asks for it after this time, and not after 5 ms; those who
-    # have asked get it during the sleep.
+    # A thread that waits for the interpreter requests it after this time, not after 5 ms; threads
+    # that have requested it get it during the sleep.
     sys.setswitchinterval(_UNDISTURBED_SECONDS)
     time.sleep(0.05)
     keeping_the_interpreter = ctypes.PyDLL(None)

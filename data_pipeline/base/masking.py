@@ -53,5 +53,5 @@ def masked_values(value: Any) -> Any:
 
 
 def is_masked(text: str) -> bool:
-    """Whether this is a URL from a record, whose secret was masked there."""
+    """Return whether a text is a URL from a record, whose secret was masked there."""
     return _MASKED.search(text) is not None

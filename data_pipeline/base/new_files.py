@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-# Names of such files, for who has to tell them from others.
+# Name prefix of such files, by which readers recognise them.
 TEMPORARY = r"\.[0-9a-f]{16}\.tmp"
 # What a process that was killed left is removed when it is older than this.
 _ABANDONED_SECONDS = 3600

@@ -37,7 +37,7 @@ _CHAIN = re.compile(r"::[^/]*://")
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https")
 _ONLY_READ = ("http", "https")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# A file that is read piece by piece is read in blocks, and so many of them are kept.
+# Size and number of the blocks that are kept of a file that is read piece by piece.
 _BLOCK_BYTES = 1 << 22
 _BLOCKS_KEPT = 4
 _TRIES = 5
@@ -45,7 +45,7 @@ _TRIES = 5
 _PAUSE = 1.0
 # These have no folders: an object is written, and its "folder" is there.
 _OBJECT_STORES = frozenset(_EXTRAS)
-# What S3 says of a bucket that is in another region than the one that was asked.
+# Reply of S3 about a bucket that is in another region than the request.
 _OTHER_REGION = re.compile(r"region '.*' is wrong|must be addressed using the specified endpoint")
 # How credentials are given, by extras.
 _CREDENTIALS = {
@@ -63,8 +63,9 @@ _BUGS = (TypeError, AttributeError, NameError, AssertionError, NotImplementedErr
 
 
 def is_url(path: object) -> bool:
-    """Whether this names something behind a URL, not a file of this machine. `url_problem` says
-    whether it may be opened."""
+    """Return whether a path names something behind a URL, not a file of this machine. `url_problem`
+    checks whether it may be opened.
+    """
     return isinstance(path, RemotePath) or (isinstance(path, str) and bool(_URL.match(path)))
 
 
@@ -204,13 +205,13 @@ class RemotePath:
         self._write(write)
 
     def _is_local(self) -> bool:
-        """Whether this is a file of this machine, by a URL."""
+        """Return whether the URL is that of a file on this machine."""
         return self.url.startswith("file://")
 
     def _make_folder(self, fs: Any, path: str) -> None:
         """Make the folder of a file, where files are in folders.
 
-        Asked for one, s3fs would make a bucket that is not there: one with a typo in its name.
+        s3fs would create a missing bucket, for example one with a typo in its name.
         """
         protocol, _, _ = self.url.partition("://")
         if protocol not in _OBJECT_STORES:
@@ -252,8 +253,8 @@ class RemotePath:
             part.unlink(missing_ok=True)
 
     def download_exactly(self, file: Path) -> None:
-        """As `download`, of a file that nothing else vouches for: held against the MD5 that the
-        store has of it, if it has one.
+        """Download a file that no checksum of ours covers, and compare it with the MD5 of the
+        store, if the store has one.
 
         Raises:
             StorageError: other bytes are read each time; there is no local file then.
@@ -268,8 +269,8 @@ class RemotePath:
         raise self._misread(f"its MD5 there is {held}, that of what is read {read}")
 
     def require_like(self, file: Path) -> None:
-        """Of a downloaded file that is not what was once written: what is there is damaged, and not
-        the reading of it. Where the store has no MD5, it is read again.
+        """Check a downloaded file that differs from what was once written: its reading was right,
+        so the stored file is damaged. If the store has no MD5, the file is read again.
 
         Raises:
             StorageError: the file is not like what is there.
@@ -304,7 +305,7 @@ class RemotePath:
         return _persist(self, "looking at", _md5_of_others)
 
     def _arrived(self, fs: Any, path: str, size: int) -> "RemoteFile":
-        """What is there; OSError: it has another size than what was written."""
+        """Return the file that was written; OSError if its size differs from what was written."""
         try:
             found = _found(self, fs.info(path))
         except FileNotFoundError as error:
@@ -363,7 +364,7 @@ class RemotePath:
         return found
 
     def _files_below(self, fs: Any, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
-        """What the file system says of the files of a folder, and of those below it, by name.
+        """Return what the file system reports about the files in a folder and below, by name.
 
         fsspec's own search takes a folder that can't be listed just now for an empty one.
         """
@@ -382,7 +383,7 @@ class RemotePath:
         return found
 
     def glob(self, pattern: str) -> list["RemotePath"]:
-        """What matches below this folder, sorted."""
+        """Return the paths below this folder that match, sorted."""
         return [found.path for found in find(f"{self.url.rstrip('/')}/{pattern}")]
 
     def iterdir(self) -> list["RemotePath"]:
@@ -402,7 +403,7 @@ class RemotePath:
         def delete(fs: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 fs.rm(path, recursive=True)
-            # What S3 refuses to delete among many, s3fs does not tell.
+            # s3fs does not report the files that S3 refuses to delete in a bulk request.
             for left in self._left(fs, path):
                 fs.rm_file(left)
 
@@ -588,7 +589,9 @@ def _md5_of_s3(fs: Any, path: str) -> str:
 
 
 def _md5_of_others(fs: Any, path: str) -> str:
-    """As `_md5_of_s3`, of GCS, which has it in base64, and of stores that have none."""
+    """Return the MD5 of a file as `_md5_of_s3` does, for GCS, which has it in base64, and for
+    stores without one.
+    """
     return base64.b64decode(str(fs.info(path).get("md5Hash", ""))).hex()
 
 
@@ -615,9 +618,9 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
         except _BUGS:
             raise
         except Exception as error:
-            told = _lasting(path, what, error)
-            if told is not None:
-                raise told from error
+            lasting = _lasting(path, what, error)
+            if lasting is not None:
+                raise lasting from error
             if number == _TRIES - 1:
                 fix = "Check network and service, then run the same command again"
                 raise StorageError(
@@ -640,22 +643,24 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @functools.cache
 def _silence_gcsfs() -> None:
-    """It logs errors with a traceback before it raises them, and what is raised is told."""
+    """Silence gcsfs's log: it logs errors with a traceback before it raises them, and we report
+    what it raises.
+    """
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def _reason(error: Exception) -> str:
     """An error in one line."""
-    first, _, said = str(error).partition("\n")
-    if said and first.startswith("Forbidden: "):
+    first, _, rest = str(error).partition("\n")
+    if rest and first.startswith("Forbidden: "):
         # Of gcsfs: the address of the request, and then why.
-        first, _, _ = f"Forbidden: {said}".partition("\n")
+        first, _, _ = f"Forbidden: {rest}".partition("\n")
         return first
     return f"{type(error).__name__}: {first}"
 
 
 def _is_denied(error: Exception) -> bool:
-    """Whether a store says that this is not allowed, or does not know who asks."""
+    """Return whether a store denies access, or does not know the credentials."""
     if isinstance(error, PermissionError):
         return True
     # NonRetryableError is what gcsfs makes of credentials that lack something.
@@ -669,7 +674,9 @@ def _is_denied(error: Exception) -> bool:
 
 
 def _lasting(path: RemotePath, what: str, error: Exception) -> UserError | None:
-    """What to tell of an error that trying again does not mend; None: it may pass."""
+    """Return the error for the user if another attempt would not help; None if the failure may
+    pass.
+    """
     protocol = path.url.partition("://")[0]
     reason = _reason(error)
     if _OTHER_REGION.search(str(error)):

@@ -62,7 +62,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def read(path: Path, most: int = MAX_FILE_BYTES) -> Any:
-    """The value of a JSON file of at most so many bytes.
+    """Return the value of a JSON file of at most `most` bytes.
 
     Raises:
         OSError: it can't be read.
@@ -79,7 +79,7 @@ _TOO_DEEP = f"lists or objects are more than {MAX_DEPTH} deep"
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are more than MAX_DEPTH inside each other."""
+    """Return whether lists and objects are nested deeper than MAX_DEPTH."""
     depth = 0
     level = []
     if type(value) in _CONTAINERS:

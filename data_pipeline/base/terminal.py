@@ -56,8 +56,9 @@ class EscapedStream:
 
 
 def escape_terminals() -> None:
-    """From now on, standard output and standard error escape text if they are terminals. What goes
-    into a file or a pipe stays byte for byte."""
+    """Escape control characters on standard output and standard error if they are terminals. Text
+    for a file or a pipe stays byte for byte.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, EscapedStream):

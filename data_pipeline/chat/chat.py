@@ -1,9 +1,9 @@
-"""Chat templates: messages to text, and which of it the assistant said. Rendered as transformers'
-`apply_chat_template` does.
+"""Chat templates: rendering of messages to text, with the spans that the assistant wrote. Rendering
+matches transformers' `apply_chat_template`.
 
-The same messages always give the same text: a template that writes today's date needs to be told
-one. Templates are other people's programs and run in jinja2's sandbox. Knows neither files of
-conversations nor token ids.
+The same messages always give the same text: a template that writes today's date needs a fixed one.
+Templates are other people's programs and run in jinja2's sandbox. This module knows neither files
+of conversations nor token ids.
 """
 
 import datetime
@@ -78,11 +78,11 @@ def load_template(
     Args:
         spec: a file, "chatml", the name of one of several templates of the tokenizer, or empty:
             chat_template.jinja or tokenizer_config.json beside the tokenizer.
-        tokenizer: as for `load_tokenizer`; the tokenizer_config.json beside it tells bos_token,
+        tokenizer: as for `load_tokenizer`; the tokenizer_config.json beside it has bos_token,
             eos_token and the like.
         special: its special tokens.
         date: YYYY-MM-DD, for templates that write the date.
-        option: of `prepare`, what the template is for.
+        option: the option of `prepare` that uses the template.
     Raises:
         DataError: there is none, it is not jinja, is random, or needs something that was not given.
     """
@@ -97,7 +97,7 @@ def load_template(
     except UserError:
         raise
     except ValueError as error:
-        raise DataError(f"--tokenizer {tokenizer}: {error}. Mend it.") from error
+        raise DataError(f"--tokenizer {tokenizer}: {error}. Correct the file.") from error
     found_in = SETTINGS
     if files:
         found_in = str(files[0])
@@ -244,7 +244,7 @@ def _examine(source: str, name: str) -> TemplateNames:
     load_package("jinja2", "chat", "--chat")
     found = ask("examine", source, what=name)
     if isinstance(found, str):
-        raise DataError(f"{name}: {found}. Mend the template.")
+        raise DataError(f"{name}: {found}. Correct the template.")
     used = TemplateNames(*found)
     random = [f"the filter {filter}" for filter in used.filters if filter in RANDOM_FILTERS]
     random += [variable for variable in used.variables if variable in RANDOM_NAMES]
@@ -270,8 +270,8 @@ def render(
 def render_all(
     template: Template, conversations: list[Conversation]
 ) -> list[list[Span] | ChatError]:
-    """What `render_spans` gives or raises for each of them; several at a time, since a change of
-    processes takes its time.
+    """Return what `render_spans` gives or raises for each conversation; several at a time, since
+    switching between processes takes time.
 
     DataError: the template does not end for one of them, or takes all memory.
     """
@@ -290,12 +290,12 @@ def render_spans(
     messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
 ) -> list[Span]:
-    """The text of a conversation in spans, of which those are targets that the assistant said, ends
-    of turns included.
+    """Return the text of a conversation in spans; the targets are the spans that the assistant
+    wrote, including ends of turns.
 
     By the template's generation blocks. Without them an answer is what the template writes behind
-    the messages before it and add_generation_prompt; a template without that prompt is asked for
-    another answer, and what it writes before both is the header of the turn, no target.
+    the messages before it and add_generation_prompt; a template without that prompt also
+    renders another answer, and the text before both is the header of the turn, no target.
 
     ChatError: the template refuses, changes what it wrote once more messages follow, or there is
         nothing of the assistant's.

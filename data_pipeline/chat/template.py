@@ -1,5 +1,5 @@
-"""Renders chat templates: from messages to text, and to the parts of it that the assistant said, as
-transformers' `apply_chat_template` does.
+"""Rendering of chat templates, as transformers' `apply_chat_template` does: from messages to text,
+and to the parts that the assistant wrote.
 
 A template is somebody else's program. Run it by `template_process`, which ends a template that does
 not end by itself. The same messages always give the same text: a template can use neither random
@@ -96,13 +96,14 @@ class Template(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Its identity."""
+        """Digest of the template."""
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()
 
     @property
     def targets(self) -> str:
-        """How the assistant's text is found: "marked" by {% generation %}, or "compared" with the
-        text of fewer messages; "mixed" where one of two templates has marks."""
+        """The method that finds the assistant's text: "marked" by {% generation %}, or "compared"
+        with the text of fewer messages; "mixed" where one of two templates has marks.
+        """
         found = {is_marked(source) for source in self.sources}
         if len(found) > 1:
             return "mixed"
@@ -110,7 +111,7 @@ class Template(NamedTuple):
 
 
 def is_marked(source: str) -> bool:
-    """Whether a template marks the assistant's text by {% generation %}."""
+    """Return whether a template marks the assistant's text by {% generation %}."""
     return _GENERATION.search(source) is not None
 
 
@@ -124,7 +125,7 @@ class TemplateNames(NamedTuple):
 
 
 def examine(source: str) -> TemplateNames | str:
-    """What a template uses, or why it is not a template."""
+    """Return what a template uses, or why it is not a template."""
     jinja2 = load_package("jinja2", "chat", "--chat")
     meta = load_package("jinja2.meta", "chat", "--chat")
     try:
@@ -152,7 +153,9 @@ def _environment(date: str) -> Any:
     ext = load_package("jinja2.ext", "chat", "--chat")
 
     class GenerationTag(ext.Extension):
-        """{% generation %}: marks what it holds as said by the assistant."""
+        """Jinja extension for {% generation %}, which marks its content as written by the
+        assistant.
+        """
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's way
 
@@ -394,10 +397,10 @@ def _blocks_of(
     except ChatError:
         # The template refuses a part of the conversation. Then each answer has a block, or nothing
         # is known.
-        said = [number for number, message in enumerate(messages) if message["role"] == _SAYS]
-        if len(said) != num_blocks:
+        turns = [number for number, message in enumerate(messages) if message["role"] == _SAYS]
+        if len(turns) != num_blocks:
             raise
-        found = {block for block, number in enumerate(said) if number in wanted}
+        found = {block for block, number in enumerate(turns) if number in wanted}
     return found
 
 
@@ -429,7 +432,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | str]:
-    """For each conversation its spans, or the message of its ChatError."""
+    """Return the spans of each conversation, or the message of its ChatError."""
     results: list[list[Span] | str] = []
     for conversation in conversations:
         try:
@@ -460,14 +463,14 @@ def _compare(
             raise ChatError(
                 f"the chat template writes turns in another order than the messages, {_UNTOLD}"
             )
-        said = after[len(before) :]
-        bare = said.rstrip()
+        answer = after[len(before) :]
+        bare = answer.rstrip()
         # White space behind an end of turn is not part of the answer.
         if bare.endswith(template.special):
-            said = bare
+            answer = bare
         spans.append((text[at : len(before)], False))
-        spans.append((said, True))
-        at = len(before) + len(said)
+        spans.append((answer, True))
+        at = len(before) + len(answer)
     return [*spans, (text[at:], False)]
 
 

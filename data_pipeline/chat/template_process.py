@@ -32,7 +32,7 @@ CPU_SECONDS = 60
 MEMORY_BYTES = 1 << 31
 # Exit status.
 _OUT_OF_MEMORY = 99
-_MEND = "A template is a program, and this one may not end: mend it"
+_MEND = "A template is a program, and this one may not end: correct it"
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from data_pipeline.chat.template_process import serve; serve({fd}, {seconds})"
@@ -139,8 +139,9 @@ def _explain(status: int, what: str) -> DataError | TryAgainError:
 
 
 def serve(fd: int, seconds: int) -> None:
-    """Answer requests from this descriptor until its other end is closed; each may take so many
-    seconds of CPU time."""
+    """Answer requests from a descriptor until its other end is closed; each request may take
+    `seconds` seconds of CPU time.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     # Not every system limits memory.

@@ -37,13 +37,13 @@ _TOLERANCE = 0.005
 _MISSES = 32
 # A cost in whole numbers is at most 2 to this power: sums are exact for millions of sequences.
 _COST_BITS = 40
-# Between two numbers of rows that a batch may have: at most one part in so many.
+# Two neighbouring numbers of rows that a batch may have differ by at most one part in _PARTS.
 _PARTS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups:
-    """What `pack` returns: group g has the sequences `order[offsets[g] : offsets[g + 1]]` and is
+    """The result of `pack`: group g has the sequences `order[offsets[g] : offsets[g + 1]]` and is
     read by shard g % num_shards in step g // num_shards.
 
     `x[order]` puts anything that is by sequence into the order of groups, `y[inverse]` puts it
@@ -256,8 +256,8 @@ def _best_swap(
     room: np.ndarray,
     difference: int,
 ) -> tuple[int, int] | None:
-    """Which item of the dear group goes to the cheap one, and which comes back (len(low): none),
-    for most likeness.
+    """Return which item of the more expensive group to exchange for which item of the cheaper one
+    (len(low) for none), so that their costs become as equal as possible.
 
     None if no exchange makes them more alike. `room` is what is left in both.
     """
@@ -302,15 +302,16 @@ def _deal(members: list[np.ndarray], costs: np.ndarray, num_shards: int) -> list
 
 
 class RowPlaces(NamedTuple):
-    """Where the documents of a step lie: the row and the first column of each, both int64
-    [documents]."""
+    """Places of a step's documents: the row and the first column of each, both int64
+    [documents].
+    """
 
     row: np.ndarray
     column: np.ndarray
 
 
 def row_counts(num_documents: int, unit: int) -> list[int]:
-    """The numbers of rows that a batch of so many documents may have, increasing.
+    """Return the numbers of rows that a batch of `num_documents` documents may have, increasing.
 
     Multiples of `unit`; the last one has room for documents that need a row each.
     """

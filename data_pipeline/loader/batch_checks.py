@@ -22,7 +22,7 @@ def check_batch(
 ) -> None:
     """Check the arrays of `packing.pack`, whose first column is column `first` of the rows.
 
-    DataError: names the row, where it is from by `describe`, the value and the fix.
+    DataError: names the row, its source by `describe`, the value and the fix.
     """
     if _sound(arrays, vocab_size, first):
         return
@@ -92,8 +92,8 @@ def _odd_numbers(count: int, seed: int) -> np.ndarray:
 
 
 def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
-    """Of targets, int32 [b, t], of these rows of a global batch, from column `first` on: a number
-    of 64 bits.
+    """Return a 64-bit checksum of targets, int32 [b, t], of these rows of a global batch, from
+    column `first` on.
 
     Checksums of parts of a batch that do not overlap sum, modulo 2^64, to that of the batch,
     however it is cut.
@@ -115,7 +115,7 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
 
 
 class BatchVerdict(NamedTuple):
-    """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if
+    """Decision about a batch: `stop` the run in good order, or go on; `message` is for the user, if
     it is not empty.
 
     `back`: "skip" or "rollback" if the run is to go back, and to leave out that step, or more; else
@@ -128,7 +128,7 @@ class BatchVerdict(NamedTuple):
 
 
 class GuardState(NamedTuple):
-    """What a guard remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience.
+    """State of a guard, as JSON; at most 15 KB, and 20 bytes for each step of patience.
 
     found: steps at which something was found.
     fills: shares of targets in the batches of the last steps.
@@ -190,7 +190,7 @@ class BatchGuard:
             self._seen[int(content, 16)] = (place, step)
 
     def repeats(self, content: int, place: str, step: int) -> bool:
-        """Whether an earlier step, from another place, had tokens with this checksum."""
+        """Return whether an earlier step, from another place, had tokens with this checksum."""
         before, _ = self._seen.setdefault(content, (place, step))
         if len(self._seen) > self._REMEMBERED:
             self._seen.popitem(last=False)
@@ -236,7 +236,7 @@ class BatchGuard:
             return BatchVerdict(True, message)
         if policy != "warn":
             return BatchVerdict(False, f"{what}.", policy)
-        # After the first three, only the 4th, 8th, 16th, ... is told.
+        # After the first three, only the 4th, 8th, 16th, ... is reported.
         is_power_of_two = self.found & (self.found - 1) == 0
         if self.found > 3 and not is_power_of_two:
             return BatchVerdict(False, "")

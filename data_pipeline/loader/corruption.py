@@ -28,7 +28,7 @@ _REACH = 40
 
 @functools.lru_cache(maxsize=4096)
 def row_seed(seed: int, uid: str, epoch: int) -> int:
-    """What the rows of one epoch of one source draw from, uint64."""
+    """Return the random seed of the rows in one epoch of one source, uint64."""
     identity = f"corruption | {seed} | {uid} | {epoch}"
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -64,8 +64,9 @@ def start_probability(rate: float, span: float) -> float:
 def corrupted(
     seeds: np.ndarray, rows: np.ndarray, length: int, config: CorruptionConfig
 ) -> np.ndarray:
-    """Which positions are corrupted, bool [b, T], of rows of an epoch: uint64 [b] `row_seed`s and
-    int64 [b] numbers."""
+    """Return the positions of rows that are corrupted, bool [b, T], from the `row_seed` of each
+    row, uint64 [b], and its number in the epoch, int64 [b].
+    """
     probability = start_probability(config.rate, config.span)
     if config.span == 1:
         return _uniform(seeds, rows, length, 0) < probability

@@ -74,7 +74,7 @@ class DerivedBatch(NamedTuple):
 
 
 class HostBatch(NamedTuple):
-    """One host's batch of one step, and how many of its targets count.
+    """One host's batch of one step, and the number of its targets.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
     of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
@@ -82,8 +82,7 @@ class HostBatch(NamedTuple):
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
     document of its k-th pair. Of data whose documents have a number each, there is also value
     (float32 [b, T]): that of each position's document, 0 in padding. So is what was attached
-    (`_Dataset.attach`), by its name. What a teacher said of the data is there as teacher_logits.py
-    has it.
+    (`_Dataset.attach`), by its name. A teacher's stored logits have the arrays of teacher_logits.py.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -101,7 +100,9 @@ class HostBatch(NamedTuple):
 
 
 class _Dataset:
-    """What training and evaluation share. Picklable: grain's workers open the files themselves."""
+    """Base class of training and evaluation data. Picklable: Grain's workers open the files
+    themselves.
+    """
 
     def __init__(self, config: DataConfig, sources: list[TokenShards], bins: dict[int, list[Bins]]):
         self.config = config
@@ -112,7 +113,7 @@ class _Dataset:
         self.group = sources[0].group
         # What batches have of each position's document beside what the shards hold.
         self._attached: dict[str, list[np.ndarray]] = {}
-        # What a teacher said of the tokens, if batches are to have that.
+        # The stored logits of a teacher, if batches are to have them.
         self.teacher: TeacherFiles | None = None
         self._sizes = np.array([source.num_tokens for source in sources])
 
@@ -125,8 +126,8 @@ class _Dataset:
         return names
 
     def attach(self, name: str, numbers: Sequence[np.ndarray]) -> None:
-        """From now on, batches have an array of this name, float32 [b, T], with the number of each
-        position's document, 0 in padding.
+        """Add an array to all later batches, float32 [b, T], with the number of each position's
+        document, 0 in padding.
 
         Args:
             name: of the array.
@@ -151,13 +152,15 @@ class _Dataset:
 
     @property
     def _begins_of_sources(self) -> np.ndarray | None:
-        """Of tokens that are numbered through, where batches need to know which ones they hold."""
+        """Return the first token number of each source if batches need the numbers of their tokens;
+        else None.
+        """
         if self.teacher is None:
             return None
         return self.teacher.begins
 
     def _add_teacher(self, arrays: dict[str, np.ndarray]) -> None:
-        """Puts what a teacher said into a batch, in the place of which tokens it holds."""
+        """Replace the token numbers in a batch by the teacher's stored logits."""
         if self.teacher is not None:
             arrays |= self.teacher.arrays(arrays.pop("place"))
 
@@ -295,7 +298,7 @@ class TrainingData(_Dataset):
         self.start = start
         self.is_balanced = config.packing == "balanced"
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
-        # Of balanced batches, which are asked for their shape several times.
+        # Shapes of balanced batches, which are needed several times.
         self._num_rows = functools.lru_cache(maxsize=4096)(self._count_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -308,8 +311,9 @@ class TrainingData(_Dataset):
         return load_tokenizer(self.shards[0].path)
 
     def describe(self) -> str:
-        """What a run reads and why it ends; a line for the rows of each source, if they are of
-        whole documents."""
+        """Describe what a run reads and why it ends, with a line for the rows of each source that
+        packs whole documents.
+        """
         lines = [self.plan.describe()]
         if self.is_balanced:
             lines.append(self._describe_balanced())
@@ -320,7 +324,7 @@ class TrainingData(_Dataset):
         return "\n".join(lines)
 
     def _describe_balanced(self) -> str:
-        """How many rows the first batches have, and how full they are."""
+        """Describe how many rows the first batches have, and how full they are."""
         first = self.plan.spans[0].step
         steps = range(first, min(first + _STEPS_DESCRIBED, self.plan.num_steps))
         if not steps:
@@ -365,12 +369,13 @@ class TrainingData(_Dataset):
             yield from of_length
 
     def read_until(self, step: int) -> DataRead:
-        """What is read before this step, for a checkpoint to remember."""
+        """Return what is read before a step, for its checkpoint."""
         return DataRead(step, self.fingerprint_at(step), self.cursor_at(step), self.start)
 
     def cursor_at(self, step: int) -> dict[str, Any]:
-        """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go
-        on with other settings."""
+        """Return the position in the data before `step`, as JSON: a checkpoint of that step needs
+        it to resume with other settings.
+        """
         return self.plan.cursor_at(step)._asdict()
 
     def _read_block(self, block: int) -> np.ndarray:
@@ -395,8 +400,9 @@ class TrainingData(_Dataset):
         return np.concatenate(parts, axis=1)
 
     def describe_rows(self, step: int, most: int = 8) -> str:
-        """Which rows a step reads, by source and epoch and at most so many of each, and a command
-        that shows one of them."""
+        """Describe the rows that a step reads, by source and epoch and at most `most` of each, with
+        a command that shows one of them.
+        """
         sources, epochs, rows, _ = self._rows(step)
         parts = []
         for source, epoch in np.unique([sources, epochs], axis=1).T.tolist():
@@ -433,8 +439,9 @@ class TrainingData(_Dataset):
         return _digest(*self.rows_at(step))
 
     def window_at(self, step: int, place: int) -> tuple[int, int, int]:
-        """Of one row of a step: where its first input is in its source's stream, its length, and
-        its number in the epoch."""
+        """Return the place of one row of a step: the start of its first input in the stream of its
+        source, its length, and its number in the epoch.
+        """
         length = self.plan.span(step).seq_length
         _, _, row, begin = self._rows(step)[:, place].tolist()
         return begin + row * length, length, row
@@ -448,7 +455,7 @@ class TrainingData(_Dataset):
 
     @property
     def unit(self) -> str:
-        """What is never divided, in words: document, pair or group."""
+        """The name of what is never divided: document, pair or group."""
         return self.shards[0].manifest.unit
 
     @property
@@ -475,7 +482,8 @@ class TrainingData(_Dataset):
         return shapes
 
     def largest_shapes(self, start: int) -> list[BatchShape]:
-        """Of the batches from step `start` on, the shapes that no other exceeds in rows and length.
+        """Return the shapes of the batches from step `start` on that no other shape exceeds in rows
+        and length.
 
         Balanced batches are made of their documents: their rows are counted in steps evenly over
         each stage of the data, so that a long one may have a larger batch; see `_counted_steps`.
@@ -512,7 +520,7 @@ class TrainingData(_Dataset):
         return count_batch_rows(self._sizes_at(step), length, self.config.balance_rows)
 
     def places_at(self, step: int) -> RowPlaces:
-        """Where in the batch of a step what it reads lies: `rows_at`, in that order."""
+        """Return where the documents of a step lie in its batch, in the order of `rows_at`."""
         span = self.plan.span(step)
         if self.is_balanced:
             num_rows = self._num_rows(step)
@@ -529,8 +537,8 @@ class TrainingData(_Dataset):
         return self.shape_at(step).batch_size - len(used)
 
     def batch(self, step: int, part: Parts = None) -> HostBatch:
-        """This part of the batch of a step, its rows in this order: a pure function of (config,
-        manifests, seed, step).
+        """Return this part of the batch of a step, its rows in this order: a pure function of
+        (config, manifests, seed, step).
 
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
@@ -548,8 +556,9 @@ class TrainingData(_Dataset):
         return result
 
     def _read_balanced(self, step: int, batch: PlanRows, part: HostSlice | None) -> HostBatch:
-        """This part of a balanced batch, which is made of these rows of one document or group
-        each."""
+        """Return this part of a balanced batch, which is made of the step's rows of one document or
+        group each.
+        """
         shape = self.shape_at(step)
         length = shape.seq_length
         held, columns = part or HostSlice(np.arange(shape.batch_size))
@@ -722,13 +731,13 @@ def carry_errors(
     numbers: Iterable[str] = (),
     teacher: TeacherFiles | None = None,
 ) -> Iterator[HostBatch]:
-    """The batches of a stream for these steps; where it can't be read, empty ones that carry the
-    error, to the end.
+    """Yield the batches of a stream for these steps; after a read error, yield empty batches that
+    carry the error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
     with both ends; `numbers`: names of its arrays with a number of each position's document;
-    `teacher`: and what it said.
+    `teacher`: and its stored logits.
     """
     read = 0
     try:
@@ -867,7 +876,7 @@ def _check_documents(config: DataConfig, data: dict[str, TokenShards]) -> None:
 
 
 def _units(shards: TokenShards) -> str:
-    """What a directory holds, in words."""
+    """Describe what a directory holds."""
     unit = shards.manifest.unit
     if shards.group == 1:
         return "single documents"
@@ -933,8 +942,9 @@ def resume_training(
 
 
 def _other_tokens(data: TrainingData, cursor: dict[str, Any]) -> list[str]:
-    """The sources whose tokens the run has not read, where a checkpoint's cursor knows of others;
-    in words."""
+    """List the sources whose tokens the run has not read, if a checkpoint's cursor knows of
+    others.
+    """
     known = cursor["sources"]
     uids = {shards.uid for shards in data.shards}
     gone = [uid for uid in known if uid not in uids]
@@ -1008,15 +1018,18 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
 
 
 def _is_exceeded(shape: BatchShape, shapes: Iterable[BatchShape]) -> bool:
-    """Whether one of the shapes has more rows or longer ones, and not less of either."""
+    """Return whether one of the shapes has more rows or longer ones, and not fewer or shorter
+    ones.
+    """
     rows, length = shape
     others = [other for other in shapes if other != shape]
     return any(other.batch_size >= rows and other.seq_length >= length for other in others)
 
 
 def _counted_steps(start: int, stop: int, documents: int) -> list[int]:
-    """Steps in [start, stop), both ends among them: at most _STEPS_COUNTED, and no more than have
-    _DOCUMENTS_COUNTED, of so many documents each."""
+    """Return steps in [start, stop), with both ends: at most _STEPS_COUNTED, and no more than have
+    _DOCUMENTS_COUNTED documents, with `documents` in each step.
+    """
     most = max(2, min(_STEPS_COUNTED, _DOCUMENTS_COUNTED // documents))
     if stop - start <= most:
         return list(range(start, stop))

@@ -1,4 +1,4 @@
-"""Data that meets one model must be of one tokenizer: the check, and the command that mends it."""
+"""The check that all data of one model has one tokenizer, and the command that makes it so."""
 
 import shlex
 
@@ -41,7 +41,8 @@ def tokenizer_of_data(shards: TokenShards) -> str:
 
 
 def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
-    """How little data can do without its own tokenizer: ids need it, chats its special tokens.
+    """Return how much a source depends on its own tokenizer: token ids need it, chats need its
+    special tokens.
 
     Otherwise what is trained on keeps it before what is held out, and one that somebody trained or
     chose before plain bytes.

@@ -38,8 +38,9 @@ _PLAIN = frozenset({"inputs", "targets", "segment_ids", "positions", "loss_mask"
 
 
 class Windows(NamedTuple):
-    """One row each, int64 [B]: index of its source, stream index of its first input, real targets
-    (0: a row of padding)."""
+    """Rows of a batch, each int64 [B]: index of the source, stream index of the first input, number
+    of real targets (0 for a padding row).
+    """
 
     source: np.ndarray
     start: np.ndarray
@@ -47,8 +48,9 @@ class Windows(NamedTuple):
 
 
 class HostSlice(NamedTuple):
-    """What a host holds of a global batch: these rows, int64 [b], and of each these columns,
-    without a step."""
+    """The part of a global batch that a host holds: these rows, int64 [b], and these columns of
+    each, without a step.
+    """
 
     rows: np.ndarray
     columns: slice = slice(None)

@@ -88,7 +88,7 @@ class Bins:
         return offsets, self.numbers[ranges(first, counts)]
 
     def describe(self) -> str:
-        """One line for the start of a run."""
+        """Describe the rows in one line, for the start of a run."""
         line = f"{self.num_rows:,} rows of {len(self.numbers):,} documents"
         if self.group > 1:
             line += f" in groups of {self.group}"
@@ -100,7 +100,9 @@ class Bins:
 
 
 class _BinsPlan(NamedTuple):
-    """What a plan file holds: see the module. The rows of long documents are the last ones."""
+    """Contents of a plan file, as the module describes it. The rows of long documents are the last
+    ones.
+    """
 
     num_long: int
     num_tokens: int
@@ -109,13 +111,15 @@ class _BinsPlan(NamedTuple):
 
     @classmethod
     def parse(cls, content: np.ndarray) -> "_BinsPlan":
-        """From the int64 of a plan file."""
+        """Read a plan from the int64 numbers of a plan file."""
         num_long, num_tokens, num_rows = content[:3].tolist()
         offsets = content[3 : num_rows + 4]
         return cls(num_long, num_tokens, offsets, content[num_rows + 4 :])
 
     def of_documents(self, group: int) -> "_BinsPlan":
-        """With offsets and numbers of documents in place of those of groups of so many."""
+        """Return the plan with offsets and numbers of documents instead of groups of `group`
+        documents.
+        """
         if group == 1:
             return self
         numbers = self.numbers[:, None] * group + np.arange(group)
@@ -123,7 +127,9 @@ class _BinsPlan(NamedTuple):
 
 
 def document_targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where in the stream the targets of documents begin, and how many they are; both int64 [n]."""
+    """Return where in the stream the targets of documents begin, and how many they are; both int64
+    [n].
+    """
     first, sizes = shards.documents(numbers)
     if shards.manifest.eod == "none":
         # No end mark before a document says that it begins, so its first token is no target.
@@ -251,7 +257,7 @@ def _kept_plan(shards: TokenShards, length: int) -> np.ndarray:
 
 
 def _count_targets(shards: TokenShards, starts: np.ndarray, sizes: np.ndarray) -> int:
-    """How many tokens of these parts of the stream have a loss mask of 1."""
+    """Return how many tokens in these parts of the stream have a loss mask of 1."""
     if not shards.masked:
         return int(sizes.sum())
     masks = (shards.mask(starts[i : i + 1], size) for i, size in enumerate(sizes.tolist()))
@@ -316,7 +322,7 @@ def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
                 new = -(-left // (length // size))
                 rows = np.arange(num_rows, num_rows + new)
                 num_rows += new
-            # So many rows take as many items as fit, then one may take the rest, and the others
+            # These rows take as many items as fit, then one may take the rest, and the others
             # stay as they are.
             each = room // size
             num_full = min(rows.size, left // each)

@@ -30,7 +30,8 @@ def integer_weights(weights: list[float]) -> tuple[int, ...]:
 
 
 def prefix_counts(count, weights: tuple[int, ...]) -> list:
-    """How many of the first `count` rows belong to each source: exact, and monotone in `count`.
+    """Return how many of the first `count` rows belong to each source: exact, and monotone in
+    `count`.
 
     Each source in turn takes its share of what the sources before it left, rounded to the nearest
     row; what is left grows by 0 or 1 per row, so exactly one source's count does.

@@ -38,8 +38,9 @@ _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 class PlanSource(NamedTuple):
-    """What the plan knows of a source: the identity of its content, the tokens in one epoch, and
-    the rows in one epoch by row length."""
+    """A source as the plan sees it: the identity of its content, the tokens in one epoch, and the
+    rows in one epoch by row length.
+    """
 
     uid: str
     num_tokens: int
@@ -115,7 +116,7 @@ class Segment(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a plan stands before a step: all that a plan with other settings needs to go on from
+    """Position of a plan before a step: all that a plan with other settings needs to continue from
     there. Plain JSON.
 
     `mixture` is the segment's, as [uid, integer weight] in order, since row `start`; `sources` maps
@@ -134,10 +135,11 @@ class Cursor(NamedTuple):
 
 
 class DataRead(NamedTuple):
-    """What a run has read until a step, as its checkpoint remembers it. Plain JSON.
+    """Data that a run has read until a step, as its checkpoint records it. Plain JSON.
 
     `fingerprint` is that of all batches before the step; `cursor` the fields of a `Cursor` at the
-    step; `start` likewise where other data was accepted last, None if that never happened.
+    step; `start` the fields of the cursor where other data was last
+    accepted, None if that never happened.
     """
 
     step: int
@@ -147,8 +149,9 @@ class DataRead(NamedTuple):
 
 
 class _SourceCursor(NamedTuple):
-    """Where one source stands at a cursor: the first epoch of its grid, its draws in the grid at
-    the start of the mixture and now, its passes before the grid, and the rows in an epoch."""
+    """Position of one source at a cursor: the first epoch of its grid, its draws in the grid at the
+    start of the mixture and now, its passes before the grid, and the rows in an epoch.
+    """
 
     epoch: int
     drawn_at_start: int
@@ -207,7 +210,7 @@ class Plan:
             steps: optimizer steps from the start of the run; "auto": as many as sources and stages
                 give.
             cursor: where the plan goes on from; None: from the start.
-            unit: what is never divided, in words.
+            unit: name of what is never divided.
 
         Raises:
             ConfigError: all that can't be planned.
@@ -331,8 +334,8 @@ class Plan:
         return drawn / sum(source.num_tokens for source in self.sources)
 
     def falls_on(self, interval: Interval, step: int) -> bool:
-        """Whether what is due every N steps, or every N epochs of all sources together, is due
-        after `step` steps; 0: never.
+        """Return whether an action that is due every N steps, or every N epochs of all sources
+        together, is due after `step` steps; 0: never.
 
         With epochs: after the first step that completes another one. That depends on the plan
         alone.
@@ -388,7 +391,7 @@ class Plan:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     def _identities(self, segment: Segment) -> list[tuple]:
-        """What a segment draws, source by source, for the fingerprint."""
+        """Return what a segment draws, source by source, for the fingerprint."""
         grid = segment.grid
         result = []
         for i, weight in zip(segment.sources, segment.weights):
@@ -397,7 +400,7 @@ class Plan:
         return result
 
     def cursor_at(self, step: int) -> Cursor:
-        """Where the plan stands before `step`."""
+        """Return the position of the plan before `step`."""
         span = self.span(step)
         row = span.row_at(step)
         segment = self._segment(row)
@@ -429,8 +432,9 @@ class Plan:
         )
 
     def describe(self) -> str:
-        """One line for the start of a run: steps, tokens, why it ends, epochs of each source,
-        changes of shape."""
+        """Describe the plan in one line, for the start of a run: steps, tokens, the reason for the
+        end, epochs of each source, changes of shape.
+        """
         tokens = _short_count(self.tokens_at(self.num_steps))
         passes = self.epochs_at(self.num_steps)
         epochs = ", ".join(f"{name} {count:.3g} epochs" for name, count in passes.items())
@@ -533,7 +537,7 @@ def _stages(
             problems.append(problem)
         elif stage.until is not None:
             end = _end_step(stage, steps, step, tokens, step_tokens)
-            # Stages that end before the cursor are history: nothing more is asked of them.
+            # Stages that end before the cursor are history: they have no further checks.
             is_history = cursor is not None and step == first
             if end <= step and not is_history:
                 rule = f"is step {end:,}, but stages must increase and the one before ends at step"
@@ -550,7 +554,7 @@ def _stages(
 
 
 def _weight_problems(where: str, weights: dict[str, float], names: list[str]) -> list[str]:
-    """What is wrong with the weights of a stage."""
+    """Return the problems of the weights of a stage."""
     problems = []
     for name, weight in weights.items():
         if name not in names:
@@ -566,8 +570,9 @@ def _weight_problems(where: str, weights: dict[str, float], names: list[str]) ->
 
 
 def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) -> str:
-    """What is wrong with the end of a stage, whatever stages there are before it; empty:
-    nothing."""
+    """Return the problem of the end of a stage by itself, without the stages before it; empty if
+    there is none.
+    """
     if stage.until is None:
         if is_last:
             return ""
@@ -586,7 +591,9 @@ def _until_problem(where: str, stage: StageConfig, steps: Steps, is_last: bool) 
 
 
 def _whole_number_problem(where: str, until: float, unit: str) -> str:
-    """What is wrong with the end of a stage in steps or tokens; empty: nothing."""
+    """Return the problem of a stage end in steps or tokens that is no whole number; empty if there
+    is none.
+    """
     if until == int(until):
         return ""
     if 0 < until < 1:
@@ -601,7 +608,7 @@ def _whole_number_problem(where: str, until: float, unit: str) -> str:
 
 
 def _end_step(stage: StageConfig, steps: Steps, step: int, tokens: int, step_tokens: int) -> int:
-    """The step that a stage ends at, if it begins at `step`, after so many `tokens`."""
+    """Return the step at which a stage ends that begins at `step`, after `tokens` tokens."""
     assert stage.until is not None
     if stage.unit == "tokens":
         # Whole steps, rounded up: the same from wherever it is counted.
@@ -746,7 +753,7 @@ class _StageLayout:
         weights: dict[int, float],
         limits: list[float],
     ) -> bool:
-        """Whether the last segment has this mixture, so that it just goes on."""
+        """Return whether the last segment has this mixture, so that it continues."""
         before = self.segments[-1]
         if before.grid != self.grid:
             return False
@@ -815,7 +822,9 @@ class _StageLayout:
         return 1 + _last(room, is_unfinished)
 
     def _finished(self, drawn: list[int], limits: list[float]) -> bool:
-        """Whether every source that has an end has completed its epochs; no, if none has an end."""
+        """Return whether every source that has an end has completed its epochs; false if none has
+        an end.
+        """
         finite = [i for i in self.used if self.epochs[i] is not None]
         return bool(finite) and all(drawn[i] >= limits[i] for i in finite)
 

@@ -1,4 +1,4 @@
-"""From pieces of input files to a finished directory of token shards: in parallel, resumable, the
+"""Build a directory of token shards from pieces of input files: in parallel, resumable, with the
 same bytes every time.
 
 The pieces are grouped into units by their sizes. A worker turns a unit into one shard and then
@@ -42,7 +42,7 @@ _MIN_UNIT_BYTES = 1 << 16
 _MAX_UNIT_BYTES = 1 << 28
 # A BPE tokenizer learns from about this much text, spread over the whole input.
 _TRAINING_BYTES = 1 << 30
-# Of each problem, so many documents are named.
+# Number of documents that are named for each problem.
 _EXAMPLES = 3
 _DECODED_TOKENS = 1 << 20
 Unit = list[InputRange]
@@ -109,13 +109,13 @@ def usable(
 
 
 def accept(document: Document, on_bad: str, problems: Problems) -> bool:
-    """Whether a document, perhaps a mended one, is to be used."""
+    """Return whether to use a document, which may be a repaired one."""
     if not document.problem:
         return True
     harmless = document.problem in HARMLESS
     if on_bad == "raise" and not harmless:
         problem = document.problem + document.detail
-        fix = "Mend the file, or give --on-bad skip or replace"
+        fix = "Correct the file, or give --on-bad skip or replace"
         raise DataError(f"{document.where}: {problem}. {fix}.")
     kept = not document.empty and (harmless or on_bad == "replace")
     _count(problems, document.problem, 1, int(not kept), [document.where])
@@ -268,8 +268,8 @@ def _write_documents(
         if unknown:
             content = content.translate(dict.fromkeys(map(ord, unknown)))
             where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
-            mended = Document(content, where, "character without an id in the tokenizer")
-            if not accept(mended, on_bad, problems):
+            repaired = Document(content, where, "character without an id in the tokenizer")
+            if not accept(repaired, on_bad, problems):
                 continue
         members = _encode(document._replace(text=content), tokenizer, end)
         if document.is_preference and not all(member.teaches for member in members):
@@ -303,7 +303,7 @@ class _EncodedDocument(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether it has a target."""
+        """Return whether the document has a target."""
         return len(self.ids) > 0 and (self.mask is None or bool(self.mask.any()))
 
 
@@ -466,7 +466,7 @@ def _parse_record(path: Path | RemotePath, content: bytes) -> dict[str, Any]:
         whole = False
     if not whole:
         what = "is not the record that prepare wrote: damaged, or of an older version"
-        fix = "Remove it and run the same command again: what it tells of is made again"
+        fix = "Remove it and run the same command again: its contents are built again"
         raise StorageError(f"{path}: {what}. {fix}.")
     return record
 

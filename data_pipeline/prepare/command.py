@@ -117,7 +117,7 @@ _NOT_IN_COMMAND = ("out", "workers", "runner", "runner_options", "cache", "overw
 
 
 class _Request(NamedTuple):
-    """What is to be built: all that decides the output.
+    """A build request: all settings that decide the output.
 
     `parts` are the pieces of each folder of the output; `origin` has fields of the manifest:
     sources, settings and command; `tokenizer` is None if it is to be trained.
@@ -133,7 +133,7 @@ class _Request(NamedTuple):
 
 
 class _PrepareParser(argparse.ArgumentParser):
-    """Without the usage of forty lines before an error of one."""
+    """Parser that reports an error in one line, without forty lines of usage before it."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See `{self.prog} --help`.")
@@ -186,7 +186,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
 
 
 def _place(text: str) -> Path | RemotePath:
-    """The value of an option as a place; argparse tells of no other error than its own."""
+    """Convert the value of an option to a place; argparse reports no other error than its own."""
     try:
         return place(text)
     except UsageError as error:
@@ -194,7 +194,7 @@ def _place(text: str) -> Path | RemotePath:
 
 
 def _option_words(name: str, value: Any) -> list[str]:
-    """How an option and its value are written in a command."""
+    """Return the words of an option and its value in a command."""
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return [option]
@@ -283,7 +283,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
-    """What is made of the text."""
+    """Add the options for tokenization and output."""
     add = parser.add_argument
     add(
         "--tokenizer",
@@ -323,7 +323,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser, cores: int) -> None:
-    """Where and how the work is done."""
+    """Add the options for where and how the work is done."""
     add = parser.add_argument
     add(
         "--workers",
@@ -384,7 +384,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _values(arguments: argparse.Namespace, name: str) -> list[str]:
-    """What was given to the option of a format."""
+    """Return the values of a format's option."""
     return getattr(arguments, name.replace("-", "_"))
 
 
@@ -529,7 +529,7 @@ def _forms(pieces: list[InputRange], margin: bool) -> list[PreferenceForm]:
 def _reading_options(
     arguments: argparse.Namespace, spec: str, tokenizer: Tokenizer | None
 ) -> InputOptions:
-    """What the formats are told about all input."""
+    """Return the options that the formats use for all input."""
     chat_map = None
     system = arguments.system
     if arguments.map:
@@ -596,7 +596,7 @@ def _absolute(path: str) -> str:
 
 
 def _divide(pieces: list[InputRange], share: float | None, by: str) -> dict[str, list[InputRange]]:
-    """Which pieces go to which folder of the output."""
+    """Return the pieces of each folder of the output."""
     if share is None:
         return {"": pieces}
     parts: dict[str, list[InputRange]] = {"train": [], "eval": []}
@@ -695,11 +695,11 @@ def _summarise(parts: Sequence[Path | RemotePath], cache: Cache) -> int:
 
 
 def _tell_of_entries(spec: str, entries: int) -> None:
-    """Say that a text was too short for all entries that were asked for."""
-    asked = bpe_entries(spec)
-    if entries < asked:
+    """Report that a text was too short for all vocabulary entries that were requested."""
+    requested = bpe_entries(spec)
+    if entries < requested:
         print(
-            f"--tokenizer {spec}: asked for {asked:,} entries, and the text gives {entries:,}: "
+            f"--tokenizer {spec}: requested {requested:,} entries, and the text gives {entries:,}: "
             f"each of its words is one entry then. Train on more text for more, or give "
             f"bpe:{entries}."
         )
@@ -717,7 +717,7 @@ def _check_request(arguments: argparse.Namespace, request: _Request, only_tokeni
 
 
 def _where(arguments: argparse.Namespace) -> str:
-    """Who did the work, in words."""
+    """Describe who did the work."""
     if arguments.runner != "local":
         return f"on {arguments.runner}"
     if arguments.workers > 1:
@@ -759,7 +759,7 @@ def _tidy(own: Path) -> None:
 
 
 def _is_unfinished(out: RemotePath, wanted: dict[str, Any]) -> bool:
-    """Whether an output was begun from just this, and is not complete."""
+    """Return whether an output was started by the same request, and is not complete."""
     state = out / _STATE
     if not state.exists() or loads(state.read_bytes()) != wanted:
         return False
@@ -802,8 +802,9 @@ def _input_paths(pieces: Iterable[InputRange]) -> set[str]:
 def _make_way(
     out: Path | RemotePath, wanted: dict[str, Any], request: _Request, overwrite: bool
 ) -> None:
-    """Keep what is there to go on with, if it is of this request; else refuse it, or remove it if
-    that is asked for."""
+    """Keep an existing output of this request, to continue it. Any other output is refused, or
+    removed if the user wants that.
+    """
     state = out / _STATE
     foreign = [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]
     if foreign:
@@ -831,7 +832,7 @@ def _require_same(out: Path | RemotePath, wanted: dict[str, Any], request: _Requ
     if names:
         table = ""
         for name in names:
-            table += f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}"
+            table += f"\n  {name}: there {there.get(name)}, requested {wanted.get(name)}"
         raise UsageError(f"{out}: was made from other input or settings:{table}\n{fix}")
     if not isinstance(state, Path):
         return
@@ -843,7 +844,7 @@ def _require_same(out: Path | RemotePath, wanted: dict[str, Any], request: _Requ
 
 
 def _begun(state: Path | RemotePath) -> dict[str, Any]:
-    """What an output was begun from. DataError: the file that says so is damaged."""
+    """Return the request that an output was started by. DataError: its file is damaged."""
     try:
         begun = loads(state.read_bytes())
     except ValueError:
@@ -855,7 +856,7 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
 
 
 def _files(out: Path | RemotePath) -> list[Path | RemotePath]:
-    """What an output and the folders of its parts hold."""
+    """Return the files of an output and of the folders of its parts."""
     files = []
     for folder in (out, *(out / part for part in PARTS)):
         if folder.is_dir():

@@ -51,7 +51,7 @@ class _Table(NamedTuple):
         return cls(path, len(rows))
 
     def cuts(self, borders: np.ndarray) -> list[int]:
-        """Where the rows of each range begin, and where the last ends."""
+        """Return where the rows of each range begin, and where the last range ends."""
         if not self.count:
             return [0] * (len(borders) + 2)
         halves = np.memmap(self.path, _U8, "r", self.offset, (self.count, 3))[:, 0]
@@ -119,7 +119,9 @@ class Digests(NamedTuple):
         return self.path.with_suffix(".repeated")
 
     def repeated(self) -> bytes:
-        """One byte for each document of the unit: 1 if it repeats an earlier one."""
+        """Return one byte for each document of the unit: 1 if the document repeats an earlier
+        one.
+        """
         content = np.frombuffer(self.answer.read_bytes(), np.uint8)
         return np.unpackbits(content[8:], count=int(content[:8].view(_U8)[0])).tobytes()
 
@@ -187,8 +189,9 @@ def _table(path: Path) -> _Table:
 
 
 def _answer(path: Path, base: int, places: list[np.ndarray]) -> bytes:
-    """What the file of an answer holds, of the local file of a unit's digests and all places,
-    sorted, that ranges found."""
+    """Return the content of an answer file, from the local file of a unit's digests and all sorted
+    places that ranges found.
+    """
     (count,) = np.fromfile(path, _U8, 1).tolist()
     flags = np.unpackbits(np.fromfile(path, np.uint8, -(-count // 8), offset=16), count=count)
     for found in places:
@@ -214,7 +217,7 @@ def _sort(rows: np.ndarray) -> np.ndarray:
 
 
 def _repeats(rows: np.ndarray) -> np.ndarray:
-    """Which rows, sorted, have the digest of the one before: bool [n]."""
+    """Return which of the sorted rows have the digest of the row before: bool [n]."""
     again = np.zeros(len(rows), bool)
     again[1:] = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
     return again

@@ -1,5 +1,6 @@
-"""What a step reads, for people: which rows of which sources, which documents these are of, and the
-beginning of their text."""
+"""Preview of what a step reads: the rows of each source, their documents, and the beginning of
+their text.
+"""
 
 import shlex
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ _MOST_DOCUMENTS = 6
 
 
 class RowPreview(NamedTuple):
-    """One row of a step.
+    """A row of a step, for people.
 
     Attributes:
-        origin: where it is from: source, epoch, and, unless its documents share it in this step
+        origin: its source, epoch, and, unless its documents share it in this step
             alone, which row of the epoch it is.
         documents: int64 [documents], by their numbers in their sources, in order.
         num_targets: positions that are targets.
@@ -38,8 +39,8 @@ class RowPreview(NamedTuple):
 
 
 def describe_step(data: TrainingData, step: int, most: int, width: int) -> Iterator[str]:
-    """Lines about the batch of a step, counted from 0: totals, sources, and `most` of its rows in
-    so many columns.
+    """Yield lines about the batch of a step, counted from 0: totals, sources, and `most` of its
+    rows, `width` columns wide.
 
     DataError: a shard is damaged.
     """
@@ -86,8 +87,9 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
 def preview_rows(
     data: TrainingData, step: int, arrays: dict[str, np.ndarray], most: int, width: int
 ) -> Iterator[RowPreview]:
-    """The first `most` rows of a step, whose arrays these are, with so many characters of their
-    text."""
+    """Yield the first `most` rows of a step with these arrays, each with `width` characters of
+    text.
+    """
     rows = data.rows_at(step)
     places = data.places_at(step)
     for i in range(min(most, len(arrays["targets"]))):

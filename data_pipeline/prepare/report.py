@@ -1,5 +1,6 @@
-"""What a person sees of token shards: the summary of a build, and a row as training reads it. Plain
-text, 80 columns."""
+"""Reports about token shards: the summary of a build, and a row as training reads it. Plain text,
+80 columns.
+"""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -35,8 +36,9 @@ _TARGETS_BY = {
 
 
 def summary(shards: TokenShards) -> Iterator[str]:
-    """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or
-    mended."""
+    """Yield lines about a directory: sizes, bytes per token, lengths of documents, and documents
+    that were left out or repaired.
+    """
     m = shards.manifest
     size = f"{m.num_groups:,} {m.unit}s, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
     yield f"{shards.path}: {size}"
@@ -72,10 +74,10 @@ def summary(shards: TokenShards) -> Iterator[str]:
 
 
 def _problem_lines(m: Manifest) -> Iterator[str]:
-    """What was left out or mended, with examples."""
+    """Yield the numbers of documents that were left out or repaired, with examples."""
     # A document is left out for one reason; older manifests do not say how many were.
     read = m.num_groups + sum(entry.get("left_out", 0) for entry in m.problems.values())
-    yield f"  left out or mended, of {read:,} {m.unit}s:"
+    yield f"  left out or repaired, of {read:,} {m.unit}s:"
     for kind, entry in m.problems.items():
         count = entry["count"]
         yield f"  {count:>9,} x {kind} ({count / read:.2%}), such as"
@@ -157,7 +159,7 @@ def _example_end(tokenizer: Tokenizer) -> str:
 
 
 def _values(shards: TokenShards) -> str:
-    """What the numbers of documents are, in words."""
+    """Summarise the numbers that belong to documents."""
     numbers = np.arange(0, shards.num_documents, shards.group)
     values = []
     for first in range(0, len(numbers), _AT_ONCE):
@@ -305,15 +307,14 @@ def describe_row(
 
 
 def describe_value(value: float, group: int) -> str:
-    """The number of a document, in words: a label, or where documents belong together the
-    margin."""
+    """Describe the number of a document: a label, or where documents belong together the margin."""
     if group == 1:
         return f"label {value:+g}"
     return f"margin {value:g}"
 
 
 def _member(segment: int, group: int) -> str:
-    """Which document of which group of a row a segment is; both are counted from 1."""
+    """Name the document and group of a segment in a row; both are counted from 1."""
     number, place = divmod(segment - 1, group)
     if group != 2:
         return f"{place + 1} of group {number + 1}"
@@ -382,8 +383,9 @@ def spell(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """A text in one line, shortened to so many characters, with control characters as Python writes
-    them."""
+    """Return a text in one line of at most `most` characters, with control characters as Python
+    writes them.
+    """
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(text) <= most:
         return text

@@ -1,4 +1,4 @@
-"""Where units of work run: in this process, in processes of this machine, or on the machines of a
+"""Runners of units of work: in this process, in processes of this machine, or on the machines of a
 Ray cluster.
 
 A runner calls one function with each of many tasks, whose second item is a unit. Tasks leave files
@@ -76,8 +76,9 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def run_local(workers: int, job: Job, tasks: Tasks) -> Iterator[Task]:
-    """See `Run`: in so many processes, or in this one if one is enough. TryAgainError: a worker was
-    killed."""
+    """Run tasks in `workers` processes, or in this one if one is enough; see `Run`. TryAgainError:
+    a worker was killed.
+    """
     if min(workers, len(tasks)) < 2:
         for task in tasks:
             job(*task)
@@ -113,7 +114,7 @@ def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
     waiting = iter(tasks)
     running = {}
     while True:
-        # Asked each time: a cluster may grow.
+        # Read each time: a cluster may grow.
         at_once = max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))
         for task in itertools.islice(waiting, at_once - len(running)):
             running[remote.remote(here, job, task)] = task

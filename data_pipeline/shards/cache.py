@@ -31,7 +31,9 @@ class Cache:
         return Cache, (self.folder, self.limit)
 
     def path(self, name: str) -> Path:
-        """Where a file of this name is; a name begins with two hex digits of a digest."""
+        """Return the path of the file with this name; a name begins with two hex digits of a
+        digest.
+        """
         return self.folder / name[:2] / name
 
     def open(self, name: str, size: int) -> int:

@@ -267,6 +267,6 @@ def _missing(mappings: list[_Mapping], wanted: list[Wanted]) -> list[tuple[_Mapp
 
 
 def _goes_on(run: list[tuple[_Mapping, int]], mapping: _Mapping, block: int) -> bool:
-    """Whether a block is the next one of a request that is not too large already."""
+    """Return whether a block continues a request that is not too large already."""
     last_mapping, last_block = run[-1]
     return len(run) < _REQUEST_BLOCKS and last_mapping is mapping and last_block + 1 == block

@@ -195,7 +195,7 @@ class CheckedFiles:
         return data
 
     def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
-        """What `checked` will be asked for next; local files are there."""
+        """Announce the blocks that `checked` will read next, for files that are not local."""
 
 
 def touched(starts: Iterable[int], length: int) -> Iterator[int]:
@@ -205,8 +205,9 @@ def touched(starts: Iterable[int], length: int) -> Iterator[int]:
 
 
 def block_starts(first: np.ndarray, last: np.ndarray) -> list[int]:
-    """Where the blocks begin that many small parts touch, from and to these bytes; they mostly
-    share their blocks."""
+    """Return the starts of the blocks that many small byte ranges touch; the ranges mostly share
+    their blocks.
+    """
     blocks = first // files.BLOCK_BYTES
     blocks = np.unique(ranges(blocks, last // files.BLOCK_BYTES - blocks + 1))
     return (blocks * files.BLOCK_BYTES).tolist()

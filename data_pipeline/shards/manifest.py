@@ -29,7 +29,7 @@ _MOST = 1 << 48
 _MOST_GROUP = 64
 # Batches have ids as int32.
 _MOST_IDS = 1 << 31
-# Whether a value is good, and what a good one is, in words.
+# A check of a value, and a description of valid values.
 _Rule = tuple[Callable[[Any], bool], str]
 
 
@@ -85,9 +85,11 @@ class Manifest:
     command: str = ""
     problems: dict[str, Any] = dataclasses.field(
         default_factory=dict
-    )  # what was left out or mended: counts and examples
+    )  # documents left out or repaired: counts and examples
     version: int = VERSION
-    group: int = 1  # so many consecutive documents belong together; 2: pairs, the chosen first
+    group: int = (
+        1  # number of consecutive documents that belong together; 2: pairs, the chosen first
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +106,7 @@ class Manifest:
 
     @property
     def unit(self) -> str:
-        """What a group is called in messages."""
+        """Name of a group in messages."""
         return {1: "document", 2: "pair"}.get(self.group, "group")
 
     @property
@@ -222,7 +224,7 @@ def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
     if directory.name not in PARTS:
         quoted = shlex.quote(str(directory))
         return f"{what}. Make one with `{program} {quoted} --text 'GLOB'`."
-    # prepare is told the folder above: it makes both parts itself.
+    # prepare takes the folder above: it makes both parts itself.
     above = directory.parent
     if (above / MANIFEST).exists():
         fix = "Name that, or make both parts by `prepare --holdout`"
@@ -232,8 +234,8 @@ def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
 
 
 def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Where a manifest differs from what `Manifest.save` writes: dotted path, value, rule. The
-    first one counts.
+    """Yield where a manifest differs from what `Manifest.save` writes: dotted path, value, rule.
+    The first one counts.
 
     What follows one was not written to be read by it: a caller stops there.
     """
@@ -381,6 +383,6 @@ def digest_of(value: Any) -> str:
 
 
 def fix(command: str = "") -> str:
-    """What to do about a directory that is not what it was when it was built."""
+    """Return the advice for a directory that has changed since it was built."""
     command = command or "python -m data_pipeline.prepare ..."
     return f"Restore it from a copy, or build it again: `{command} --overwrite`."

@@ -128,7 +128,7 @@ class TokenShards:
                 yield number, ".mask", (first // 8).tolist(), (tokens + 14) // 8
 
     def borders(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Where documents begin in such windows, as `windows` says it; reads no token."""
+        """Return where documents begin in windows, in the form of `windows`; no token is read."""
         borders = [np.empty(0, np.int64)]
         self._files.expect(
             lambda: [(part[2], ".idx", (0,), None) for part in self._parts(starts, length)]
@@ -139,8 +139,9 @@ class TokenShards:
         return np.concatenate(borders)
 
     def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Which tokens of such windows are training targets, bool [n, length]: all, where a shard
-        has no mask."""
+        """Return which tokens of windows are training targets, bool [n, length]: all, where a shard
+        has no mask.
+        """
         result = np.ones((len(starts), length), bool)
         for rows, at, number, first, size in self._parts(starts, length):
             if self.manifest.shards[number].targets is not None:
@@ -171,7 +172,7 @@ class TokenShards:
                 at += size
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """One window, int32 [length]; see `windows`."""
+        """Return the tokens of one window, int32 [length]; see `windows`."""
         return self.windows(np.array([start]), length)[0][0]
 
     def document(self, number: int) -> tuple[int, int]:
@@ -216,8 +217,9 @@ class TokenShards:
         return result
 
     def columns(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """What is known of documents beside their tokens, by their numbers; only where
-        `has_columns`."""
+        """Return the columns of documents beside their tokens, by their numbers; only where
+        `has_columns`.
+        """
         shards = np.searchsorted(self._document_starts, numbers, "right") - 1
         self._files.expect(
             lambda: [(shard, ".cols", (0,), None) for shard in np.unique(shards).tolist()]
@@ -234,7 +236,7 @@ class TokenShards:
         return found
 
     def _find_lines(self, shard: int) -> np.ndarray:
-        """Where the lines of a shard's columns end, int64 [documents]."""
+        """Return where the lines of a shard's columns end, int64 [documents]."""
         return np.flatnonzero(self._files.checked(shard, ".cols") == ord("\n"))
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
@@ -290,8 +292,9 @@ class TokenShards:
     def _begins(
         self, number: int, starts: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each document that begins in a window inside one shard: which window, and where in
-        it."""
+        """Return, for each document that begins in a window inside one shard, the window and the
+        place in it.
+        """
         index = self._index(number)
         low = index.searchsorted(starts)
         high = index.searchsorted(starts + length)

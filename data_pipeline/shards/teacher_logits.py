@@ -1,4 +1,4 @@
-"""What a teacher says of each token of prepared data, kept beside the shards.
+"""Stored logits of a teacher for each token of prepared data, kept beside the shards.
 
 `DATA/teacher-NAME/` holds `SHARD.top` for each shard: of each of its tokens, in their order, one
 entry of fixed size: `tail`, float32, the log of the mass that the likeliest K tokens leave over;
@@ -56,7 +56,7 @@ class TeacherRecord:
     Attributes:
         data: the uid of the shards.
         teacher: a digest of its weights, and one of its settings.
-        described: where it was, in words.
+        described: where the teacher was.
         precision: its number formats.
         vocab_size: entries of its distributions.
         top: entries that are kept of each.
@@ -77,14 +77,14 @@ class TeacherRecord:
     version: int = _VERSION
 
     def digest(self) -> str:
-        """Of all of it but of where the teacher was, hex."""
+        """Digest of the record, without the teacher's location, as hex."""
         values = dataclasses.asdict(self)
         del values["described"]
         text = json.dumps(values, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def entry(self) -> np.dtype:
-        """Of a token."""
+        """The dtype of one token's entry."""
         return entry_type(self.top, self.vocab_size)
 
     def save(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ class TeacherRecord:
 
 
 def entry_type(top: int, vocab_size: int) -> np.dtype:
-    """Of what is kept of a token."""
+    """Return the dtype of one token's entry."""
     ids = "<u4"
     if vocab_size <= 1 << 16:
         ids = "<u2"
@@ -129,7 +129,8 @@ def entry_type(top: int, vocab_size: int) -> np.dtype:
 
 
 def folder_of(shards: TokenShards, name: str, key: str) -> Path:
-    """Where the files of this name lie. ConfigError: it is no name, or the data is not here.
+    """Return the folder of the files with this name. ConfigError: the name is not valid, or the
+    data is not local.
 
     `key`: what gave the name, such as `distill.stored`.
     """
@@ -140,7 +141,7 @@ def folder_of(shards: TokenShards, name: str, key: str) -> Path:
         )
     if isinstance(shards.path, RemotePath):
         raise ConfigError(
-            f"{key}={name}: {shards.path} is behind a URL, and what a teacher says is kept beside "
+            f"{key}={name}: {shards.path} is behind a URL, and a teacher's logits are kept beside "
             "local data only. Copy the data to this machine."
         )
     return shards.path / f"teacher-{name}"
@@ -156,7 +157,7 @@ def checks_of(path: Path) -> bytes:
 
 
 class StoredTeacher:
-    """Reads what a teacher says of the tokens of shards. Use `open`. Picklable; threads may share
+    """Reader of a teacher's stored logits for the tokens of shards. Use `open`. Picklable; threads may share
     an instance.
 
     Args:
@@ -202,7 +203,7 @@ class StoredTeacher:
         return opened
 
     def read(self, tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
-        """What is known of tokens.
+        """Return the stored logits of tokens.
 
         Args:
             tokens: int64 [n], their numbers in the stream of the shards; -1: there is none.
@@ -304,7 +305,7 @@ class StoredTeacher:
 
 
 class TeacherFiles:
-    """What teachers say of the tokens of several sources, which are numbered through: those of a
+    """Stored logits for the tokens of several sources, which are numbered through: the tokens of a
     source follow those of the source before it.
 
     Args:
@@ -324,12 +325,14 @@ class TeacherFiles:
         return TeacherFiles, (self._sources, self._sizes, self.top)
 
     def digest(self) -> str:
-        """Of all records, hex."""
+        """Digest of all records, as hex."""
         text = " ".join(source.record.digest() for source in self._sources)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """ConfigError: the teacher has other entries than a model with so many."""
+        """Check that the teacher has the vocabulary size of the model. ConfigError: the sizes
+        differ.
+        """
         for source in self._sources:
             if source.record.vocab_size != vocab_size:
                 raise ConfigError(

@@ -94,7 +94,7 @@ def find_records(piece: InputRange, wanted_by: str) -> InputRange:
 
 
 def errors_of_reading(piece: InputRange) -> tuple[type[Exception], ...]:
-    """What `records` raises when a file is damaged."""
+    """Return the exceptions that `records` raises when a file is damaged."""
     _, errors = arrow("ipc", piece.path)
     return (*errors, EOFError)
 
@@ -178,7 +178,7 @@ def _data_files(content: Any) -> list[str]:
 
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:
-    """What `get` finds in a JSON file.
+    """Return what `get` finds in a JSON file.
 
     Raises:
         DataError: the file is no JSON, or `get` can't find it.
@@ -228,7 +228,7 @@ def _batches(pyarrow: Any, piece: InputRange, key: str | None) -> Iterator[Any]:
 
 
 def _has_file_layout(piece: InputRange) -> bool:
-    """Whether a file has Arrow's layout of a file, and not that of a stream.
+    """Return whether a file has Arrow's file layout, not its stream layout.
 
     Raises:
         EOFError: it has neither.

@@ -91,8 +91,8 @@ def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
             if isinstance(record, str):
                 raise ChatError(record)
             problems: list[str] = []
-            said, untaught = _messages(record, options)
-            messages = clean(said, template, problems)
+            messages, untaught = _messages(record, options)
+            messages = clean(messages, template, problems)
             tools = clean(find_tools(record, options.chat_map), template, problems)
             if not problems and not jsonl.is_utf8(raw):
                 problems.append("not UTF-8")
@@ -119,7 +119,7 @@ def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
 
 
 def _has_empty_answer(messages: list[dict[str, Any]], untaught: list[int]) -> bool:
-    """Whether the assistant says nothing in a message that is learnt."""
+    """Return whether a message of the assistant that trains is empty."""
     for number, message in enumerate(messages):
         is_learnt = message["role"] == "assistant" and number not in untaught
         says = (message["content"] or "").strip() or message.get("tool_calls")
@@ -129,7 +129,7 @@ def _has_empty_answer(messages: list[dict[str, Any]], untaught: list[int]) -> bo
 
 
 def _lacks_columns(record: dict[str, Any], error: ChatError, chat_map: ChatMap | None) -> bool:
-    """Whether what is wrong with a record is that it has other columns."""
+    """Return whether the problem of a record is that it has other columns."""
     if chat_map:
         return isinstance(error, MissingColumn)
     has_pair = is_filled(record.get("prompt")) and is_filled(record.get("completion"))
@@ -146,10 +146,10 @@ def _messages(
     else:
         messages = read_conversation(record)
     messages, untaught = split_untaught(with_system(messages, options.system))
-    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not said:
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
         raise ChatError("no assistant turn")
-    if set(said) <= set(untaught):
+    if set(turns) <= set(untaught):
         raise ChatError("nothing is learnt: every message of the assistant has weight 0")
     return messages, untaught
 
@@ -176,7 +176,7 @@ def find_tools(record: dict[str, Any], chat_map: ChatMap | None = None) -> list[
 
 
 def mended_text(text: str, problems: list[str]) -> str:
-    """Text as a document of its own would be mended; adds what was wrong."""
+    """Return text repaired as a document of its own would be; adds the problems found."""
     checked = checked_document(text, "", 0)
     if checked.problem and checked.problem != EMPTY:
         problems.append(checked.problem)
@@ -185,8 +185,8 @@ def mended_text(text: str, problems: list[str]) -> str:
 
 
 def clean(value: Any, template: Template, problems: list[str]) -> Any:
-    """A value with all text in it mended; adds what was wrong. Nobody but the template may write
-    special tokens.
+    """Return a value with all its text repaired; adds the problems found. Only the template may
+    write special tokens.
 
     Not seen is one that a template would put together from the ends of two texts without anything
     between them.

@@ -82,7 +82,7 @@ class _MessageLoop(NamedTuple):
 
 
 class ChatMap(NamedTuple):
-    """What the columns of a record become.
+    """Mapping of a record's columns to messages.
 
     Attributes:
         entries: its messages, in their order.
@@ -103,8 +103,8 @@ class ChatMap(NamedTuple):
 
 
 def read_map(words: Sequence[str]) -> ChatMap:
-    """The map that the words of `--map` give: one name or file, or ROLE=TEMPLATE, ANSWER=TEMPLATE
-    and tools=COLUMN.
+    """Return the map that the words of `--map` describe: one name or file, or ROLE=TEMPLATE,
+    ANSWER=TEMPLATE and tools=COLUMN.
 
     UsageError: they give none.
     """
@@ -126,12 +126,12 @@ def read_map(words: Sequence[str]) -> ChatMap:
             f"{', '.join(NAMED)}."
         ) from error
     except ValueError as error:
-        raise UsageError(f"--map {first}: is not JSON ({error}). Mend it.") from error
+        raise UsageError(f"--map {first}: is not JSON ({error}). Correct the file.") from error
     return _of_values(values, first)
 
 
 def _role_of(word: str) -> str:
-    """What stands before the first = of a word; empty: there is none."""
+    """Return the part of a word before the first =; empty if there is none."""
     role, equals, _ = word.partition("=")
     return role if equals else ""
 
@@ -190,7 +190,9 @@ def _read_message(value: Any, name: str) -> _Message:
     _require_keys(value, _IN_MESSAGE, {"role"}, name)
     role = value["role"]
     if role not in ROLES:
-        raise UsageError(f"--map {name}: role {role!r} must be one of {', '.join(ROLES)}. Mend it.")
+        raise UsageError(
+            f"--map {name}: role {role!r} must be one of {', '.join(ROLES)}. Correct it."
+        )
     columns = {}
     for key in ("tool_calls", "if", "unless"):
         columns[key] = ""
@@ -198,7 +200,7 @@ def _read_message(value: Any, name: str) -> _Message:
             columns[key] = _require_text(value[key], key, name)
     content = value.get("content", "")
     if not isinstance(content, str):
-        raise UsageError(f"--map {name}: content={content!r} must be a text. Mend it.")
+        raise UsageError(f"--map {name}: content={content!r} must be a text. Correct it.")
     if not content.strip() and not columns["tool_calls"]:
         raise UsageError(
             f"--map {name}: the message of {role} has no text. Give it a template, such as "
@@ -226,7 +228,7 @@ def _require_keys(
     """UsageError: a value is no object, or has other keys."""
     if not isinstance(value, dict):
         rule = f"must be an object with {', '.join(sorted(needed))}"
-        raise UsageError(f"--map {name}: {str(value)[:80]!r} {rule}. Mend it.")
+        raise UsageError(f"--map {name}: {str(value)[:80]!r} {rule}. Correct it.")
     for key in sorted(value.keys() - known):
         fix = f"Known are {', '.join(sorted(known))}"
         raise UsageError(f"--map {name}: there is no key {key!r} here. {fix}.")
@@ -244,7 +246,9 @@ def _require_list(value: Any, name: str) -> list[Any]:
 def _require_text(value: Any, key: str, name: str) -> str:
     """UsageError: a value is no text, or an empty one."""
     if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"--map {name}: {key}={value!r} must be a text. Mend it, or leave it out.")
+        raise UsageError(
+            f"--map {name}: {key}={value!r} must be a text. Correct it, or leave it out."
+        )
     return value
 
 
@@ -318,8 +322,9 @@ def _with_derived(chat_map: ChatMap, record: Mapping[str, Any]) -> Mapping[str, 
 
 
 def map_prompt(chat_map: ChatMap, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As `map_messages`, without the answer that a conversation ends with. Its columns need not be
-    there, unless the map derives others of them."""
+    """Map a record to messages as `map_messages` does, without the answer that ends a conversation.
+    The columns of the answer may be missing, unless the map derives others from them.
+    """
     entries = list(chat_map.entries)
     while entries and isinstance(entries[-1], _Message) and entries[-1].role == "assistant":
         entries.pop()
@@ -376,14 +381,14 @@ def _fill(
 
 
 def _is_there(message: _Message, columns: Mapping[str, Any]) -> bool:
-    """Whether a message is one of this record's."""
+    """Return whether a record has a message."""
     if message.present and not _has(columns, message.present):
         return False
     return not (message.absent and _has(columns, message.absent))
 
 
 def _has(columns: Mapping[str, Any], name: str) -> bool:
-    """Whether a column is there and not empty."""
+    """Return whether a column exists and is not empty."""
     try:
         value = _look_up(columns, name)
     except MissingColumn:
@@ -447,8 +452,9 @@ def _text(columns: Mapping[str, Any], name: str) -> str:
 
 
 def _look_up(columns: Mapping[str, Any], name: str) -> Any:
-    """What a column holds; of a name with points, what is inside it. MissingColumn: it is not
-    there."""
+    """Return the value of a column; a name with points looks inside the column. MissingColumn:
+    there is no such column.
+    """
     if name in columns:
         return columns[name]
     value: Any = columns
@@ -463,7 +469,7 @@ def _look_up(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The type of a JSON value, in words."""
+    """Name the type of a JSON value."""
     if value is None:
         return "null"
     kinds = {bool: "true or false", str: "text", list: "a list", dict: "an object"}

@@ -31,8 +31,9 @@ def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def native(package: Any, piece: InputRange, mapped: bool = False) -> Any:
-    """What pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a URL,
-    open."""
+    """Return what pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a
+    URL, open.
+    """
     if is_url(piece.path):
         return package.PythonFile(open_piece(piece), mode="r")
     if mapped:
@@ -105,8 +106,9 @@ def json_columns(package: Any, schema: Any) -> list[str]:
 
 
 def _has_json(types: Any, kind: Any) -> bool:
-    """Whether some of the values of a type are, or become, values of JSON; `types` is
-    pyarrow.types."""
+    """Return whether some values of a type are, or become, JSON values; `types` is
+    pyarrow.types.
+    """
     if types.is_dictionary(kind):
         return _has_json(types, kind.value_type)
     if types.is_struct(kind):
@@ -147,7 +149,7 @@ def json_rows(batch: Any) -> Iterator[bytes]:
 
 
 def _json_rows(batch: Any) -> Iterator[bytes]:
-    """As `json_rows`, all rows at once."""
+    """Yield all rows at once, in the form of `json_rows`."""
     try:
         rows = batch.to_pylist()
     except ValueError as error:

@@ -1,5 +1,6 @@
-"""What all formats share: finding files, pieces of files, checking text. Knows neither tokenizers
-nor shards."""
+"""Common parts of all formats: finding files, pieces of files, checking text. This module knows
+neither tokenizers nor shards.
+"""
 
 import glob
 import hashlib
@@ -31,9 +32,9 @@ HARMLESS = (EMPTY, MARKED, SAME, NO_WORDS)
 
 
 class PreferenceForm(NamedTuple):
-    """How records say what is preferred: pairs with a prompt ("explicit"), pairs of whole
-    conversations ("implicit") or answers with a label ("unpaired"); and what they are written
-    in."""
+    """Form of preference records: pairs with a prompt ("explicit"), pairs of whole conversations
+    ("implicit") or answers with a label ("unpaired"); and the type of their content.
+    """
 
     kind: Literal["explicit", "implicit", "unpaired"]
     content: str
@@ -44,7 +45,7 @@ class PreferenceForm(NamedTuple):
         return 1 if self.kind == "unpaired" else 2
 
     def describe(self) -> str:
-        """In words."""
+        """Describe the form for messages."""
         kinds = {
             "explicit": "pairs with a prompt",
             "implicit": "pairs of whole conversations",
@@ -54,7 +55,7 @@ class PreferenceForm(NamedTuple):
 
 
 class InputOptions(NamedTuple):
-    """What a command says about all of its input; of the tokenizer only if one was given."""
+    """Options of a command that apply to all of its input; the tokenizer only if one was given."""
 
     key: str = "text"  # of records: which field holds the document
     vocab_size: int | None = None
@@ -100,13 +101,12 @@ class InputRange(NamedTuple):
         return round((self.stop - self.start) * self.scale)
 
     def holds(self, raw: bytes) -> bool:
-        """Whether a document of these bytes belongs to its part."""
+        """Return whether a document of these bytes belongs to its part."""
         return self.part == "all" or held_out(raw, self.share) == (self.part == "eval")
 
 
 class Document(NamedTuple):
-    """One document, or what was wrong with it: then it is the mended one, or nothing if nothing of
-    it can be used.
+    """One document; a document with a problem is repaired, or empty if nothing of it can be used.
 
     It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or
     `spans`, text and whether it is a training target. `problem` is what is wrong with it in words
@@ -136,7 +136,7 @@ class Document(NamedTuple):
 
     @property
     def is_preference(self) -> bool:
-        """Whether it is a pair, or has a label."""
+        """Return whether the document is a pair, or has a label."""
         return self.rejected is not None or self.value is not None
 
     @property
@@ -177,7 +177,7 @@ def refuse_url(option: str, pattern: str) -> None:
 
 
 def line_start(piece: InputRange, at: int) -> int:
-    """Where the first line from byte `at` on begins, at most the piece's stop."""
+    """Return where the first line from byte `at` on begins, at most the piece's stop."""
     with open_piece(piece) as file:
         file.seek(max(at - 1, 0))
         if at:
@@ -186,13 +186,14 @@ def line_start(piece: InputRange, at: int) -> int:
 
 
 def any_record(piece: InputRange, at: int) -> int:
-    """Where a piece that can be divided between any two records is: at `at` itself."""
+    """Return `at`, where a piece begins that can be divided between any two records."""
     return min(at, piece.stop)
 
 
 def held_out(name: str | bytes, share: float) -> bool:
-    """Whether what has this name belongs to the held-out share: the same answer for ever, whatever
-    else there is."""
+    """Return whether a name belongs to the held-out share: always the same answer, whatever else
+    there is.
+    """
     if isinstance(name, str):
         name = name.encode(errors="surrogateescape")
     digest = hashlib.blake2b(name, digest_size=8).digest()
@@ -297,23 +298,24 @@ def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Doc
         document = checked_document(body.decode(), path, line)
     except UnicodeDecodeError as error:
         at = line + body.count(b"\n", 0, error.start)
-        mended = body.decode(errors="replace").replace("\0", "\ufffd")
-        return Document(mended, f"{path}:{at}", "not UTF-8")
+        repaired = body.decode(errors="replace").replace("\0", "\ufffd")
+        return Document(repaired, f"{path}:{at}", "not UTF-8")
     if len(body) < len(raw) and not document.problem:
         return document._replace(problem=MARKED)
     return document
 
 
 def checked_document(text: str, path: str, line: int) -> Document:
-    """Find what is wrong with text and mend it: NUL, lone surrogates (as JSON can spell them),
-    nothing but whitespace."""
+    """Find the problems of a text and repair them: NUL, lone surrogates (as JSON can spell them),
+    nothing but whitespace.
+    """
     if "\0" in text:
         line += text.count("\n", 0, text.index("\0"))
         return Document(text.replace("\0", "\ufffd"), f"{path}:{line}", "NUL character")
     if not text or text.isspace():
         return Document(None, f"{path}:{line}", EMPTY)
     if not text.isascii():
-        mended = text.encode(errors="surrogatepass").decode(errors="replace")
-        if mended != text:
-            return Document(mended, f"{path}:{line}", "lone surrogate")
+        repaired = text.encode(errors="surrogatepass").decode(errors="replace")
+        if repaired != text:
+            return Document(repaired, f"{path}:{line}", "lone surrogate")
     return Document(text, f"{path}:{line}")

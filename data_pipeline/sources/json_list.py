@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 30
 
 
 def is_list(piece: InputRange) -> bool:
-    """Whether a file holds a list: its name ends in .json, and it begins with a bracket."""
+    """Return whether a file holds a list: its name ends in .json, and it begins with a bracket."""
     if not piece.path.endswith(_SUFFIX):
         return False
     with open_piece(piece) as file:
@@ -59,10 +59,10 @@ def _load(path: str, stamp: str) -> list[dict[str, Any]]:
     try:
         values = loads(content.removeprefix(BOM).decode())
     except ValueError as error:
-        fix = "Mend it, or write a record in each line"
+        fix = "Correct it, or write a record in each line"
         raise DataError(f"{path}: begins like a list and is not JSON ({error}). {fix}.") from error
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             rule = f"item {number} of its list is no object"
-            raise DataError(f"{path}: {rule}. Mend it, or leave the item out.")
+            raise DataError(f"{path}: {rule}. Correct it, or leave the item out.")
     return values

@@ -168,8 +168,9 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
 
 
 def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
-    """What makes of a file the one to read lines from, and what that raises if the file is
-    damaged."""
+    """Return a function that opens a file for reading lines, and the exceptions of a damaged
+    file.
+    """
     if path.endswith(".gz"):
         return gzip.open, zlib.error
     if path.endswith(".zst"):
@@ -227,8 +228,7 @@ def _parse(raw: bytes, key: str) -> Document:
 
 
 def list_keys(record: dict[str, Any], option: str = "") -> str:
-    """The keys of a record in words, and how to name the one that holds the longest text with an
-    option."""
+    """List the keys of a record, and the option that names the key with the longest text."""
     if not record:
         return ", and no other"
     listed = ", ".join(key[:_LONGEST_KEY] for key in list(record)[:_MOST_KEYS])
@@ -244,7 +244,7 @@ def list_keys(record: dict[str, Any], option: str = "") -> str:
 
 
 def is_utf8(raw: bytes) -> bool:
-    """Whether a line is what it should be; if not, `parse_object` mended it."""
+    """Return whether a line is valid UTF-8; `parse_object` repairs a line that is not."""
     try:
         raw.decode()
     except UnicodeDecodeError:

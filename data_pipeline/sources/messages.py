@@ -84,7 +84,7 @@ def find_messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a column holds something: not null, nor an empty text or list."""
+    """Return whether a column has a value: not null, nor an empty text or list."""
     if isinstance(value, str):
         return bool(value.strip())
     return value is not None and value != []
@@ -176,7 +176,9 @@ def _read_message(row: Any) -> dict[str, Any]:
 
 
 def _one_of(row: Mapping[str, Any], name: str, other: str) -> Any:
-    """What a key holds, or the other one in its place. ChatError: they hold different things."""
+    """Return the value of a key, or of the other key in its place. ChatError: the two values
+    differ.
+    """
     if name in row and other in row and row[name] != row[other]:
         raise ChatError(f"keys {name!r} and {other!r} of a message are different")
     return row.get(name, row.get(other))
@@ -224,20 +226,20 @@ def _name_reasoning(message: dict[str, Any]) -> None:
 def _mark_untaught(message: dict[str, Any]) -> None:
     """Put what `weight` and `train` say about a message into `train`, which is false where it is
     the assistant's and not learnt. ChatError: they ask for something else than can be done."""
-    asked = {}
+    given = {}
     if _WEIGHT in message:
         weight = message.pop(_WEIGHT)
         if not isinstance(weight, int | float) or weight not in (0, 1):
             raise ChatError(f"weight {str(weight)[:40]} of a message is neither 0 nor 1")
-        asked[_WEIGHT] = bool(weight)
+        given[_WEIGHT] = bool(weight)
     if _TRAIN in message:
         train = message.pop(_TRAIN)
         if not isinstance(train, bool):
             raise ChatError(f"train {str(train)[:40]} of a message is neither true nor false")
-        asked[_TRAIN] = train
-    if len(set(asked.values())) > 1:
+        given[_TRAIN] = train
+    if len(set(given.values())) > 1:
         raise ChatError("weight and train of a message contradict each other")
-    for name, is_learnt in asked.items():
+    for name, is_learnt in given.items():
         if message["role"] != "assistant" and is_learnt:
             raise ChatError(
                 f"{name} of a message of {message['role']} asks to learn it, and only what the "

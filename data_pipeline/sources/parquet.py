@@ -42,7 +42,7 @@ _FIRST_EXACT_WRITER = (1, 2, 9)
 # Of a page. Writers close a page after 1,000 rows or 1 MiB, whatever comes last, so that a page of
 # long documents may have hundreds of MB.
 _MOST_PAGE_BYTES = 1 << 30
-# A page above this size may have so many times the bytes that it has in the file. No text gets so
+# Largest expansion of a page above this size: bytes in memory per byte in the file. No text gets so
 # much smaller; zeros do.
 _UNSUSPECTED_BYTES = 1 << 26
 _MOST_GROWTH = 256
@@ -87,7 +87,7 @@ def documents(piece: InputRange) -> Iterator[Document]:
 
 
 def errors_of_reading(piece: InputRange) -> tuple[type[Exception], ...]:
-    """What `records` raises when a file is damaged."""
+    """Return the exceptions that `records` raises when a file is damaged."""
     _, errors = arrow("parquet", piece.path)
     return errors
 

@@ -30,7 +30,7 @@ _STRUCT = 12
 
 
 class Page(NamedTuple):
-    """What the header of a page says.
+    """Header of a page.
 
     Args:
         kind: the type of the page.

@@ -1,7 +1,7 @@
 """Preferences: records of pairs, an answer that was chosen and one that was rejected, or of single
-answers with a label, in the forms that are usual, or in columns that a map makes messages of.
+answers with a label, in the usual forms, or in columns that a map turns into messages.
 
-A record is told by its columns and their types:
+A record's form is recognised by its columns and their types:
 
 * `prompt`, `chosen`, `rejected`: text, or lists of messages. An answer that begins with the
   assistant continues the prompt; one that does not is the whole conversation.
@@ -80,7 +80,7 @@ class _Missing(ChatError):
 
 
 class _Turn(NamedTuple):
-    """A turn of text: who speaks, how the text says so, and what is said."""
+    """A turn of text: the speaker, the header in the text, and the body."""
 
     role: str
     header: str
@@ -88,8 +88,9 @@ class _Turn(NamedTuple):
 
 
 class _Example(NamedTuple):
-    """What a record says: its prompt, if it has one, and one answer or, the chosen one first, two;
-    each text or a list of messages."""
+    """Contents of a record: its prompt, if it has one, and one answer or, the chosen one first,
+    two; each text or a list of messages.
+    """
 
     prompt: str | list[Any] | None
     answers: list[Any]
@@ -150,7 +151,7 @@ def _first_form(pattern: str, pieces: list[InputRange], columns: dict[str, str])
 
 
 def _has_system(pieces: list[InputRange]) -> bool:
-    """Whether the first record has a system message in a column of its own."""
+    """Return whether the first record has a system message in a column of its own."""
     for piece in pieces:
         for record in records.first_records(piece):
             return any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS)
@@ -181,7 +182,7 @@ def _form(record: dict[str, Any], columns: dict[str, str]) -> PreferenceForm | N
 
 
 def _continues(rows: list[Any]) -> bool:
-    """Whether messages begin with the assistant, so that a prompt comes before them."""
+    """Return whether messages begin with the assistant, so that a prompt comes before them."""
     if not rows or not isinstance(rows[0], dict):
         return False
     role = rows[0].get("role")
@@ -248,7 +249,7 @@ def _parse(lines: list[bytes], options: InputOptions) -> list[Document]:
 
 
 def _keys_of(record: dict[str, Any] | str, error: ChatError) -> str:
-    """The keys of a record in words, if what is wrong is that it has others; else nothing."""
+    """List the keys of a record if its problem is that it has other keys; else return nothing."""
     if isinstance(record, str):
         return ""
     if isinstance(error, MissingColumn):
@@ -301,8 +302,9 @@ def _example(record: dict[str, Any], columns: dict[str, str], options: InputOpti
 
 
 def _value(record: dict[str, Any], columns: dict[str, str], options: InputOptions) -> float | None:
-    """The number of a record: 1 or -1 for its label, or how much better the chosen answer is, if
-    that is asked for. ChatError: it has none."""
+    """Return the number of a record: 1 or -1 for its label, or the margin of the chosen answer if
+    that is requested. ChatError: the record has none.
+    """
     form = options.preferences
     if form and form.kind == "unpaired":
         label = record.get(columns["label"])
@@ -359,16 +361,17 @@ def _conversations(
         whole, marked = split_untaught(whole)
         of_prompt = range(untaught + len(whole) - len(messages))
         numbers = sorted({*of_prompt, *marked})
-        said = [number for number, item in enumerate(whole) if _role(item) == "assistant"]
-        if set(said) <= set(numbers):
+        turns = [number for number, item in enumerate(whole) if _role(item) == "assistant"]
+        if set(turns) <= set(numbers):
             raise ChatError("nothing is learnt: every message of an answer has weight 0")
         result.append((whole, numbers))
     return result
 
 
 def _messages(prompt: Any, answer: Any) -> tuple[list[dict[str, Any]], int | None]:
-    """The messages of prompt and answer, and how many are of the prompt; None: it is not told
-    apart."""
+    """Return the messages of prompt and answer, and the number that belongs to the prompt; None if
+    the prompt has no border.
+    """
     if isinstance(answer, str):
         if prompt is None:
             return _messages_of_turns(answer), None
@@ -405,14 +408,15 @@ def _messages_of_turns(text: str) -> list[dict[str, Any]]:
 
 
 def _num_common(lists: list[list[Any]]) -> int:
-    """How many items, messages or turns, are the prompt: those that both lists begin with; of one
-    list, those before the last that the assistant said."""
+    """Return how many items, messages or turns, are the prompt: the ones that both lists begin
+    with; of one list, those before the last item of the assistant.
+    """
     if len(lists) == 1:
         (items,) = lists
-        said = [number for number, item in enumerate(items) if _role(item) == "assistant"]
-        if not said:
+        turns = [number for number, item in enumerate(items) if _role(item) == "assistant"]
+        if not turns:
             raise ChatError(_NO_ANSWER)
-        return said[-1]
+        return turns[-1]
     count = 0
     for ours, theirs in zip(*lists):
         if ours != theirs:
@@ -504,7 +508,7 @@ def _require_turns(text: str) -> list[_Turn]:
 
 
 def _mended(spans: list[Span], problems: list[str]) -> list[Span]:
-    """Spans with their text mended; adds what was wrong."""
+    """Return spans with their text repaired; adds the problems found."""
     return [(mended_text(text, problems), is_target) for text, is_target in spans]
 
 

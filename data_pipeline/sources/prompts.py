@@ -65,7 +65,7 @@ def find(pattern: str, options: InputOptions) -> list[InputRange]:
 
 
 def _has_messages(pieces: list[InputRange]) -> bool:
-    """Whether the first record is a conversation, or has a system message."""
+    """Return whether the first record is a conversation, or has a system message."""
     for piece in pieces:
         for record in records.first_records(piece):
             has_system = any(is_filled(record.get(name)) for name in SYSTEM_COLUMNS)

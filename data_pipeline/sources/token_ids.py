@@ -1,5 +1,6 @@
-"""What formats of ids share, text that was turned into tokens elsewhere: the tokenizer that it
-needs, and checks of ids."""
+"""Common parts of formats with token ids, text that was tokenized elsewhere: the tokenizer that
+they need, and checks of ids.
+"""
 
 import os
 from typing import Any, BinaryIO

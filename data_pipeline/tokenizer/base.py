@@ -1,5 +1,6 @@
-"""What all tokenizers share: the contract, where a long text may be cut, and special tokens in what
-a template wrote."""
+"""Common parts of all tokenizers: the interface, where a long text may be cut, and special tokens
+in the output of a template.
+"""
 
 import abc
 import functools
@@ -43,7 +44,7 @@ def describe_tokenizer(name: str, vocab_size: int, sha256: str) -> str:
 
 
 class Tokenizer(abc.ABC):
-    """What all tokenizers share.
+    """Base class of all tokenizers.
 
     Attributes:
         name: short, for people.
@@ -66,7 +67,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def sha256(self) -> str:
-        """Its identity."""
+        """Digest of the tokenizer."""
         return hashlib.sha256(self.content).hexdigest()
 
     def describe(self) -> str:
@@ -74,8 +75,9 @@ class Tokenizer(abc.ABC):
         return describe_tokenizer(self.name, self.vocab_size, self.sha256)
 
     def fits(self, entries: int) -> bool:
-        """Whether a model of so many entries knows all ids, but for special tokens that no text
-        produces; it must know the end of documents."""
+        """Return whether a model with `entries` vocabulary entries knows all ids, except special
+        tokens that no text produces; it must know the end-of-document id.
+        """
         spared = set(self.special.values()) - {self.eod_id}
         return all(i in spared for i in range(entries, self.vocab_size))
 
@@ -90,13 +92,15 @@ class Tokenizer(abc.ABC):
         not UTF-8 give U+FFFD."""
 
     def may_change(self, last: int) -> bool:
-        """Whether a text whose ids end with this one may be another with more ids, even where it
-        does not end with U+FFFD."""
+        """Return whether a longer list of ids may change the text whose ids end with `last`, even
+        where the text does not end with U+FFFD.
+        """
         return False
 
     def token_bytes(self, i: int) -> bytes | None:
-        """What one id stands for within a text: a special token and an id outside the vocabulary
-        for nothing; None: it is not known, since it is a part of a character."""
+        """Return the bytes of one id within a text: none for a special token and an id outside the
+        vocabulary; None if they are not known, because the id is a part of a character.
+        """
         text = self.decode([i])
         if "\ufffd" in text:
             return None
@@ -152,7 +156,9 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def locate_text(self, text: str, first: bool) -> Located:
-        """As `locate`, for text without special tokens; `first`: nothing comes before it."""
+        """Locate tokens as `locate` does, in text without special tokens; `first`: nothing comes
+        before it.
+        """
 
     def save(self, directory: Path | RemotePath) -> None:
         """Write directory/tokenizer.json, and the files that go with it."""
@@ -198,8 +204,9 @@ def cut(
 
 
 def splits_at_cuts(split: Callable[[str], list[str]]) -> bool:
-    """Whether `split`, how a tokenizer divides text before all else, does so at every
-    `BYTE_LEVEL_CUT`: found by trial."""
+    """Return whether `split`, a tokenizer's first division of text, divides at every
+    `BYTE_LEVEL_CUT`: found by trial.
+    """
     probes = [
         (left + "\n", right)
         for left in ("x", ";", "1", "é)", "_", "東")

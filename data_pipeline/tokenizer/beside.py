@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer: settings, the tokens that are declared there, and chat templates.
+"""Files beside a tokenizer: settings, the tokens that they declare, and chat templates.
 
 Precedence is that of transformers. A tokenizer_config.json with `added_tokens_decoder` says all
 about tokens. Without it, special_tokens_map.json replaces the names in tokenizer_config.json, and

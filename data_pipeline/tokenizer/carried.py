@@ -217,7 +217,7 @@ def _read(path: Any) -> bytes:
 
 
 def _read_optional(path: Any) -> bytes | None:
-    """As `_read`; None: it is not there."""
+    """Read a file as `_read` does; None if there is no such file."""
     try:
         return read_limited(path, MAX_TOKENIZER_BYTES)
     except FileNotFoundError:

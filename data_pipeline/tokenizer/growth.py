@@ -1,4 +1,4 @@
-"""How much longer the normaliser of a tokenizer.json can make a text.
+"""Bound of how much longer the normaliser of a tokenizer.json can make a text.
 
 A chain of replacements such as a -> aa doubles the text at each step: thirty of them make gigabytes
 of one letter. The bound is computed from the file, without running it.

@@ -31,7 +31,7 @@ _WORDS = 1 << 17
 _LONGEST_WORD = 64
 # Characters of a part, where a piece has characters outside ASCII.
 _CHUNK_CHARACTERS = 512
-# A piece of so many characters, which could not be cut, has too many words to look up at once.
+# A piece with this many characters, which could not be cut, has too many words to look up at once.
 _LARGE = 1 << 20
 # How byte-level tokenizers divide text into words: the library's own, Llama 3's and Qwen's.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -131,12 +131,14 @@ class JsonTokenizer(Tokenizer):
                 self._words = _Words(self.inner, pattern)
 
     def _whole_ids(self, vocabulary: dict[str, int]) -> frozenset[int]:
-        """Those that end a run of bytes: neither bytes, nor special, which decoders don't see."""
+        """Return the ids that end a run of bytes: neither bytes, nor special, which decoders do not
+        see.
+        """
         ids = {i for token, i in vocabulary.items() if not _BYTE.fullmatch(token)}
         return frozenset(ids.difference(self.special.values()))
 
     def _is_divisible(self) -> bool:
-        """Whether the pieces of a long text may be encoded one by one."""
+        """Return whether the pieces of a long text may be encoded one by one."""
         pre_tokenizer = self.inner.pre_tokenizer
         if pre_tokenizer is None:
             return False
@@ -193,7 +195,7 @@ class JsonTokenizer(Tokenizer):
         return np.concatenate(ids)
 
     def _can_look_up(self, part: str) -> bool:
-        """Whether a part is encoded word by word, from the ids that are kept."""
+        """Return whether a part can be encoded word by word from the cached ids."""
         return self._words is not None and len(part) < _LARGE and part.isascii()
 
     def _parts(self, piece: str) -> Iterable[str]:
@@ -266,7 +268,9 @@ def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         reason = str(error)[:300]
-        raise kind(f"{prefix}{reason}. Mend its tokenizer.json, or take another.") from error
+        raise kind(
+            f"{prefix}{reason}. Correct its tokenizer.json, or use another tokenizer."
+        ) from error
 
 
 def _tokens_to_add(
@@ -328,7 +332,7 @@ def _check_declared(inner: tokenizers.Tokenizer, declared: Sequence[DeclaredToke
 
 
 def _decoder_steps(inner: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """What makes text of tokens, one step after the other; empty: they are joined by spaces."""
+    """Return the steps of the decoder, in order; empty if tokens are joined by spaces."""
     if inner.decoder is None:
         return []
     decoder = loads(inner.decoder.__getstate__())
@@ -338,7 +342,9 @@ def _decoder_steps(inner: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _decodes_in_parts(steps: list[dict[str, Any]]) -> bool:
-    """As of `Tokenizer`: whether no step looks further than at a token and those just before."""
+    """Return `Tokenizer.decodes_in_parts`: whether no step looks further than at a token and those
+    just before.
+    """
     is_one_text = False
     for step in steps:
         kind = step["type"]
@@ -373,7 +379,7 @@ def _alphabet() -> dict[str, int]:
 
 
 def _bytes_of_alphabet(token: str) -> bytes:
-    """Of a byte-level token."""
+    """Return the bytes of a byte-level token."""
     alphabet = _alphabet()
     if not all(character in alphabet for character in token):
         # A token that was added as text.

@@ -126,8 +126,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _how_to_cut(inner: Any, after: Any, pieces: list[str]) -> tuple[Any, re.Pattern[str]]:
-    """What encodes text behind a cut, and where the model lets a text be cut: nowhere, if it
-    doesn't.
+    """Return the encoder of text behind a cut, and the pattern of places where the model lets a
+    text be cut: none, if it does not.
 
     It can be where the normalized parts are those of the whole, and no piece of the vocabulary
     reaches across.

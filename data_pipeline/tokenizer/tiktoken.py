@@ -57,7 +57,7 @@ _EVERYTHING = _LATIN + " don't 1234\r\n\n\t東京 🙂 e\u0301 \u3000x  "
 
 
 def is_ranks(content: bytes) -> bool:
-    """Whether a file begins with a token and its rank."""
+    """Return whether a file begins with a token and its rank."""
     return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|$)", content) is not None
 
 

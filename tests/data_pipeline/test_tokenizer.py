@@ -265,7 +265,7 @@ def test_what_the_library_can_not_encode_is_a_matter_of_the_tokenizer(tmp_path):
     content = json.loads(inner.to_str())
     del content["model"]["vocab"]["[U]"]
     with pytest.raises(
-        DataError, match=r"tokenizer x: can't encode a text: .*Mend its tokenizer.json"
+        DataError, match=r"tokenizer x: can't encode a text: .*Correct its tokenizer.json"
     ):
         JsonTokenizer(json.dumps(content).encode(), "x").encode("b")
 
@@ -273,7 +273,7 @@ def test_what_the_library_can_not_encode_is_a_matter_of_the_tokenizer(tmp_path):
 def test_a_panic_of_the_library_is_an_error():
     content = json.loads(BPE.content)
     content["model"]["continuing_subword_prefix"] = "a prefix that is longer than the tokens"
-    with pytest.raises(ValueError, match=r"out of range.*Mend its tokenizer.json"):
+    with pytest.raises(ValueError, match=r"out of range.*Correct its tokenizer.json"):
         JsonTokenizer(json.dumps(content).encode(), "x")
 
 

@@ -33,12 +33,12 @@ from data_pipeline.base.errors import ConfigError, TryAgainError, run_command
         (
             OSError("odd"),
             74,
-            "error: odd. Free space or mend access, then run the same command again: it goes on where it was.\n",
+            "error: odd. Free space or restore access, then run the same command again: it goes on where it was.\n",
         ),
         (
             PermissionError(13, "Permission denied", "a/b"),
             74,
-            "error: a/b: Permission denied. Free space or mend access, then",
+            "error: a/b: Permission denied. Free space or restore access, then",
         ),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "-",

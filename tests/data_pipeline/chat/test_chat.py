@@ -288,7 +288,7 @@ def test_a_template_that_does_not_end_is_ended_in_any_thread(quick_limit):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert re.search(r"takes more than 1 s of CPU time.*mend it", found[0])
+    assert re.search(r"takes more than 1 s of CPU time.*correct it", found[0])
     assert render(Template("{{ messages[0].content }}"), messages) == "a"  # by another process
 
 
@@ -304,7 +304,9 @@ def test_a_template_that_does_not_end_while_it_is_compiled_is_ended(tmp_path, qu
 @pytest.mark.every_dose
 @pytest.mark.long
 def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
-    with pytest.raises(DataError, match=r"needs more than 2,147,483,648 bytes of memory.*mend it"):
+    with pytest.raises(
+        DataError, match=r"needs more than 2,147,483,648 bytes of memory.*correct it"
+    ):
         render(
             Template("{{ ('x' * (messages | length + 1) * 2000000000) | length }}"),
             [{"role": "user"}],
@@ -455,7 +457,7 @@ def test_targets_are_found_by_the_template_that_is_used():
             "",
             r"no special token <\|im_end\|>.*Give a tokenizer that has it, or --chat-template FILE",
         ),
-        ("FILE", "x\n{% if %}", "line 2 is not jinja .*Mend the template"),
+        ("FILE", "x\n{% if %}", "line 2 is not jinja .*Correct the template"),
         (
             "FILE",
             "{{ bos_token }}",
@@ -470,9 +472,9 @@ def test_targets_are_found_by_the_template_that_is_used():
         (
             "FILE",
             "(" * 9000 + "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
-            "nested too deep.*Mend the template",
+            "nested too deep.*Correct the template",
         ),
-        ("FILE", "{{ " + "9" * 5000 + " }}", "is not jinja .*digits.*Mend the template"),
+        ("FILE", "{{ " + "9" * 5000 + " }}", "is not jinja .*digits.*Correct the template"),
         (
             "FILE",
             "{% for a in b %}" * 30 + "{% endfor %}" * 30,
@@ -481,7 +483,7 @@ def test_targets_are_found_by_the_template_that_is_used():
         (
             "FILE",
             "{% import 'os' as os %}{{ x | nothing }}",
-            "No filter named 'nothing'.*Mend the template",
+            "No filter named 'nothing'.*Correct the template",
         ),
         ("FILE", "{{ strftime_now('%d') }}", "writes the date. Give --chat-date YYYY-MM-DD"),
     ],
@@ -500,7 +502,7 @@ def test_bad_dates_settings_and_a_missing_package(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"--chat-date 2024-02-30: is not a date. Give YYYY-MM-DD"):
         load_template(str(tmp_path / "t.jinja"), "bytes", [], date)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"--tokenizer .*is not a JSON object. Mend it"):
+    with pytest.raises(DataError, match=r"--tokenizer .*is not a JSON object. Correct the file"):
         load_template(str(tmp_path / "t.jinja"), tmp_path, [])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "jinja2", None)

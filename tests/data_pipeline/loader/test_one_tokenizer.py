@@ -70,7 +70,7 @@ def test_a_tokenizer_is_made_once_and_never_over_something_else(capsys):
     assert made("tokenizer", "data/both", "--text", "code/*.txt", "--tokenizer", "bpe:280") == 64
     assert "was made from other input or settings" in capsys.readouterr().err
     assert made("data/both", "--text", "web/*.txt", "--tokenizer", "bpe:280") == 64
-    assert "makes: there tokenizer, asked for None" in capsys.readouterr().err
+    assert "makes: there tokenizer, requested None" in capsys.readouterr().err
     for spec in ([], ["--tokenizer", "bytes"]):
         assert made("tokenizer", "data/other", "--text", "web/*.txt", *spec) == 64
         assert (

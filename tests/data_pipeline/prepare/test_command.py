@@ -234,7 +234,7 @@ def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     assert prepare.main(arguments(copy, out, "--on-bad", "skip")) == 64
     assert (
-        "on_bad: there raise, asked for skip" in (error := capsys.readouterr().err)
+        "on_bad: there raise, requested skip" in (error := capsys.readouterr().err)
         and "--overwrite" in error
     )
     data = bytearray((copy / "lines.jsonl").read_bytes())
@@ -248,7 +248,7 @@ def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
     (copy / "part0" / "new.txt").write_text("one more")
     assert prepare.main(arguments(copy, out)) == 64
     assert re.search(
-        r"input: there .*'files': 40,.*asked for .*'files': 41,", capsys.readouterr().err
+        r"input: there .*'files': 40,.*requested .*'files': 41,", capsys.readouterr().err
     )
     assert prepare.main(arguments(copy, out, "--overwrite", "--workers", "1")) == 0
     assert Manifest.load(out / "train").uid != uid
@@ -363,7 +363,7 @@ def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, lin
     error = capsys.readouterr().err
     keys = r"(; its keys are \w+(\. Name the one .*--key \w+)?)?"
     assert re.search(
-        rf"{name}:{line}: {problem}{keys}\. Mend the file, or give --on-bad skip or replace\.",
+        rf"{name}:{line}: {problem}{keys}\. Correct the file, or give --on-bad skip or replace\.",
         error,
     )
     assert "Traceback" not in error
@@ -389,17 +389,17 @@ def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, lin
     [
         (
             {"id": "7", "body of it": "long text"},
-            "no key 'text'; its keys are id, body of it. Name .* --key 'body of it'. Mend",
+            "no key 'text'; its keys are id, body of it. Name .* --key 'body of it'. Correct",
         ),
         (
             {"text": ["a"], "content": "b"},
-            "key 'text' is not a string; its keys are text, content. Name .* --key content. Mend",
+            "key 'text' is not a string; its keys are text, content. Name .* --key content. Correct",
         ),
-        ({"text": None, "n": 1}, "key 'text' is null; its keys are text, n. Mend"),
-        ({}, "no key 'text', and no other. Mend"),
+        ({"text": None, "n": 1}, "key 'text' is null; its keys are text, n. Correct"),
+        ({}, "no key 'text', and no other. Correct"),
         (
             {f"k{i:02d}" * 30: 1 for i in range(99)},
-            r"its keys are (k00){20}, .*, (k11){20} and more. Mend",
+            r"its keys are (k00){20}, .*, (k11){20} and more. Correct",
         ),
     ],
 )
@@ -513,7 +513,7 @@ def test_broken_archive_and_unreadable_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reading, "_LocalFile", refuse)
     assert prepare.main([str(tmp_path / "other"), "--text", f"{tmp_path}/secret.txt"]) == 65
     assert (
-        "secret.txt:1: can't be read (Permission denied). Mend the file, or give --on-bad skip"
+        "secret.txt:1: can't be read (Permission denied). Correct the file, or give --on-bad skip"
         in capsys.readouterr().err
     )
 
@@ -595,7 +595,7 @@ def test_characters_and_the_held_out_tail(tmp_path, capsys):
     ]
     assert prepare.main([*command, "--holdout-by", "tail"]) == 65
     assert (
-        "play.txt:82: 'Z' (U+005A): character without an id in the tokenizer. Mend the file, or give --on-bad"
+        "play.txt:82: 'Z' (U+005A): character without an id in the tokenizer. Correct the file, or give --on-bad"
         in capsys.readouterr().err
     )
     assert prepare.main([*command, "--holdout-by", "tail", "--on-bad", "replace"]) == 0
@@ -630,7 +630,7 @@ def test_full_disk_and_interruption_say_how_to_go_on(tmp_path, capsys, monkeypat
         (
             OSError(28, "No space left on device"),
             74,
-            "error: No space left on device. Free space or mend access, then run the same",
+            "error: No space left on device. Free space or restore access, then run the same",
         ),
         (
             KeyboardInterrupt(),
@@ -698,6 +698,6 @@ def test_a_text_that_is_too_short_for_all_entries_is_told(verb, tmp_path, capsys
     told = capsys.readouterr().out
     found = load_tokenizer(tmp_path / "out").vocab_size
     assert found < 300
-    assert f"asked for 3,000 entries, and the text gives {found}" in told
+    assert f"requested 3,000 entries, and the text gives {found}" in told
     assert prepare.main([*verb, *options, "--tokenizer", f"bpe:{found}", "--overwrite"]) == 0
-    assert "asked for" not in capsys.readouterr().out
+    assert "requested" not in capsys.readouterr().out

@@ -107,13 +107,13 @@ def test_the_first_stays_and_the_others_are_counted(tmp_path, capsys):
     # the choice is part of the settings: another one is refused, in both directions
     assert prepare.main([str(tmp_path / "one"), *command[:4]]) == 64
     assert (
-        "dedupe: there True, asked for None" in (error := capsys.readouterr().err)
+        "dedupe: there True, requested None" in (error := capsys.readouterr().err)
         and "--overwrite" in error
     )
     assert prepare.main([str(tmp_path / "plain"), *command[:4]]) == 0
     assert len(texts(tmp_path / "plain")) == 5001
     assert prepare.main([str(tmp_path / "plain"), *command[:5]]) == 64
-    assert "dedupe: there None, asked for True" in capsys.readouterr().err
+    assert "dedupe: there None, requested True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", ["document", "name", "tail"])

@@ -86,7 +86,7 @@ def test_summary_of_a_build(tmp_path, capsys):
     ]
     assert prepare.main(command) == 0
     shown = capsys.readouterr().out
-    assert "  left out or mended, of 103 documents:\n" in shown
+    assert "  left out or repaired, of 103 documents:\n" in shown
     for count, kind, share in (
         (50, "duplicate of an earlier document", "48.54"), (1, "broken JSON", "0.97"), (1, "NUL character", "0.97"),
     ):  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(
 ):
     assert prepare.main(["bad", *inputs, "--workers", "1"]) == 65
     error = capsys.readouterr().err
-    assert "lines.jsonl:1501: broken JSON. Mend the file" in error
+    assert "lines.jsonl:1501: broken JSON. Correct the file" in error
     assert prepare.main(["bad", *inputs, *on_ray]) == 65
     assert capsys.readouterr().err.splitlines()[-1] == error.splitlines()[-1] and not contents(
         tmp_path / "bad"

@@ -39,7 +39,7 @@ def test_every_record_once_however_divided(file, prepared):
 def test_records_that_are_not_clean(tmp_path, prepared):
     write(tmp_path / "a.ar", [b"fine", b"caf\xe9", b"", b"last"])
     command = ["--arrayrecord", tmp_path / "a.ar", "--on-bad"]
-    assert "a.ar, row 1: not UTF-8. Mend the file, or give --on-bad skip" in prepared.error(
+    assert "a.ar, row 1: not UTF-8. Correct the file, or give --on-bad skip" in prepared.error(
         65, *command, "raise"
     )
     assert prepared.texts(*command, "replace") == ["fine", "caf\ufffd", "last"]

@@ -141,7 +141,7 @@ def test_targets_that_an_older_version_found_otherwise_are_not_taken_for_these(
         assert prepare.main([*command(tmp_path, tokenizer), *template]) == code
         said = capsys.readouterr()
         assert (
-            "chat_targets: there None, asked for compared" in said.err
+            "chat_targets: there None, requested compared" in said.err
             or "nothing to do" in said.out
         )
 
@@ -325,7 +325,7 @@ def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended
     assert (
         f"a.jsonl:2: {problem}" in error
         and ("its keys are text." in error) == (row == {"text": "x"})
-        and "Mend the file, or give --on-bad skip or replace." in error
+        and "Correct the file, or give --on-bad skip or replace." in error
     )
     assert "Traceback" not in error
     for rule in ("skip", "replace"):

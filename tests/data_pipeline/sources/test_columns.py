@@ -207,7 +207,7 @@ def test_rows_that_are_not_clean(tmp_path, prepared, name):
             writer.write_table(table, max_chunksize=2)
     command = [f"--{name}", tmp_path / f"a.{name}", "--on-bad"]
     assert (
-        f"a.{name}, row 1: 'text' is null. Mend the file, or give --on-bad skip"
+        f"a.{name}, row 1: 'text' is null. Correct the file, or give --on-bad skip"
         in prepared.error(65, *command, "raise")
     )
     assert prepared.texts(*command, "skip") == ["fine", "last"]
@@ -230,7 +230,7 @@ def test_damage_inside_a_parquet_file(tmp_path, prepared):
     assert (
         "a.parquet, row " in error
         and "can't be read (" in error
-        and "Mend the file, or give --on-bad skip" in error
+        and "Correct the file, or give --on-bad skip" in error
     )
     got = prepared.texts("--parquet", tmp_path / "a.parquet", "--on-bad", "skip")
     assert 0 < len(got) < 2500 and set(got) <= set(TEXTS)

@@ -63,7 +63,7 @@ def test_damage_is_found(tmp_path, prepared, packing):
             f"bad.jsonl.{packing}:" in error
             and f"can't be read ({'Compressed file ' if reason else ''}{reason}" in error
         )
-        assert "Mend the file, or give --on-bad skip" in error
+        assert "Correct the file, or give --on-bad skip" in error
         assert (
             prepared.texts("--jsonl", f"{tmp_path}/*.jsonl*", "--on-bad", "skip")[-1]
             == "document 0 é 東\n"
@@ -81,7 +81,7 @@ def test_a_line_that_is_too_long_is_a_bad_document(tmp_path, prepared, monkeypat
     path.write_bytes(pack(packing, data) if packing else data)
     error = prepared.error(65, "--jsonl", path)
     assert (
-        f"{path}:3: a line of 1,000 bytes or more. Mend the file, or give --on-bad skip or replace"
+        f"{path}:3: a line of 1,000 bytes or more. Correct the file, or give --on-bad skip or replace"
         in error
     )
     assert prepared.texts("--jsonl", path, "--on-bad", "replace") == ["one", "y" * 987, "two"]

@@ -300,10 +300,12 @@ def test_bad_records_go_by_on_bad_and_the_same_answer_twice_is_only_counted(tmp_
     assert run(tmp_path, records, template=None, out="same") == 0
     assert Manifest.load(tmp_path / "same").num_groups == 1
     said = capsys.readouterr().out
-    assert "left out or mended, of 4 pairs:" in said
+    assert "left out or repaired, of 4 pairs:" in said
     assert "2 x chosen and rejected are the same (50.00%)" in said
     assert run(tmp_path, [PAIR, nul], template=None) == 65
-    assert "in.jsonl:2: NUL character. Mend the file, or give --on-bad" in capsys.readouterr().err
+    assert (
+        "in.jsonl:2: NUL character. Correct the file, or give --on-bad" in capsys.readouterr().err
+    )
     empty = PAIR | {"chosen": ""}
     assert run(tmp_path, [nul, PAIR, empty], "--on-bad", "replace", template=None) == 0
     assert documents_of(tmp_path / "out")[:2] == ["2+2=[4\ufffd|]", "2+2=[5|]"]

@@ -85,7 +85,7 @@ def test_data_sets_that_can_not_be_used(folder, tmp_path, prepared):
     error = prepared.error(65, "--tfds", folder, "--key", "body")
     assert "has no feature 'body', but size, text. Name one with --key." in error
     error = prepared.error(65, "--tfds", folder, "--key", "size")
-    assert "row 0: 'size' is not a string. Mend the file, or give --on-bad" in error
+    assert "row 0: 'size' is not a string. Correct the file, or give --on-bad" in error
 
 
 def test_other_file_formats_and_damage(folder, tmp_path, prepared):
@@ -103,7 +103,7 @@ def test_other_file_formats_and_damage(folder, tmp_path, prepared):
     (copy / "dataset_info.json").write_text(info)
     torn = next(copy.glob("*train*-00001-of*"))
     torn.write_bytes(torn.read_bytes()[:70_000])
-    assert "Mend the file, or give --on-bad skip" in prepared.error(65, "--tfds", copy)
+    assert "Correct the file, or give --on-bad skip" in prepared.error(65, "--tfds", copy)
 
 
 def test_without_the_package(prepared, monkeypatch):
