@@ -51,7 +51,7 @@ _SMALL = (COMMIT, *SMALL_FILES)
 
 
 class UncommittedSteps(NamedTuple):
-    """What is at the URL and does not count, by the name of its folder below it.
+    """Parts below the URL that do not count as steps, by the name of their folder.
 
     Attributes:
         unfinished: uploads that were killed.
@@ -77,8 +77,9 @@ def home_of(directory: Path) -> RemotePath | None:
 
 
 def url_of(step: Path) -> RemotePath | None:
-    """Where a step directory of this host has come from; None: nowhere, it is the step itself, or
-    it is a copy that another process has made."""
+    """Return where a step directory of this host has come from; None: nowhere, it is the step
+    itself, or it is a copy that another process has made.
+    """
     written = _written_url(step)
     if written is None:
         return None
@@ -92,7 +93,7 @@ def url_of(step: Path) -> RemotePath | None:
 
 
 def _written_url(step: Path) -> str | None:
-    """What the file `url` of a step says, whoever wrote it; None: there is none."""
+    """Return what the file `url` of a step says, whoever wrote it; None: there is none."""
     try:
         return (step / URL_FILE).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +103,7 @@ def _written_url(step: Path) -> str | None:
 
 
 def write_url(step: Path, home: RemotePath) -> None:
-    """From now on, what is not in the step directory is at this URL."""
+    """Record that files missing from a step directory are at this URL."""
     write_atomic(step / URL_FILE, home.url.encode())
 
 
@@ -198,7 +199,9 @@ def _bring_whole(home: RemotePath, step: Path, names: Iterable[str]) -> str:
 
 
 def _bring_small_files(home: RemotePath, step: Path, names: Iterable[str]) -> None:
-    """Those that are not here already. FileNotFoundError: one is not at the URL any more."""
+    """Download the files that are not here already. FileNotFoundError: a file is gone from the
+    URL.
+    """
     content = (home / COMMIT).read_bytes()
     with contextlib.suppress(FileNotFoundError):
         if (step / COMMIT).read_bytes() == content and url_of(step) == home:
@@ -263,7 +266,7 @@ def fetch(step: Path, files: Files, names: Iterable[str]) -> None:
 
 
 def _missing(step: Path, files: Files, names: Iterable[str]) -> list[str]:
-    """Those files of a step that are not here.
+    """Return the files of a step that are not here.
 
     StorageError: a symbolic link leads out of the step, or they would have to come from a URL that
     this process has not made a copy of.

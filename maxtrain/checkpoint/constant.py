@@ -21,7 +21,7 @@ from maxtrain.parallel.agreement import gather, raising_together
 
 
 class ConstantArrays:
-    """What this process knows of the arrays that no step of a run changes."""
+    """State of the arrays that no step of a run changes, as this process knows it."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -31,7 +31,7 @@ class ConstantArrays:
         self._is_sound = False
 
     def is_there(self, name: str, is_sound: bool) -> None:
-        """To be called when they were restored or saved.
+        """Record that the arrays were restored or saved.
 
         Args:
             name: what steps call them.
@@ -41,7 +41,7 @@ class ConstantArrays:
         self._is_sound = is_sound
 
     def name_of(self, constant: PyTree[jax.Array]) -> str:
-        """What steps call these arrays.
+        """Return what steps call these arrays.
 
         TryAgainError: they have changed in memory.
         """
@@ -55,7 +55,7 @@ class ConstantArrays:
         return found
 
     def lacks(self, wanted: str) -> bool:
-        """Whether the arrays of this name are still to be written, as process 0 sees it.
+        """Return whether the arrays of this name are still to be written, as process 0 sees it.
 
         TryAgainError, in all processes: the steps there were saved with others.
         """
@@ -70,7 +70,9 @@ class ConstantArrays:
         return primary["lacks"]
 
     def _look_for(self, wanted: str) -> bool:
-        """As `lacks`, on this process; removes what no step refers to."""
+        """Check for the arrays as `lacks` does, on this process; removes arrays that no step refers
+        to.
+        """
         if self._is_sound and not frozen_params.lack(self._directory, wanted):
             return False
         for step, path in complete(self._directory).items():

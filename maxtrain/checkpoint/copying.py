@@ -154,7 +154,9 @@ def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -
 
 
 def remove_here_and_at_url(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
-    """As `remove_step`; at a URL first, if this is a copy of what is there."""
+    """Remove a step as `remove_step` does; first at the URL, if this is a copy of the step
+    there.
+    """
     url = at_url.url_of(path)
     if url is not None:
         at_url.remove(url)
@@ -162,5 +164,7 @@ def remove_here_and_at_url(path: Path, before_files: Callable[[], object] = lamb
 
 
 def half_removed(folder: Path) -> list[Path]:
-    """What is left of steps whose removal was interrupted: their space, under a hidden name."""
+    """Return what is left of steps whose removal was interrupted: their space, under a hidden
+    name.
+    """
     return sorted(folder.glob(f".*{_REMOVED}"))

@@ -1,4 +1,4 @@
-"""Whether the arrays of a checkpoint are finite: intact bytes can still be worthless weights.
+"""Check that the arrays of a checkpoint are finite: intact bytes can still be worthless weights.
 
 Needs no device.
 """
@@ -24,8 +24,8 @@ _CHUNK_BYTES = 1 << 24
 
 
 def must_be_finite(name: str) -> bool:
-    """Whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is worthless
-    with a NaN or infinity in it.
+    """Return whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is
+    worthless with a NaN or infinity in it.
 
     Weights, their averages, moments and buffers are. What judges steps is not: it holds infinity
     where it has not seen anything yet.
@@ -34,7 +34,7 @@ def must_be_finite(name: str) -> bool:
 
 
 def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
-    """What of a step directory's arrays must be finite and is not; empty if nothing.
+    """Return what of a step directory's arrays must be finite and is not; empty if nothing.
 
     Numbers are read from plain files. Those of several processes' steps lie in another format:
     there, what was seen when they were saved counts. OSError: a file can't be read.

@@ -31,7 +31,7 @@ class FrozenArrays(NamedTuple):
 
 
 def place_of(directory: Path, wanted: str) -> Path:
-    """Where the steps of a directory have the frozen arrays of this identity."""
+    """Return where the steps of a directory have the frozen arrays of this identity."""
     return directory / FOLDER / wanted / f"{0:08d}"
 
 
@@ -41,12 +41,12 @@ def stores(directory: Path) -> list[Path]:
 
 
 def is_store(path: Path) -> bool:
-    """Whether this is such a place and no step."""
+    """Return whether this is such a place and no step."""
     return path.parents[1].name == FOLDER
 
 
 def advice(directory: Path) -> str:
-    """What to do if steps of a directory lack their frozen arrays, or these are damaged."""
+    """Return what to do if steps of a directory lack their frozen arrays, or these are damaged."""
     return (
         f"Copy {FOLDER}/ from a copy of the run's checkpoints to {directory}, "
         "or set run_name to a new name to start afresh."
@@ -89,8 +89,9 @@ def lack(directory: Path, wanted: str, read: bool = False) -> str:
 
 
 def _damage_of(path: Path, files: Files) -> str:
-    """What is wrong with the files of a place; of one at a URL, with what is there, which may be
-    whole if the copy on this host is not."""
+    """Return what is wrong with the files of a place; of one at a URL, with what is there, which
+    may be whole if the copy on this host is not.
+    """
     try:
         fetch(path, files, files)
         damage = find_damage(path, files)

@@ -1,4 +1,4 @@
-"""Whether a step directory is what was saved: sizes and crc32 of every file. Needs no device.
+"""Integrity checks of step directories: sizes and crc32 of every file. Needs no device.
 
 `commit.json` lists every other file with its size and the crc32 of each of its blocks, and has a
 crc32 of itself. The small files (commit and record) are checked whenever steps are listed; the
@@ -139,7 +139,7 @@ def survey(directory: Path) -> dict[int, str]:
 
 
 def damaged(directory: Path) -> list[Path]:
-    """What was put aside, or is in the place of a step and is none."""
+    """Return what was put aside, or is in the place of a step and is none."""
     aside = sorted(directory.glob("*.damaged-*"))
     return aside + [directory / f"{step:08d}" for step, why in survey(directory).items() if why]
 
@@ -243,7 +243,7 @@ def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
 
 
 def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> str:
-    """What is wrong with a block of a file whose crc32 is `now`; empty if nothing is."""
+    """Return what is wrong with a block of a file whose crc32 is `now`; empty if nothing is."""
     written = entry["crc32"][block]
     if written == now:
         return ""
@@ -262,7 +262,8 @@ def _hash_blocks(
 
 
 def _hash_written(path: Path, start: int) -> str:
-    """As `_hash_block`, but of the kernel's own copy, which is a third faster.
+    """Hash a block as `_hash_block` does, but from the kernel's page cache, which is a third
+    faster.
 
     Only for files that were just written: a page that the disk can't give would end the process.
     """

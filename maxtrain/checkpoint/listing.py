@@ -1,4 +1,4 @@
-"""Which steps there are, in a directory and perhaps a second one, and their records.
+"""List of the steps in a directory, and perhaps in a second one, with their records.
 
 Needs no device.
 """
@@ -19,7 +19,8 @@ from maxtrain.config.schema import CheckpointConfig
 
 
 def second_of(directory: Path, config: CheckpointConfig) -> Path | None:
-    """Where the steps of RUN/checkpoints are copied to: COPY_TO/RUN/checkpoints; None: nowhere.
+    """Return where the steps of RUN/checkpoints are copied to: COPY_TO/RUN/checkpoints; None:
+    nowhere.
 
     Raises:
         StorageError: COPY_TO is not there, and the run has no step yet: perhaps it has some there.
@@ -95,7 +96,7 @@ def latest_record(
 
 
 def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """What `read_step` gives for all complete checkpoints below a directory, by step.
+    """Return what `read_step` gives for all complete checkpoints below a directory, by step.
 
     Frozen arrays are among the others. One that a training removes meanwhile is passed over.
     StorageError: one can't be read.
@@ -147,7 +148,7 @@ def latest_state(
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What the caller saved beside the arrays of a step."""
+    """Return what the caller saved beside the arrays of a step."""
     return read_step(path)[1]
 
 
@@ -174,7 +175,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextlib.contextmanager
 def as_storage_error(doing: str, advice: str, unfinished: Path | None = None) -> Iterator[None]:
-    """Turns what Orbax, its array store and the system raise into one error with a mend.
+    """Convert errors of Orbax, its array store and the system to one StorageError with advice.
 
     What is left `unfinished` is removed then: its space is needed.
     """

@@ -127,7 +127,7 @@ class LocalSteps:
             raise StepMismatchError
 
     def told(self, newest: int) -> list[str]:
-        """On process 0, after `agree`, a line about each step that was passed over.
+        """Return a line about each step that was passed over; on process 0, after `agree`.
 
         Args:
             newest: the step that the run goes on from. Older ones that are not whole are left out.
@@ -163,14 +163,16 @@ class LocalSteps:
         self.whole[step] = self.writer.path(step)
 
     def retire(self) -> None:
-        """Removes all that is here but for the newest steps that are whole.
+        """Remove all local steps except the newest complete ones.
 
-        One that can't be removed is told of, and stays.
+        A step that can't be removed stays, and is reported.
         """
         self._keep_only(sorted(self.whole)[-self.keep :])
 
     def clear(self, uploaded: int) -> None:
-        """As `retire`, of all steps but those that are whole and later than an uploaded one."""
+        """Remove all local steps except complete ones that are later than the last uploaded
+        step.
+        """
         self._keep_only([step for step in self.whole if step > uploaded])
 
     def _keep_only(self, kept: list[int]) -> None:
@@ -196,12 +198,12 @@ class LocalSteps:
 
 
 def is_local(step: Path) -> bool:
-    """Whether this is a part of a step whose other files are on the disks of other hosts."""
+    """Return whether this is a part of a step whose other files are on the disks of other hosts."""
     return (step / LOCAL_FILE).exists()
 
 
 def saves_since_upload(path: Path) -> int:
-    """How many saves in a row there were, with this one, without an upload.
+    """Return how many saves in a row there were, with this one, without an upload.
 
     Raises:
         ValueError: local.json is not what was written.
@@ -226,7 +228,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _held(path: Path) -> LocalStep:
-    """What this process has of a step."""
+    """Return what this process has of a step."""
     text = (path / "commit.json").read_bytes()
     files = read_commit(path)["files"]
     there = 0

@@ -20,10 +20,10 @@ from maxtrain.parallel.agreement import forget, raising_together, report, tell_a
 
 
 class LocalWriter(StepWriter):
-    """Makes steps below a directory of each process.
+    """Writer of steps below a directory of each process.
 
-    A process gives its part of a step its name when all have written theirs, and process 0 has
-    said what belongs to it: the commit record is the same everywhere.
+    A process gives its part of a step the final name when all processes have written their parts,
+    and process 0 has sent the list of files: the commit record is the same everywhere.
     """
 
     def __init__(self, directory: Path, before_commit: Callable[[], object] | None = None):
@@ -31,7 +31,7 @@ class LocalWriter(StepWriter):
         self._is_shared = False
         # Saves since the last upload, with the one under way; a launch goes on counting from there.
         self.since_upload = 0
-        # What process 0 has told the others, and still keeps.
+        # Name of the message that process 0 has sent to the others, and still keeps.
         self._told = ""
 
     def prepare(self, step: int) -> bool:
@@ -49,7 +49,7 @@ class LocalWriter(StepWriter):
         return True
 
     def finish(self, step: StepSave) -> None:
-        """As of `StepWriter`; the step counts on the disks of the hosts."""
+        """Commit a step on the disks of the hosts; see `StepWriter.finish`."""
         written = self._written(step)
         staging = self.staging(step.number)
         sync(*written.entries, staging)
@@ -72,7 +72,7 @@ class LocalWriter(StepWriter):
         self._make_it_count_here(step.number, json.loads(text))
 
     def _agreed(self, step: StepSave, written: StepFiles, commit: dict) -> str:
-        """What all processes have beside the arrays, by its name, as JSON."""
+        """Return what all processes have beside the arrays, by its name, as JSON."""
         failpoints.hit("before_commit", step.number)
         # What belongs to the steps before is at the URL, when this one counts.
         if self._before_commit:

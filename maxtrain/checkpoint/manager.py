@@ -57,7 +57,7 @@ from maxtrain.checkpoint.writing import (
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.parallel.agreement import await_first, gather, raising_together
 
-# Seconds that an upload may keep training waiting before that is told.
+# Seconds that training may wait for an upload before a warning.
 _LONG_WAIT = 10.0
 
 
@@ -67,7 +67,7 @@ class Checkpoints:
     The first checkpoint makes the directory. Those below a second directory are found and restored
     as well, and new ones are copied there. `on_commit` is called on process 0 with each step that
     has come to count, and whether it is where the run is kept, or on the disks of hosts alone: as
-    soon as it does, in the background, or for the latter when all hosts have said so. With a
+    soon as it does, in the background, or for the latter when all hosts have confirmed it. With a
     `home`, the steps are those at that URL, each process has a directory of its own, and
     `before_commit` is called on process 0 before a step counts there. Steps that are saved without
     an upload are on the disks of hosts, as `local` has them; None: there are none.
@@ -106,7 +106,7 @@ class Checkpoints:
         self._second: SecondDirectory | None = None
         if second:
             self._second = SecondDirectory(self.directory, second, config.copy_keep)
-        # What to tell of an upload, if the last call of `save` has waited long for it; else empty.
+        # Warning about an upload for which the last call of `save` waited long; else empty.
         self.slow_upload = ""
         # When the last save, or this process, began.
         self._last = time.monotonic()
@@ -138,14 +138,15 @@ class Checkpoints:
         return max([*self.steps(), *self.on_hosts()], default=None)
 
     def due(self) -> bool:
-        """Whether checkpoint.minutes, if set, have passed since the last save, by this process's
-        clock."""
+        """Return whether checkpoint.minutes, if set, have passed since the last save, by this
+        process's clock.
+        """
         if self._config.minutes is None:
             return False
         return time.monotonic() - self._last >= 60 * self._config.minutes
 
     def uploads(self, step: int, record: dict[str, Any]) -> bool:
-        """Whether the next save, of this step, is to be uploaded, where not all are."""
+        """Return whether the next save, of this step, is to be uploaded, where not all are."""
         if self.local is None or self._since_upload + 1 >= self._config.upload_every:
             return True
         every = self._config.keep_every
@@ -161,7 +162,7 @@ class Checkpoints:
         constant: PyTree[jax.Array] = None,
         uploaded: bool = True,
     ) -> bool:
-        """Saves one step, after any save under way.
+        """Save one step, after any save under way.
 
         If `asynchronous`, it returns as soon as the state may be changed or donated.
 
@@ -178,8 +179,8 @@ class Checkpoints:
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are
                 untouched.
-            TryAgainError: likewise, because weights are not finite, or constant arrays have
-                changed.
+            TryAgainError: this save, or the one before it, failed because weights are not
+                finite, or constant arrays have changed.
         """
         self.slow_upload = ""
         self.wait()
@@ -222,7 +223,7 @@ class Checkpoints:
         return True
 
     def _orbax_of_hosts(self, leaves: Sequence[jax.Array]) -> ocp.AsyncCheckpointer:
-        """What writes arrays on the disks of hosts alone."""
+        """Return what writes arrays on the disks of hosts alone."""
         if self._of_hosts is None:
             self._of_hosts = self._orbax
             # Where several hosts have the same, one of them may be lost.
@@ -259,8 +260,9 @@ class Checkpoints:
         return name
 
     def _commit(self, step: StepSave) -> None:
-        """In the background: when the arrays are written, makes the step a checkpoint, and retires
-        old ones."""
+        """Make the step a checkpoint when its arrays are written, and retire old steps; runs in the
+        background.
+        """
         self._retire_on_hosts()
         with self._writer.saving(step.number):
             self._orbax.wait_until_finished()
@@ -274,7 +276,7 @@ class Checkpoints:
         self.copy_newest()
 
     def _commit_locally(self, step: StepSave) -> None:
-        """As `_commit`, of a step on the disks of hosts alone."""
+        """Commit a step as `_commit` does, on the disks of hosts alone."""
         assert self.local is not None and self._of_hosts is not None
         self._retire_on_hosts()
         with self.local.writer.saving(step.number):
@@ -282,9 +284,9 @@ class Checkpoints:
             self.local.writer.finish(step)
 
     def _retire_on_hosts(self) -> None:
-        """Removes steps of the disk of this host that are not kept.
+        """Remove the steps on this host's disk that are not kept.
 
-        What was saved last counts in all processes: `wait` has asked them.
+        The last save counts in all processes: `wait` has checked that.
         """
         if self.local is not None:
             self.local.retire()
@@ -296,14 +298,15 @@ class Checkpoints:
         partial: bool = False,
         check: bool = True,
     ) -> tuple[PyTree, dict[str, Any]]:
-        """The arrays of a step, bit for bit as saved, laid out as asked for; and its record.
+        """Return the arrays of a step, bit for bit as saved, in the requested layout; and its
+        record.
 
         Args:
             abstract_state: ShapeDtypeStructs or arrays with the tree, shapes and dtypes of the
                 saved state and shardings of any mesh. A leaf without a sharding is put on this
                 process's first device.
             step: None for the newest complete one.
-            partial: the checkpoint may hold more leaves than asked for (say, the optimizer's); they
+            partial: the checkpoint may hold more leaves than requested (say, the optimizer's); they
                 are not read.
             check: hold the arrays against their digests; False is for a caller who does so.
 
@@ -347,7 +350,7 @@ class Checkpoints:
         return set(constant.commit["arrays"])
 
     def _directories(self) -> list[Path]:
-        """Those that have steps of the run."""
+        """Return the directories that have steps of the run."""
         if self.second is None:
             return [self.directory]
         return [self.directory, self.second]
@@ -389,7 +392,9 @@ class Checkpoints:
         return warning
 
     def _require_local_space(self, local: LocalSteps, abstract_state: PyTree) -> str:
-        """As `require_space`, of what this process keeps of steps that are not uploaded."""
+        """Check the space as `require_space` does, for the steps that this process keeps without
+        upload.
+        """
         more = max(1, local.keep + 1 - len(local.whole))
         why = f"checkpoint.local_keep={local.keep}"
         each = _num_bytes_here(abstract_state)
@@ -569,7 +574,7 @@ class Checkpoints:
         return path, migrated, record
 
     def confirm(self, step: int) -> None:
-        """To be called when a step after the checkpoint of this step has been made and found good.
+        """Record that a step after the checkpoint of this step was good.
 
         A checkpoint can only be judged by the step after it. Until then the one before it is kept,
         whatever `checkpoint.keep` says.
@@ -580,9 +585,9 @@ class Checkpoints:
             self._thread.submit(self._retire)
 
     def _retire(self) -> None:
-        """Removes the steps that the config does not keep.
+        """Remove the steps that the config does not keep.
 
-        One that can't be removed is told of, and stays.
+        A step that can't be removed stays, and is reported.
         """
         try:
             copying = None
@@ -601,7 +606,7 @@ class Checkpoints:
 
 
 def _slow_upload(step: int, waited: float, uploads: Sequence[Upload]) -> str:
-    """That training has waited for the upload of a step, and which process was the last to end.
+    """Describe a long wait for the upload of a step, with the process that ended last.
 
     Args:
         waited: seconds.
@@ -623,7 +628,7 @@ def _num_bytes(tree: PyTree) -> int:
 
 
 def _num_bytes_here(tree: PyTree) -> int:
-    """Of the parts of arrays that devices of this process hold, each once."""
+    """Return the bytes of array parts on devices of this process, each part counted once."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         count = leaf.size * leaf.dtype.itemsize

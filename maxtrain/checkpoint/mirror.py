@@ -21,7 +21,7 @@ from maxtrain.checkpoint.listing import complete
 
 
 class SecondDirectory:
-    """Copies the newest step of `source` to `target` when told that there may be one.
+    """Copier of the newest step of `source` to `target`, when it is notified of a new step.
 
     The newest `keep` steps are kept there.
     """
@@ -46,7 +46,7 @@ class SecondDirectory:
         self._thread = threading.Thread(target=self._work, name="second directory", daemon=True)
 
     def offer(self) -> None:
-        """There may be a new step; returns at once."""
+        """Announce that there may be a new step; returns at once."""
         if not self._thread.ident:
             self._thread.start()
         self._idle.clear()
@@ -135,7 +135,7 @@ class SecondDirectory:
             self._discard = None
 
     def _lacks(self, step: int | None) -> bool:
-        """Whether the second directory lacks this step, or has another one of its number."""
+        """Return whether the second directory lacks this step, or has another one of its number."""
         if step is None:
             return False
         here = self.source / f"{step:08d}"
@@ -153,12 +153,14 @@ class SecondDirectory:
         return ours != theirs
 
     def _tell(self, error: Exception) -> None:
-        """After the first failure, the second, the fourth, and so on."""
+        """Report the first failed copy, the second, the fourth, and so on."""
         self.failed += 1
         if self.failed & (self.failed - 1) == 0:
             counts = f"so far {self.failed} copies failed, {self.copied} did not"
             what = f"copying to checkpoint.copy_to failed ({error}); {counts}"
-            _print(f"WARNING: {what}. Training goes on; mend {self.target}.")
+            _print(
+                f"WARNING: {what}. Training goes on. Check the space and access of {self.target}."
+            )
 
 
 def _print(line: str) -> None:

@@ -21,7 +21,7 @@ _NOT_AWAITED = (
 
 
 def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.AsyncCheckpointer:
-    """What writes and reads arrays, together with all other processes.
+    """Return what writes and reads arrays, together with all other processes.
 
     Args:
         shares_directory: processes write to the same one.
@@ -58,7 +58,7 @@ def new_checkpointer(shares_directory: bool, with_copies: bool = False) -> ocp.A
 
 
 def copies_are_complete(layouts: Iterable[tuple[Any, tuple[int, ...]]]) -> bool:
-    """Whether all parts of arrays are written, if each process writes copies.
+    """Return whether all parts of arrays are written, if each process writes copies.
 
     Of the copies of parts, numbered in the order of devices, a process writes those with the number
     that its first device's has: where devices of a process lie far apart in the mesh, that need not

@@ -68,13 +68,13 @@ def _bring(path: Path, files: Files, needed: Collection[str]) -> None:
         except OSError as problem:
             error = StorageError(
                 f"bringing {path / name} from another host failed: {problem}. "
-                "Mend access or free space, then run the same command again."
+                "Restore access or free space, then run the same command again."
             )
     raise_together(error)
 
 
 def is_here(path: Path, files: Files, name: str) -> bool:
-    """Whether a file of a step is on the disk of this host, by its size."""
+    """Return whether a file of a step is on the disk of this host, by its size."""
     try:
         return (path / name).stat().st_size == files[name]["bytes"]
     except OSError:

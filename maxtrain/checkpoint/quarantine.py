@@ -1,4 +1,4 @@
-"""What becomes of damaged steps, and of those that are not whole: they are put aside.
+"""Quarantine of steps that are damaged or incomplete: they are renamed, not deleted.
 
 All processes of a job call these functions.
 """
@@ -41,7 +41,7 @@ def put_aside(damage: DamagedError) -> None:
 
 
 def _put_aside_on_hosts(path: Path, damage: DamagedError) -> None:
-    """As `put_aside`, of a step that is on the disks of hosts alone.
+    """Put aside a step that is on the disks of hosts alone; see `put_aside`.
 
     Those whose files are damaged put aside theirs; all do so, if nobody's are.
     """
@@ -56,7 +56,7 @@ def _put_aside_on_hosts(path: Path, damage: DamagedError) -> None:
 
 
 def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
-    """As `put_aside`, of a step that is at a URL.
+    """Put aside a step that is at a URL; see `put_aside`.
 
     If files are damaged on the disk of a host, all are fetched once more; else what is at the URL
     is put aside.
@@ -80,7 +80,9 @@ def _put_aside_at_url(path: Path, damage: DamagedError) -> None:
 
 
 def _is_damaged_here(path: Path) -> bool:
-    """Whether files that this host has of a step are not what was saved, or can't be read."""
+    """Return whether files that this host has of a step are not what was saved, or can't be
+    read.
+    """
     try:
         files = read_commit(path)["files"]
         here = {name: entry for name, entry in files.items() if (path / name).exists()}
@@ -90,8 +92,7 @@ def _is_damaged_here(path: Path) -> bool:
 
 
 def put_aside_incomplete(directory: Path) -> list[str]:
-    """On process 0, renames the steps below a directory that are not complete, so that everybody
-    sees it.
+    """Rename the incomplete steps below a directory, on process 0, so that everybody sees it.
 
     Returns:
         A line about each.

@@ -1,5 +1,5 @@
-"""Which steps on the disks of hosts are whole: of each step, a host has the files that its process
-wrote. Needs no device, and reads nothing.
+"""Quorum of steps on the disks of hosts: each host has the files that its process wrote, and a step
+is complete if all its files are on some disk. Needs no device, and reads no files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class LocalStep(NamedTuple):
-    """What a process has of a step on the disk of its host.
+    """Files of a step that a process has on the disk of its host.
 
     Attributes:
         identity: of the save, the same in all processes that took part in it.
@@ -53,7 +53,7 @@ def whole_steps(held: Sequence[Mapping[int, LocalStep]]) -> dict[int, CompleteSt
 def what_is_missing(
     held: Sequence[Mapping[int, LocalStep]], hosts: Sequence[str]
 ) -> dict[int, str]:
-    """What is on no disk of the steps that are not whole, in words, ascending.
+    """Return what is on no disk, as text, for each step that is not complete, ascending.
 
     Args:
         held: what each process has, by step.
@@ -92,7 +92,7 @@ def _saves(step: int, held: Sequence[Mapping[int, LocalStep]]) -> list[CompleteS
 
 
 def _missing(save: CompleteStep, step: int, held: Sequence[Mapping[int, LocalStep]]) -> int:
-    """How many files of a save nobody has."""
+    """Return how many files of a save nobody has."""
     there = 0
     for process in save.holders:
         there |= held[process][step].files

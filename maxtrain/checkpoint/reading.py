@@ -33,7 +33,8 @@ class ArrayDirectory(NamedTuple):
 def require_same(
     parts: Sequence[ArrayDirectory], names: list[str], leaves: list[Any], partial: bool
 ) -> None:
-    """ConfigError: the arrays of a step are not those that are asked for; with a table.
+    """Check that the arrays of a step are the requested ones. ConfigError: they are not; the
+    message has a table.
 
     Args:
         parts: the first is the step itself.
@@ -126,7 +127,7 @@ def _read(
     """The arrays of a step; DamagedError in all processes if one finds damage to a file.
 
     Plain files are checked while they are read; others, of which every process takes a share,
-    before Orbax reads them. `arrived` is told of arrays while others are read.
+    before Orbax reads them. `arrived` is called with arrays while others are read.
     """
     path = part.path
     arrays = None
@@ -145,7 +146,7 @@ def _read(
         error = problem
     except OSError as problem:
         error = StorageError(
-            f"reading {path} failed: {problem}. Mend access, then run the same command again."
+            f"reading {path} failed: {problem}. Restore access, then run the same command again."
         )
     raise_together(error)
     if jax.process_count() > 1:

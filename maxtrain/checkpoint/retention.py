@@ -1,4 +1,6 @@
-"""Which checkpoints are kept, and whether the disk has space for them. Needs no device."""
+"""Retention policy for checkpoints, and the check that the disk has space for them. Needs no
+device.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from maxtrain.config.schema import CheckpointConfig
 
 
 class StepFacts(NamedTuple):
-    """What is known of the steps of a run.
+    """Judgements about the steps of a run, which retention depends on.
 
     Attributes:
         confirmed: up to this step, checkpoints are known to be good by the steps after them.

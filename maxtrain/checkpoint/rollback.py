@@ -1,4 +1,5 @@
-"""What a run has left out since anomalies took it back, and which checkpoints still are of it.
+"""Record of the steps that a run left out after anomalies took it back, and of the checkpoints that
+still belong to it.
 
 RUN/rollbacks.json has the id of the run and a list of {"step", "kind", "left_out": [first, last]},
 steps counted from 1. It is written before anything else is done about an anomaly. What is left out
@@ -24,7 +25,7 @@ Rollback = Mapping[str, Any]
 
 
 def read_rollbacks(run: Path) -> list[Rollback] | None:
-    """Those of a run, in their order; None if it has no such file.
+    """Return the rollbacks of a run, in their order; None if it has no such file.
 
     StorageError: the file is not readable.
     """
@@ -98,7 +99,7 @@ def left_out(rollbacks: Sequence[Rollback]) -> frozenset[int]:
 
 
 def same_left_out(theirs: Sequence[Rollback], ours: Sequence[Rollback], step: int) -> bool:
-    """Whether both leave out the same of the first `step` steps."""
+    """Return whether both leave out the same of the first `step` steps."""
     out_of_theirs = {left for left in left_out(theirs) if left < step}
     out_of_ours = {left for left in left_out(ours) if left < step}
     return out_of_theirs == out_of_ours

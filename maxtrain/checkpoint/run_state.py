@@ -23,7 +23,7 @@ _THIS_RUN = "this run"
 
 
 class LogMark(NamedTuple):
-    """How far metrics.jsonl went, so that it is noticed if its records are not there any more."""
+    """Length of metrics.jsonl at a checkpoint, so that missing records are noticed."""
 
     records: int
     crc32: str  # of their lines
@@ -41,7 +41,7 @@ class BestEvaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class RecorderState:
-    """What the recorder has summed up (trainer/recorder.py).
+    """Sums of the recorder since its last record (trainer/recorder.py).
 
     Attributes:
         log: how far the log went; None on processes that write none.
@@ -59,7 +59,7 @@ class RecorderState:
 
 @dataclass(frozen=True)
 class HealthState:
-    """How well the steps went (trainer/health.py).
+    """Health of the steps of a run (trainer/health.py).
 
     Attributes:
         skipped: steps of the whole run that changed nothing.
@@ -74,7 +74,7 @@ class HealthState:
 
 @dataclass(frozen=True)
 class ValidationState:
-    """What evaluations found, by the name of the set (trainer/validation.py).
+    """Results of evaluations, by the name of the set (trainer/validation.py).
 
     Attributes:
         best: the best evaluation.
@@ -144,7 +144,7 @@ class RunState:
 
     @property
     def is_of_another_run(self) -> bool:
-        """Whether the state belongs to a run that this one is forked from."""
+        """Return whether the state belongs to a run that this one is forked from."""
         return self.owner != _THIS_RUN
 
     def attention(self) -> str | None:
@@ -159,7 +159,7 @@ class RunState:
         return kernel
 
     def to_record(self) -> dict[str, Any]:
-        """What the checkpoint of a step stores, as JSON."""
+        """Return what the checkpoint of a step stores, as JSON."""
         log = None
         if self.recorder.log is not None:
             log = self.recorder.log._asdict()
@@ -202,7 +202,7 @@ class RunState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "RunState":
-        """What a checkpoint's record says.
+        """Return what a checkpoint's record says.
 
         A key that is not there, because its version had none, has its default; keys of no meaning
         here are ignored.
@@ -259,8 +259,8 @@ class RunState:
         )
 
     def went_with(self, rollbacks: Sequence[Rollback] | None) -> bool:
-        """Whether this checkpoint left out, of the steps before it, what a run with these rollbacks
-        does.
+        """Return whether this checkpoint left out, of the steps before it, what a run with these
+        rollbacks does.
 
         A run without a list of rollbacks (None) can't say otherwise: True.
         """
@@ -300,7 +300,7 @@ def imported_record(
 
 
 def fork_record(origins: Sequence[Origin]) -> dict[str, Any]:
-    """What a checkpoint's record says of the forks that led to its run."""
+    """Return what a checkpoint's record says of the forks that led to its run."""
     return {"forked_from": [origin._asdict() for origin in origins]}
 
 
@@ -325,7 +325,7 @@ def best_steps(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrong_type(record: Any) -> str:
-    """What of a checkpoint's record is not of its type; empty if nothing is.
+    """Return what of a checkpoint's record is not of its type; empty if nothing is.
 
     Hashes say that it is what was written, not that a run can go on from it. Records that carry no
     run's id are their caller's affair.
@@ -342,7 +342,9 @@ def wrong_type(record: Any) -> str:
 
 
 def _value(record: Mapping[str, Any], key: str, default: Any, *kinds: type) -> Any:
-    """What a record has under a key, or the default; ValueError: it is of none of these types."""
+    """Return what a record has under a key, or the default; ValueError: it is of none of these
+    types.
+    """
     if key not in record:
         return default
     value = record[key]

@@ -57,7 +57,7 @@ def described(names: list[str], leaves: list[Any]) -> dict[str, dict[str, Any]]:
 
 
 class ArrayChecks(NamedTuple):
-    """What a device finds out of the arrays that are saved, in their order."""
+    """Digests and finiteness of the saved arrays, in their order, as a device computes them."""
 
     digests: UInt32[Array, "leaves 2"]
     finite: Bool[Array, " leaves"]
@@ -94,12 +94,12 @@ class StepSave(NamedTuple):
 
 
 class StepFiles(NamedTuple):
-    """What this process has written of a step.
+    """Files of a step that this process has written.
 
     Attributes:
         finite: whether each array is, by name.
         entries: its files and folders.
-        files: those that it answers for, hashed.
+        files: hashes of the files that the process is responsible for.
     """
 
     finite: dict[str, bool]
@@ -108,7 +108,7 @@ class StepFiles(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """What a process has brought to a URL: bytes, and how long that took."""
+    """Upload of a process to a URL: bytes, and how long it took."""
 
     num_bytes: int
     seconds: float
@@ -137,11 +137,11 @@ class StepWriter:
         self.uploaded = Upload(0, 0.0)
 
     def path(self, step: int) -> Path:
-        """Where a complete step is."""
+        """Return where a complete step is."""
         return self.directory / f"{step:08d}"
 
     def staging(self, step: int) -> Path:
-        """Where a step is prepared."""
+        """Return where a step is prepared."""
         return self.directory / f".{step:08d}.partial"
 
     def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class StepWriter:
         return as_storage_error(doing, advice, self.staging(step))
 
     def prepare(self, step: int) -> bool:
-        """Whether this step is to be saved, as process 0 sees it, which makes room for it.
+        """Return whether this step is to be saved, as process 0 sees it, which makes room for it.
 
         StorageError, in all processes: it can't make room.
         """
@@ -165,7 +165,7 @@ class StepWriter:
                     there = step in complete(self.directory)
                     if not there:
                         self._make_room(step)
-        # A shared file system may tell others late.
+        # A shared file system may show changes to other hosts late.
         primary, *_ = gather({"there": there})
         if primary["there"]:
             return False
@@ -174,7 +174,7 @@ class StepWriter:
         return True
 
     def _make_own_room(self, step: int) -> None:
-        """As `_make_room`, of the processes that share no directory with process 0."""
+        """Make room as `_make_room` does, in processes that share no directory with process 0."""
         with raising_together(StorageError):
             if jax.process_index() != 0:
                 with self.saving(step):
@@ -189,7 +189,7 @@ class StepWriter:
         self.staging(step).mkdir(parents=True)
 
     def finish(self, step: StepSave) -> None:
-        """When the arrays are written: writes the rest, and makes it a checkpoint.
+        """Write the rest of a step after its arrays, and make it a checkpoint.
 
         Every process hashes the files that it wrote; process 0 makes it count.
 
@@ -223,7 +223,7 @@ class StepWriter:
         return StepFiles(finite, entries, hash_files(staging, self._written_here(names)))
 
     def _written_here(self, names: list[str]) -> list[str]:
-        """Of the files of a step that this process sees, those that it answers for.
+        """Return the files of a step that this process is responsible for, of those that it sees.
 
         Where each process has a directory of its own, all write the small files, which are the
         same.
@@ -301,7 +301,7 @@ def commit_record(step: StepSave, finite: dict[str, bool], said: Sequence[str]) 
 
     Args:
         finite: whether each array is.
-        said: by each process, the hashes of the files that it answers for, as JSON.
+        said: from each process, the hashes of its files, as JSON.
     """
     files = {}
     for theirs in said:

@@ -36,9 +36,9 @@ from maxtrain.checkpoint.integrity import (
 _ALIGNMENT = 64
 # Files that one array may be divided into. Each device saves one.
 _MAX_PIECES = 1 << 20
-# Is told the name of an array, and the array.
+# Called with the name of an array, and the array.
 Arrived = Callable[[str, jax.Array], object]
-# Is told the names of files that are about to be read.
+# Called with the names of files that are about to be read.
 Fetch = Callable[[Iterable[str]], object]
 
 
@@ -66,7 +66,7 @@ def read_plain(
         fetch: is called with the names of files before they are read.
 
     Returns:
-        The arrays as asked for, None if they do not lie in plain files; and what is wrong with the
+        The requested arrays, None if they do not lie in plain files; and what is wrong with the
         files, empty if nothing is. What was read of damaged files is of no use.
 
     Raises:
@@ -92,7 +92,7 @@ def read_plain(
 
 
 def is_part_of_array(name: str) -> bool:
-    """Whether a file of a step, by its name, is a part of an array and nothing else."""
+    """Return whether a file of a step, by its name, is a part of an array and nothing else."""
     return re.fullmatch(r"arrays/.*/\d[\d.]*", name) is not None
 
 
@@ -131,7 +131,7 @@ def _parts_here(target: jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
 
 
 def _overlap(a: Sequence[slice], b: Sequence[slice]) -> list[slice] | None:
-    """What two parts have in common; None: nothing."""
+    """Return what two parts have in common; None: nothing."""
     both = [slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b)]
     if all(s.start < s.stop for s in both):
         return both
@@ -161,8 +161,8 @@ def _read_pieces(
             ]
         for name, plan in plans.items():
             for piece, memory, futures in jobs.pop(name):
-                told = [future.result() for future in futures]
-                damage += [what for what in told if what]
+                problems = [future.result() for future in futures]
+                damage += [what for what in problems if what]
                 plan.spread(piece, memory)
             arrays[name] = plan.to_array()
             if arrived:
@@ -238,7 +238,7 @@ def _read_zarr(file: Path, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
 
 
 class _ReadPlan:
-    """What of one array this process needs: a buffer for each part, and the files to fill it."""
+    """Read plan of one array in this process: a buffer for each part, and the files to fill it."""
 
     def __init__(self, target: jax.ShapeDtypeStruct, pieces: Sequence[ZarrChunk]):
         self.target = target
@@ -255,8 +255,9 @@ class _ReadPlan:
                 self.reads.append((piece, self._memory(piece, views)))
 
     def _memory(self, piece: ZarrChunk, views: Sequence[np.ndarray]) -> np.ndarray:
-        """Where a piece is read to: at once to the one place that needs it, if it lies there in one
-        run; else to memory of its own."""
+        """Return where a piece is read to: at once to the one place that needs it, if it lies there
+        in one run; else to memory of its own.
+        """
         shape = _shape(piece.part)
         if len(views) == 1:
             view = views[0]
@@ -265,7 +266,9 @@ class _ReadPlan:
         return aligned_empty(shape, self.target.dtype)
 
     def _views(self, piece: ZarrChunk) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
-        """Where the piece overlaps a buffer: that part of it, and the same part of the piece."""
+        """Return where the piece overlaps a buffer: that part of it, and the same part of the
+        piece.
+        """
         found = []
         for part, buffer in self.buffers.values():
             both = _overlap(part, piece.part)
@@ -295,7 +298,7 @@ class _ReadPlan:
 
 
 def _part(index: tuple[slice, ...] | None, shape: Sequence[int]) -> tuple[slice, ...]:
-    """What of an array a device has, with both ends of every slice."""
+    """Return what of an array a device has, with both ends of every slice."""
     part = []
     for dim, size in zip(index or (), shape):
         start, stop, _ = dim.indices(size)

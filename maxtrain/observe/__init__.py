@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, progress, reports, alarms."""
+"""Observation of a run: metrics, progress, reports, alarms."""

@@ -1,8 +1,8 @@
-"""What a person is told about anomalies: the step, its numbers, the parameter, the data rows, and
-what was done.
+"""Messages about anomalies: the step, its numbers, the parameter, the data rows, and the action
+taken.
 
 Nothing is decided here: the device has done so before the update (train_step/anomaly_state.py), and
-says so in the step's metrics.
+reports it in the step's metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence

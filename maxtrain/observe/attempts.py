@@ -1,5 +1,6 @@
-"""How far a run has come, read from its folder without jax; and RUN/attempts.jsonl, a line for each
-attempt of a supervisor."""
+"""Progress of a run, read from its folder without jax; and RUN/attempts.jsonl, with a line for each
+attempt of a supervisor.
+"""
 
 import os
 from collections.abc import Mapping

@@ -19,8 +19,9 @@ _LEFT_OUT = "left out"
 
 
 class _MainChart(NamedTuple):
-    """What the large chart shows, by the names of numbers in records of training and evaluations,
-    and what its axis is called."""
+    """Main chart: the names of its numbers in records of training and evaluations, and the label of
+    its axis.
+    """
 
     of_training: str
     of_sets: str

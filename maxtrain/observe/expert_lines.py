@@ -1,4 +1,4 @@
-"""What a launch says of a model's experts. Without jax."""
+"""Launch messages about a model's experts. Without jax."""
 
 from maxtrain.config.across.experts import compares_whole_steps
 from maxtrain.config.schema import ModelConfig
@@ -6,8 +6,9 @@ from maxtrain.config.sections.moe import WITH_EXPERTS
 
 
 def expert_summary(model: ModelConfig) -> str:
-    """How many experts there are, what they take, and how their products are made; empty if the
-    model has none."""
+    """Return how many experts there are, what they take, and how their products are made; empty if
+    the model has none.
+    """
     if model.family not in WITH_EXPERTS:
         return ""
     moe = model.moe
@@ -28,8 +29,9 @@ def expert_summary(model: ModelConfig) -> str:
 
 
 def expert_warning(model: ModelConfig, platform: str) -> str:
-    """That the products of experts are slow as they were asked for on devices of this platform;
-    empty if they are not."""
+    """Return a warning that the chosen kernel of expert products is slow on this platform; empty if
+    it is not.
+    """
     kernel = model.routing.kernel
     if model.family not in WITH_EXPERTS:
         return ""
@@ -46,7 +48,7 @@ def expert_warning(model: ModelConfig, platform: str) -> str:
 
 
 def counting_note(model: ModelConfig, accumulation: int) -> str:
-    """That a step has one pass more, and what for; empty if it has not."""
+    """Return a note that a step has one more forward pass, and why; empty if it does not."""
     if accumulation == 1 or not compares_whole_steps(model):
         return ""
     return (

@@ -1,5 +1,5 @@
-"""How a run spent its time, over all its launches: RUN/clock.jsonl has a line for each launch, with
-seconds by cause.
+"""Goodput: the time of a run by cause, over all its launches. RUN/clock.jsonl has a line for each
+launch, with seconds by cause.
 
 The line of the current launch is written again every few seconds, so that a launch that is killed
 loses only these.

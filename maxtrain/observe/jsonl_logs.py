@@ -132,8 +132,9 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _foreign(record: dict[str, Any], run: str) -> str:
-    """What is wrong with a record of another run; empty if it belongs to this one, or does not say
-    which one."""
+    """Return what is wrong with a record of another run; empty if it belongs to this one, or does
+    not say which one.
+    """
     theirs = record.get(RUN)
     if not run or theirs is None or theirs == run:
         return ""

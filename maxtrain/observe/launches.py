@@ -1,5 +1,6 @@
-"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of
-them differ. Without jax."""
+"""Launch records in RUN/launches.jsonl, which identify what made the numbers of a run, and
+comparison of two of them. Without jax.
+"""
 
 import datetime
 import importlib.metadata
@@ -62,10 +63,10 @@ _APART = re.compile(
 def launch_record(
     config: str, attention: KernelChoice, mesh: Any, data: str, step: int
 ) -> dict[str, Any]:
-    """What is launched, on what, by which versions, as JSON.
+    """Return the record of a launch, as JSON: what runs, on which devices, with which versions.
 
     Args:
-        config: what the run was asked to be, as YAML.
+        config: the requested config of the run, as YAML.
         attention: the kernel, which the config need not name.
         mesh: a jax.sharding.Mesh of all processes' devices, which are started by now.
         data: identity of the data.
@@ -104,7 +105,7 @@ def launch_record(
 
 
 def version_of(package: str) -> str:
-    """Of an installed package; of maxtrain, also where it is run from its folder."""
+    """Return the version of an installed package; of maxtrain, also if it runs from its folder."""
     if package == maxtrain.__name__:
         return maxtrain.__version__
     return importlib.metadata.version(package)
@@ -165,7 +166,9 @@ def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | Non
 
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """What differs between two launches and may change numbers: both values by dotted path."""
+    """Return what differs between two launches and may change numbers: both values by dotted
+    path.
+    """
     changes = launch_changes(ours, theirs)
     return {name: pair for name, pair in changes.items() if not _APART.fullmatch(name)}
 
@@ -255,7 +258,7 @@ def revision_around(folder: Path) -> tuple[str, bool]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None: it refuses, is not there, or its file system does not answer."""
+    """Return what git says; None: it refuses, is not there, or its file system does not answer."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)

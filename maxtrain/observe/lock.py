@@ -61,7 +61,7 @@ class RunLock:
         self._file.flush()
 
     def _is_in_folder(self) -> bool:
-        """Whether the file that is locked is the one that others find."""
+        """Return whether the file that is locked is the one that others find."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
@@ -88,7 +88,7 @@ class RunLock:
                     f"Set {self._key} to a file system with locks."
                 ) from error
             recorded = holder(self._path.parent)
-            who = recorded or "a process that has not said which it is"
+            who = recorded or "a process that has not identified itself"
             fix = "Wait for it or end it, or set run_name to another name."
             if not recorded.endswith(f" on {platform.node()}"):
                 fix += f" If that host is gone for good, delete {self._path}."

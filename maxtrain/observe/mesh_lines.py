@@ -1,4 +1,4 @@
-"""What a launch says of the mesh: its axes, what they split, and what a device holds of it all."""
+"""Launch messages about the mesh: its axes, what they split, and what a device holds."""
 
 from collections.abc import Mapping
 

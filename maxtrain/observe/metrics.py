@@ -1,4 +1,4 @@
-"""What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
+"""Measurements of a run, on disk and on the clock. No jax: every number comes in as an argument.
 
 RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval", "end" or
 "norms"), `step` and numbers; the first line has the id of the run instead, which `read_metrics`
@@ -151,7 +151,7 @@ class MetricsLog:
         self._crc = crc32(line.encode(), self._crc)
 
     def mark(self) -> LogMark:
-        """Of all records that are there now."""
+        """Return the mark of all records that are there now."""
         return LogMark(self._records, f"{self._crc:08x}")
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ def copy_records(
 
 
 def has_records(run_dir: str | Path, kept: LogMark) -> bool:
-    """Whether the first records of a run are those that a checkpoint remembers."""
+    """Return whether the first records of a run are those that a checkpoint remembers."""
     records, _ = _read(Path(run_dir) / FILE_NAME)
     lines = [_line(record) for record in records[: kept.records]]
     return LogMark(len(lines), _crc(lines)) == kept
@@ -254,14 +254,16 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _comes_again(record: Mapping[str, Any], resume_step: int, again: Sequence[str]) -> bool:
-    """Whether a run that goes on from this step will write the record once more."""
+    """Return whether a run that goes on from this step will write the record once more."""
     if record["step"] != resume_step:
         return record["step"] > resume_step
     return bool(again) and (record["kind"] == "end" or record.get("set") in again)
 
 
 def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kept: LogMark) -> str:
-    """What to say of records that are not those that were there when a checkpoint was saved."""
+    """Return what to say of records that are not those that were there when a checkpoint was
+    saved.
+    """
     if len(records) >= kept.records:
         up_to = f"records up to step {resume_step:,}"
         return f"{path}: {up_to} are not those that were there when it was saved."
@@ -280,12 +282,12 @@ def _crc(lines: Sequence[str]) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of records are the same bit for bit; NaNs are alike."""
+    """Return whether two values of records are the same bit for bit; NaNs are alike."""
     return a.hex() == b.hex() if isinstance(a, float) and isinstance(b, float) else a == b
 
 
 def require_free_names(quantities: Iterable[Metric]) -> None:
-    """What objectives and layers record has names of its own.
+    """Check that objectives and layers record numbers under names of their own.
 
     Raises:
         ValueError: a name is one of those that every record has, or has two meanings.
@@ -371,8 +373,9 @@ class Stopwatch:
         return lap
 
     def own(self) -> float:
-        """Of the seconds of steps since the last lap, those in which this host did not wait for
-        devices or for other processes."""
+        """Return the seconds of steps since the last lap in which this host did not wait for
+        devices or other processes.
+        """
         return max(0.0, self._in_steps() - self._lap_start - self._waited)
 
     def _in_steps(self) -> float:

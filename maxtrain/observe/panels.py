@@ -1,5 +1,6 @@
-"""What the curves of a run have besides loss, gradient norm, speed and learning rate: panels of
-numbers that only some runs record. A panel is drawn where there is something to draw."""
+"""Extra panels of a run's curves, besides loss, gradient norm, speed and learning rate: numbers
+that only some runs record. A panel is drawn if it has data.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,8 +55,9 @@ _OF_ROLLOUTS = (
 
 
 def has_rewards(train: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run learns from rewards: then these, not the loss, are what people look at
-    first."""
+    """Return whether a run learns from rewards: then these, not the loss, are what people look at
+    first.
+    """
     return any(REWARD in record for record in train)
 
 

@@ -30,13 +30,13 @@ def traced_steps(text: str) -> TraceRange:
 
 
 class StepTrace:
-    """Traces the steps of one launch, once.
+    """Profiler trace of the steps of one launch, taken once.
 
     Args:
         folder: of the run.
         steps: which; None: none.
         clock: starting and writing a trace is not time of the steps.
-        tell: shows a line.
+        tell: prints a line.
 
     Attributes:
         is_open: a trace is being taken.
@@ -59,7 +59,7 @@ class StepTrace:
         self._begun_at = 0
 
     def due(self, step: int) -> bool:
-        """Whether to start or stop after `step` finished steps."""
+        """Return whether to start or stop after `step` finished steps."""
         if self._steps is None:
             return False
         if self.is_open:

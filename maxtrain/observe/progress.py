@@ -1,5 +1,5 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines in a file or a
-pipe, or nothing.
+"""Progress display of a run: a live line in a terminal, plain lines in a file or a pipe, or
+nothing.
 
 Only prints. The numbers are those of a record of metrics (see `metrics.py`); one that is not in the
 record is left out.
@@ -106,8 +106,9 @@ class Progress:
             self._live.stop()
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Say that so many steps are done; the live line goes on showing the last record of metrics
-        that it got."""
+        """Show that `step` steps are done; the live line keeps showing its last record of
+        metrics.
+        """
         self._step, self._phase = step, None
         if record is not None:
             self._record = record
@@ -204,5 +205,5 @@ class Progress:
 
 
 def _written(values: Mapping[str, Any], forms: _Forms) -> list[str]:
-    """Those of the values that are there, in the order of their forms."""
+    """Format the values that are present, in the order of their forms."""
     return [form(values[name]) for name, form in forms.items() if values.get(name) is not None]

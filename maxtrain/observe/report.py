@@ -68,7 +68,7 @@ def summary(
     units: Mapping[str, str] | None = None,
     samples: RenderableType | None = None,
 ) -> RenderableType:
-    """What to print at the end of a run: rich text that also reads well without a terminal.
+    """Return what to print at the end of a run: rich text that also reads well without a terminal.
 
     Args:
         run_name, steps: the run, and its finished optimizer steps.
@@ -85,7 +85,7 @@ def summary(
     """
     train = [r for r in records if r["kind"] == "train"]
     evals = [r for r in records if r["kind"] == "eval"]
-    asked = [r for r in evals if "prompts" in r]
+    with_prompts = [r for r in evals if "prompts" in r]
     last = {r["set"]: r for r in evals if "prompts" not in r}
     evaluations = {
         name if r["step"] == steps else f"{name}, step {r['step']:,}": r for name, r in last.items()
@@ -111,8 +111,8 @@ def summary(
         if drawn == REWARD:
             parts += ["", Text("reward", "bold")]
         parts += ["", Text(curve, "cyan", no_wrap=True)]
-    if asked:
-        parts += ["", _table(_HEADS_OF_PROMPTS, _answered(asked))]
+    if with_prompts:
+        parts += ["", _table(_HEADS_OF_PROMPTS, _answered(with_prompts))]
     if evaluations:
         heads = ("evaluation", "nats/token", "perplexity", "bits/byte", "targets")
         cells = {name: _evaluation(record) for name, record in evaluations.items()}
@@ -148,7 +148,7 @@ def summary(
 _HEADS_OF_PROMPTS = ("evaluation", "accuracy", "reward", "tokens", "truncated", "prompts")
 
 
-def _answered(asked: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _answered(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The first and the last evaluation of each set of prompts, as rows: before and after."""
     forms = {
         "accuracy": "{:.1%}",
@@ -158,7 +158,7 @@ def _answered(asked: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         "prompts": "{:,}",
     }
     rows = {}
-    for name, series in evaluation_series(asked).items():
+    for name, series in evaluation_series(evals).items():
         for record in (series[0], series[-1]):
             cells = []
             for number, form in forms.items():
@@ -196,8 +196,9 @@ def _evaluation(record: Mapping[str, Any]) -> list[str]:
 
 
 def _last_loss(train: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the training loss was in the end, and over how many steps; empty if no record has
-    one."""
+    """Return what the training loss was in the end, and over how many steps; empty if no record has
+    one.
+    """
     known = [i for i, record in enumerate(train) if record["loss"] is not None]
     if not known:
         return []

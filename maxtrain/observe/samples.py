@@ -36,7 +36,7 @@ class CompletionSample(NamedTuple):
     truncated: bool
 
     def record(self) -> dict[str, Any]:
-        """What a line has beside the step."""
+        """Return what a line has beside the step."""
         values = self._asdict()
         # Further down, where no text is taken for a number that JSON lacks.
         values["texts"] = {name: values.pop(name) for name in ("prompt", "completion")}
@@ -73,7 +73,7 @@ def read_samples(folder: Path) -> list[SampleRecord]:
 
 
 def as_text(prompt: Any) -> str:
-    """A prompt in words: text, or messages with their roles."""
+    """Return a prompt as text: the text itself, or messages with their roles."""
     if isinstance(prompt, str):
         return prompt
     lines = []
@@ -95,8 +95,9 @@ def as_markdown(samples: Sequence[CompletionSample]) -> str:
 
 
 def first_and_last(taken: Sequence[SampleRecord]) -> RenderableType | None:
-    """For each prompt its first and its last completion, as the end of a run shows them; None:
-    there is none."""
+    """Return the first and the last completion of each prompt, as the end of a run shows them; None
+    if there are none.
+    """
     ends: dict[tuple[str, int], list[SampleRecord]] = {}
     for each in taken:
         ends.setdefault((each.sample.set, each.sample.number), []).append(each)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-# A point is the mean of at most one part in so many of the curve, to each side.
+# A point is the mean over at most this fraction of the curve (1 / n), to each side.
 _SMOOTHING = 50
 LEAST_SMOOTHED = 2 * _SMOOTHING
 

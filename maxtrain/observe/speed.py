@@ -1,6 +1,6 @@
-"""How fast a run trains: tokens a second, the share of the devices' peak, and waiting for data.
+"""Speed of a run: tokens per second, model FLOPs utilisation (MFU), and waiting for data.
 
-No jax: whoever makes a meter says how many devices there are.
+No jax: the caller that makes a meter passes the number of devices.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ROLLOUT = "rollout"
 
 
 class StepSize(NamedTuple):
-    """How much a step has read."""
+    """Size of the data that a step has read."""
 
     targets: int
     rows: int
@@ -67,7 +67,7 @@ class SpeedMeter:
         return len(self._steps)
 
     def own(self) -> OwnTime:
-        """What this host took for its own part of the steps since the last lap."""
+        """Return what this host took for its own part of the steps since the last lap."""
         return OwnTime(self._clock.own(), self._data_wait() - self._waited)
 
     def _data_wait(self) -> float:
@@ -75,7 +75,7 @@ class SpeedMeter:
         return self._clock.seconds().get("data_wait", 0.0)
 
     def lap(self) -> dict[str, float | None]:
-        """What to record of the steps since the last lap, of which there is at least one."""
+        """Return what to record of the steps since the last lap, of which there is at least one."""
         steps = self._steps
         self._steps = []
         seconds = self._clock.lap()
@@ -103,8 +103,9 @@ class SpeedMeter:
         return speed
 
     def _utilization(self, flops: float, seconds: float) -> float | None:
-        """The share of the devices' peak that so many operations in so many seconds are; None if
-        that is not known."""
+        """Return the model FLOPs utilisation (MFU): achieved FLOP/s divided by peak FLOP/s; None if
+        the peak is not known.
+        """
         if self.peak is None:
             return None
         # The peak may be measured again, which is no time of the steps.

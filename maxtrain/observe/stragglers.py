@@ -1,4 +1,4 @@
-"""Which host the others wait for.
+"""Stragglers: the host that the other hosts wait for.
 
 A step takes as long on every host, since all devices wait in its collectives for the last one. What
 differs is how long a host takes for its own part, before its devices get the next step: it waits
@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Records in a row in which a host is slow before that is told; twice as many before it is told
-# again.
+# Records in a row in which a host is slow before it is reported; twice as many before it
+# is reported again.
 PATIENCE = 3
 # The share of the time of steps by which a slow host exceeds the others at least: less does not
 # matter, whatever the factor.
@@ -27,7 +27,7 @@ class OwnTime(NamedTuple):
 
 
 class HostTime(NamedTuple):
-    """That of one process, by its number and the name of its host."""
+    """Time of one process, by its number and the name of its host."""
 
     process: int
     host: str
@@ -51,7 +51,9 @@ def slowest_of(hosts: Sequence[HostTime]) -> SlowestHost | None:
 
 
 def in_record(slowest: SlowestHost | None, steps: int) -> dict[str, Any]:
-    """What a training record has of it, for each of so many steps; nothing for one process."""
+    """Return the fields of a training record about the slowest host, for each of `steps` steps;
+    nothing for one process.
+    """
     if slowest is None:
         return {}
     return {
@@ -64,9 +66,9 @@ def in_record(slowest: SlowestHost | None, steps: int) -> dict[str, Any]:
 
 
 class Stragglers:
-    """Says when the same host has been slow for some records in a row.
+    """Detector of a host that has been slow for some records in a row.
 
-    `factor`: how many times as long as the others it takes at least; 0: nothing is said.
+    `factor`: how many times as long as the others it takes at least; 0: no warnings.
     """
 
     def __init__(self, factor: float):
@@ -76,7 +78,7 @@ class Stragglers:
         self._told_at = PATIENCE
 
     def warning(self, slowest: SlowestHost | None, steps: int, step_seconds: float) -> str:
-        """What to say after a record of so many steps; mostly nothing."""
+        """Return the warning after a record of `steps` steps; mostly empty."""
         if slowest is None or not self._is_slow(slowest, steps * step_seconds):
             self._process = None
             return ""
@@ -99,7 +101,7 @@ class Stragglers:
         )
 
     def _is_slow(self, slowest: SlowestHost, seconds: float) -> bool:
-        """Whether it holds up steps that took so many seconds together."""
+        """Return whether the slowest host holds up steps that took `seconds` seconds together."""
         if not self._factor:
             return False
         own = slowest.of.own.seconds

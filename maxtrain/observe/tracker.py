@@ -1,4 +1,4 @@
-"""What a tracker is: something beside metrics.jsonl that shows the records of a run, such as
+"""Interface of trackers: services besides metrics.jsonl that show the records of a run, such as
 TensorBoard, Weights & Biases or MLflow.
 
 `tracking.py` drives the trackers of a run, each from a thread of its own. No jax.
@@ -43,13 +43,13 @@ class RunInfo:
 
 
 class Tracker(abc.ABC):
-    """Shows the records of one run elsewhere, on process 0.
+    """Tracker that shows the records of one run elsewhere, on process 0.
 
-    It is made on the loop's thread and does nothing then but check that it can work; UsageError
-    says which package is missing. All other methods are called on one other thread, one after
-    another: `start` first, `finish` last. They may wait for a network and may raise: neither
-    reaches the run. What is raised is told once, and later records are tried all the same; after
-    `start` has raised, nothing else is called.
+    It is made on the loop's thread, where it only checks that it can work; UsageError names a
+    missing package. All other methods are called on one other thread, one after another: `start`
+    first, `finish` last. They may wait for a network and may raise: neither reaches the run. An
+    error is reported once, and later records are tried all the same; after `start` has raised,
+    nothing else is called.
     """
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Tracker(abc.ABC):
     def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:  # noqa: B027
         """Completions of prompts after a step, all of one set, as text."""
 
-    # Likewise: for many there is nothing to do.
+    # Not abstract: many trackers have nothing to do here.
     def rewind(self, step: int) -> None:  # noqa: B027
         """Records of later steps do not count any more; they are made again, with other values.
 
@@ -85,7 +85,7 @@ class Tracker(abc.ABC):
     def finish(self, status: Status) -> None:
         """The launch ends: the run has come to its end, was stopped and will go on, or failed."""
 
-    # Likewise.
+    # Not abstract: many trackers have nothing to do here.
     def abandon(self) -> None:  # noqa: B027
         """The launch ends while another method hangs: releases what would keep the process from
         ending. Called on the loop's thread; does nothing unless a tracker holds such things."""
@@ -100,5 +100,5 @@ def by_name(values: Mapping[str, Value], kind: Kind) -> dict[str, Value]:
 
 
 def numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Those of the values that are numbers."""
+    """Return the values that are numbers."""
     return {name: float(value) for name, value in values.items() if not isinstance(value, str)}

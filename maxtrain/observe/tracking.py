@@ -46,10 +46,10 @@ class TrackerThread:
     Args:
         name: of the tracker, for messages.
         tracker: is called by the thread only.
-        run: what it is to show.
+        run: the run to show.
         note_id: is called with the id that the tracker gave the run, by the thread.
         most_waiting: records that may wait for the tracker; later ones are dropped.
-        longest_call: seconds that one call may take before that is told.
+        longest_call: seconds that one call may take before a warning.
     """
 
     def __init__(
@@ -96,19 +96,19 @@ class TrackerThread:
                 self._changed.notify()
 
     def rewind(self, step: int) -> None:
-        """Tells the tracker to go back to this step; never waits."""
+        """Queue a rewind of the tracker to this step; never waits."""
         with self._changed:
             self._waiting.append(functools.partial(self._call, self._tracker.rewind, step))
             self._changed.notify()
 
     def finish(self, status: Status) -> None:
-        """Tells the tracker that the launch ends, after all that waits; never waits itself."""
+        """Queue the end of the launch, after all waiting records; never waits itself."""
         with self._changed:
             self._status = status
             self._changed.notify()
 
     def complaint(self) -> str:
-        """What is wrong with the tracker, the first time that anything is; else empty."""
+        """Return what is wrong with the tracker, the first time that anything is; else empty."""
         called_at = self._called_at
         if called_at is not None and time.monotonic() - called_at > self._longest_call:
             self._complain(f"has not answered for {self._longest_call:,.0f} s. {_GOES_ON}.")
@@ -117,21 +117,24 @@ class TrackerThread:
         return found
 
     def end(self, deadline: float) -> list[str]:
-        """Waits until the tracker is done, or until the deadline on the monotonic clock; what is
-        to be said of it. To be called after `finish`."""
+        """Wait until the tracker is done, or until the deadline on the monotonic clock; return
+        messages for the user. Call `finish` before.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        told = [self.complaint()]
+        messages = [self.complaint()]
         is_hanging = self._thread.is_alive()
         missed = self._given - self._taken
         if is_hanging:
-            told.append(f"observe.trackers: {self.name} did not finish in time and is left alone.")
+            messages.append(
+                f"observe.trackers: {self.name} did not finish in time and is left alone."
+            )
             self._tracker.abandon()
         if missed:
-            told.append(
+            messages.append(
                 f"observe.trackers: {self.name} did not take {missed:,} of {self._given:,} "
                 f"records; metrics.jsonl has them."
             )
-        return [text for text in told if text]
+        return [text for text in messages if text]
 
     def _work(self) -> None:
         if not self._call(self._start):
@@ -159,7 +162,7 @@ class TrackerThread:
             self._taken += 1
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> bool:
-        """Whether a method of the tracker came back without an error."""
+        """Return whether a method of the tracker came back without an error."""
         self._called_at = time.monotonic()
         try:
             method(*arguments)
@@ -215,7 +218,7 @@ class Trackers:
 
         Args:
             config: the section `observe`.
-            run: what they are to show; `known_as` is filled in from RUN/trackers.json.
+            run: the run to show; `known_as` is filled in from RUN/trackers.json.
             tell: gets a sentence about whatever goes wrong, on the loop's thread.
             kinds: how each is made, by name; None: as in `TRACKERS`.
         """

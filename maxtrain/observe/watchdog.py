@@ -90,8 +90,9 @@ class Watchdog:
             self._ledger.write(self._step())
 
     def begin(self, step: Callable[[], int], run: str = "") -> None:
-        """From now on, `step` tells how many steps were begun, and process 0 keeps the ledger of
-        this launch of the run."""
+        """Start watching: `step` returns how many steps were begun, and process 0 keeps the ledger
+        of this launch of the run.
+        """
         self._step = step
         if self._process == 0:
             self._ledger = Ledger(self._folder, self._clock, step(), run)
@@ -193,7 +194,7 @@ class Watchdog:
                     self._board.say(json.dumps([beat, self._clock.doing()[0], self._step()]))
 
     def _roll_call(self, board: Board) -> str:
-        """Which processes give no sign of life, and where the others are: a line each."""
+        """Return which processes give no sign of life, and where the others are: a line each."""
         beats_before = {process: json.loads(said)[0] for process, said in board.heard().items()}
         time.sleep(2.5 * _BEAT)
         lines = []

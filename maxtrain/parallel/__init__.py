@@ -1,1 +1,1 @@
-"""Where arrays live: mesh axes, logical axes, processes."""
+"""Placement of arrays: mesh axes, logical axes, processes."""

@@ -35,12 +35,12 @@ LOST = re.compile(
     re.I,
 )
 
-# Characters that are said at a time: a message has at most 4 MB.
+# Characters in one message: a message has at most 4 MB.
 _PIECE = 1 << 20
 
 
 class Board:
-    """What each process said last of itself, by way of the coordinator.
+    """Message board of the processes, kept by the coordinator: the last message of each process.
 
     No process waits for another one.
     """
@@ -49,13 +49,13 @@ class Board:
         self._folder = f"maxtrain/{what}"
 
     def say(self, text: str) -> None:
-        """What this process has to say from now on."""
+        """Replace the message of this process."""
         client = distributed.global_state.client
         assert client is not None
         client.key_value_set(f"{self._folder}/{jax.process_index()}", text, allow_overwrite=True)
 
     def heard(self) -> dict[int, str]:
-        """What each process that ever spoke said last, by its number."""
+        """Return the last message of each process that ever posted one, by its number."""
         client = distributed.global_state.client
         assert client is not None
         heard = {}
@@ -66,7 +66,8 @@ class Board:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error, one of ours or the runtime's, says that another process is out of reach.
+    """Return whether an error, one of ours or the runtime's, says that another process is out of
+    reach.
 
     Where a program is called, jax raises the runtime's errors as ValueErrors that begin with a
     status such as UNKNOWN.
@@ -145,7 +146,9 @@ def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: flo
 def _hear_all(
     client: Any, key: str, count: int, deadline: float
 ) -> tuple[dict[int, Any], list[int]]:
-    """On process 0, what each process said, and those that said nothing before the deadline."""
+    """Return the messages of all processes, and the processes without one at the deadline; on
+    process 0.
+    """
     said = {}
     missing = []
     for process in range(count):
@@ -161,7 +164,7 @@ def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
     """One line for each field of a process that is not what most have.
 
     Args:
-        said: host name and fields of each process.
+        said: by process, its host name and fields.
     """
     lines = []
     for name in sorted({name for _, fields in said.values() for name in fields}):
@@ -178,7 +181,7 @@ def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
 
 
 def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
-    """What every process says, in their order.
+    """Return what every process says, in their order.
 
     It is one collective of `size` bytes a process, to be called every few seconds at most.
 
@@ -213,7 +216,7 @@ def from_first(mine: np.ndarray) -> np.ndarray:
 
 
 def from_one(mine: np.ndarray, sender: int) -> np.ndarray:
-    """As `from_first`, of the process with this number."""
+    """Send an array from one process to all, as `from_first` does from process 0."""
     if jax.process_count() == 1:
         return mine
     if jax.process_index() != sender:
@@ -222,7 +225,7 @@ def from_one(mine: np.ndarray, sender: int) -> np.ndarray:
 
 
 def _between_all(mine: np.ndarray, program: Callable[[jax.Array], jax.Array]) -> np.ndarray:
-    """What a program makes of the rows of all processes, uint8 [processes, n]."""
+    """Return what a program makes of the rows of all processes, uint8 [processes, n]."""
     if jax.default_backend() == "cpu":
         for array in jax.live_arrays():
             # Another thread may just have deleted it.
@@ -291,7 +294,7 @@ def _sum_of_places(group: tuple[str, ...]) -> jax.Array:
 
 
 def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
-    """On process 0 what every process says, in their order; elsewhere nothing.
+    """Collect the texts of all processes on process 0, in their order; other processes get nothing.
 
     Goes through the coordinator's key-value store, without a device: for threads in the background.
 
@@ -299,7 +302,7 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
         what: a name used once.
 
     Raises:
-        TryAgainError: on process 0, names the first process that did not say anything.
+        TryAgainError: on process 0, names the first process that sent nothing.
     """
     count = jax.process_count()
     if count == 1:
@@ -327,16 +330,16 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
 
 
 def tell_all(what: str, text: str, sender: int = 0, timeout_seconds: float = 1200.0) -> str:
-    """What one process says, in all processes; what others give counts for nothing.
+    """Send the text of one process to all processes; the texts of the others are ignored.
 
     Goes through the coordinator's key-value store, without a device: for threads in the background.
-    What was said stays there until `forget`.
+    The text stays there until `forget`.
 
     Args:
         what: a name used once.
 
     Raises:
-        LostProcessError: the sender did not say anything.
+        LostProcessError: the sender sent nothing.
     """
     if jax.process_count() == 1:
         return text
@@ -361,7 +364,7 @@ def tell_all(what: str, text: str, sender: int = 0, timeout_seconds: float = 120
 
 
 def forget(what: str) -> None:
-    """Frees what `tell_all` has said, when all have heard it; to be called by process 0."""
+    """Free a text of `tell_all` after all processes have read it; called by process 0."""
     if jax.process_count() == 1:
         return
     client = distributed.global_state.client
@@ -434,7 +437,7 @@ def raising_together(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def _code_and_text(error: Exception | None) -> dict[str, Any]:
-    """What a process tells the others of its error; the code is 0 if it has none."""
+    """Return what a process reports to the others about its error; the code is 0 if it has none."""
     if error is None:
         return {"code": 0, "text": ""}
     who = f"process {jax.process_index()} on {platform.node()}"

@@ -1,4 +1,4 @@
-"""From this host's rows to global arrays on the mesh."""
+"""Conversion of this host's rows to global arrays on the mesh."""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,11 +15,12 @@ from maxtrain.parallel.sharding import named_sharding
 
 
 class BatchLayout:
-    """Which part of a global batch [batch_size, length] this host reads, and how it is placed.
+    """Layout of a global batch [batch_size, length]: the part that this host reads, and its
+    placement.
 
     The part comes from the sharding itself, so that uneven rows per host, rows that lie on several
-    hosts and a tensor axis across hosts (the same part on several of them) need no thought
-    elsewhere. `identity` is alike for equal parts.
+    hosts and a tensor axis across hosts (the same part on several of them) need no
+    special case elsewhere. `identity` is alike for equal parts.
     """
 
     def __init__(self, mesh: Mesh, batch_size: int, length: int):
@@ -45,7 +46,7 @@ class BatchLayout:
         self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
     def own_part(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This host's part of whole arrays [batch_size, length, ...] or [batch_size]."""
+        """Return this host's part of whole arrays [batch_size, length, ...] or [batch_size]."""
         rows, columns = self.part
         found = {}
         for name, array in arrays.items():
@@ -79,7 +80,7 @@ class BatchLayout:
 
 
 class PerToken(NamedTuple):
-    """An array of a batch with so many numbers for each token, [B, T, count]."""
+    """Batch array with `count` numbers for each token, [B, T, count]."""
 
     count: int
     dtype: str
@@ -116,7 +117,7 @@ def abstract_batch(
 
 
 def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
-    """The same items, each taken while `ahead` before it have not been asked for yet.
+    """Yield the same items, taken up to `ahead` items before they are requested.
 
     So copies to the device overlap with steps.
     """

@@ -1,8 +1,9 @@
-"""A process's place in its job, as the cluster says: Slurm, Open MPI, Kubernetes, Cloud TPU.
+"""A process's place in its job, from the cluster: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
-JAX finds out most of it (`jax.distributed.initialize` without arguments). It is asked here, not
-there, for two reasons. What it can't find would end in a traceback. And it gives each process one
-GPU, so a job with one process a host would leave seven of eight GPUs idle without a word.
+JAX detects most of it (`jax.distributed.initialize` without arguments). This module detects it
+instead, for two reasons. A failure of JAX's detection would end in a traceback. And JAX gives each
+process one GPU, so a job with one process per host would leave seven of eight GPUs idle without a
+message.
 """
 
 import os
@@ -19,7 +20,7 @@ _TPU = ("tpu", "gcetpu", "gketpu")
 
 
 class ProcessInfo(NamedTuple):
-    """Which process of a job this is."""
+    """Place of a process in its job."""
 
     # jax's name of it.
     cluster: str
@@ -28,13 +29,13 @@ class ProcessInfo(NamedTuple):
     # Processes in the job, and which one this is.
     count: int
     index: int
-    # Likewise of those on this host.
+    # Number of processes on this host, and which one this is.
     local_count: int = 1
     local_index: int = 0
 
     @property
     def is_tpu(self) -> bool:
-        """Whether this is Cloud TPU, whose library has to see all hosts of a slice."""
+        """Return whether this is Cloud TPU, whose library has to see all hosts of a slice."""
         return self.cluster in _TPU
 
 
@@ -43,7 +44,7 @@ def find_place(connect_seconds: float, with_tpu: bool = True) -> ProcessInfo | N
 
     Args:
         connect_seconds: how long process 0 may take to be known by its name.
-        with_tpu: whether Cloud TPU is asked, too.
+        with_tpu: whether to query Cloud TPU, too.
 
     Raises:
         ConfigError: it is one of several, and the others can't be found.
@@ -135,7 +136,7 @@ def _require_alone(environment: Mapping[str, str]) -> None:
 def local_gpus(
     place: ProcessInfo | None, environment: Mapping[str, str], devices: str = "/dev"
 ) -> list[int] | None:
-    """Which of the GPUs that it sees this process takes; None: all of them.
+    """Return which of the GPUs that it sees this process takes; None: all of them.
 
     A process that is alone on its host takes all. Several that see the same GPUs share them evenly.
 

@@ -50,7 +50,7 @@ def start(
     """Selects the platform, connects the processes, and turns on the cache of compiled programs,
     which several CPU devices go without.
 
-    Returns how many processes were asked for, by the cluster or by mesh.planned_processes. There
+    Returns how many processes were requested, by the cluster or by mesh.planned_processes. There
     are fewer if some did not come, and at least mesh.min_processes did.
 
     Args:
@@ -59,11 +59,11 @@ def start(
         compilation_cache: directory, or None.
         deterministic: only programs that give the same bits every time, with products in full
             precision.
-        suffices: of processes asked for and of those that came: whether the job can do with these;
+        suffices: whether the job can run, given the requested processes and those that came;
             None: with all only.
 
     Raises:
-        ConfigError: the platform asked for is not there, or only part of a multi-process job is
+        ConfigError: the requested platform is not there, or only part of a multi-process job is
             described.
         LostProcessError: another process connected, and then did not start its devices.
     """
@@ -75,14 +75,14 @@ def start(
     if not accelerator_present() or config.platform == "cpu" or config.simulated_devices:
         keep_host_memory()
         wait_for_slow_devices()
-    asked = _connect(config, suffices)
+    num_processes = _connect(config, suffices)
     _start_devices(config)
     if jax.device_count() > 1 and jax.default_backend() == "cpu":
         # XLA forgets, of a program for CPUs that it reads, in which order loops communicate and
         # what is around them, so that devices wait for each other forever. And of several
         # processes only process 0 would find a program there, and wait for others, who compile.
         jax.config.update("jax_enable_compilation_cache", False)
-    return max(asked or jax.process_count(), config.planned_processes or 0)
+    return max(num_processes or jax.process_count(), config.planned_processes or 0)
 
 
 def _select_platform(config: MeshConfig) -> None:
@@ -159,7 +159,7 @@ def wait_for_slow_devices() -> None:
 
 @functools.cache
 def xla_knows(flag: str) -> bool:
-    """Whether the installed XLA has a flag of this name.
+    """Return whether the installed XLA has a flag of this name.
 
     It would end the process at one that it does not know. Only its own parser could say so, and
     that ends the process; so the library is searched for the name, which takes 10 ms.
@@ -182,7 +182,7 @@ def xla_knows(flag: str) -> bool:
 
 
 def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = None) -> int | None:
-    """Connects the processes; how many were asked for, if that is known here."""
+    """Connect the processes; return how many were requested, if that is known here."""
     # jax's service would take SIGTERM for itself; see trainer/signals.py.
     jax.config.update("jax_enable_preemption_service", False)
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
@@ -205,13 +205,13 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         _require_least(config, 1, suffices)
         return None
     if place is None and missing:
-        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        known = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         names = " and ".join(missing)
         verb = "describes"
         if len(missing) == 1:
             verb = "describe"
         raise ConfigError(
-            f"{told} {verb} only part of a job; {names} must be known too. "
+            f"{known} {verb} only part of a job; {names} must be known too. "
             f"Set {names}, or none of the three."
         )
     if place is not None:
@@ -224,10 +224,10 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         count = count or place.count
         if index is None:
             index = place.index
-    asked = int(count or 0)
-    _require_least(config, asked, suffices)
+    num_processes = int(count or 0)
+    _require_least(config, num_processes, suffices)
     least = config.min_processes
-    planned = max(asked, config.planned_processes or 0)
+    planned = max(num_processes, config.planned_processes or 0)
 
     def can_do_with(count: int) -> bool:
         return count >= (least or math.inf) and suffices is not None and suffices(planned, count)
@@ -235,7 +235,7 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
     begin = time.monotonic()
     met = meet(
         str(coordinator),
-        asked,
+        num_processes,
         int(index or 0),
         config.connect_seconds,
         can_do_with if least else None,
@@ -251,7 +251,7 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool] | None = N
         initialization_timeout=left,
         heartbeat_timeout_seconds=config.heartbeat_seconds,
     )
-    return asked
+    return num_processes
 
 
 def _require_least(
@@ -275,10 +275,10 @@ def _require_least(
 
 
 def tell_end(code: int) -> None:
-    """Leaves the exit code of this process where the script that started the job looks for it.
+    """Write the exit code of this process where the script that started the job looks for it.
 
-    Slurm tells a script the highest code of all processes, and the one that says why the job ended
-    may be lower. Nothing is told if MAXTRAIN_ENDS is not set, or if its folder can't be written.
+    Slurm reports the highest exit code of all processes, but a lower one may explain why the job
+    ended. Nothing is written if MAXTRAIN_ENDS is not set, or if its folder can't be written.
     """
     folder = os.environ.get(ENDS)
     if folder:
@@ -333,17 +333,17 @@ def _whole_number(name: str, example: int) -> int | None:
 
 
 def accelerator_present(kind: str = "") -> bool:
-    """Whether the system has device files of a GPU or TPU, of this `kind` if given.
+    """Return whether the system has device files of a GPU or TPU, of this `kind` if given.
 
     That is known without starting any device.
     """
     patterns = ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd")
-    asked = [pattern for pattern in patterns if pattern.startswith(kind)]
-    return any(any(Path("/dev").glob(pattern)) for pattern in asked)
+    globs = [pattern for pattern in patterns if pattern.startswith(kind)]
+    return any(any(Path("/dev").glob(pattern)) for pattern in globs)
 
 
 def only_cpu_possible() -> bool:
-    """Whether there is no device for any compiler that jax could try here beside the CPU's.
+    """Return whether there is no device for any compiler that jax could try here beside the CPU's.
 
     Trying libtpu, or a plugin for GPUs without NVIDIA's libraries (the extra compile-gpu), would
     not find anything, and both print lines of their own source code when they do not. Other

@@ -1,4 +1,4 @@
-"""How fast devices are: their products, their memory and their network."""
+"""Speed of devices: their products, their memory and their network."""
 
 import math
 import re
@@ -53,7 +53,7 @@ class Links(NamedTuple):
 
     @property
     def is_torus(self) -> bool:
-        """Whether devices are wired to their neighbours alone, as TPUs are."""
+        """Return whether devices are wired to their neighbours alone, as TPUs are."""
         return self.ports > 1
 
     @property
@@ -93,7 +93,7 @@ _MOST_MEASUREMENTS = 4
 
 
 def hardware_of(device: Any) -> Hardware:
-    """What a device is, whether it is here or only described."""
+    """Return what a device is, whether it is here or only described."""
     if device.platform == "cpu":
         return Hardware("cpu", "CPUs")
     capability = None
@@ -103,7 +103,9 @@ def hardware_of(device: Any) -> Hardware:
 
 
 def _compute_capability(said: str | None) -> tuple[int, int] | None:
-    """Of 9.0; (0, 0) of a card that has none but a name such as gfx942; None: it says nothing."""
+    """Parse a compute capability such as 9.0; (0, 0) for a card with a name such as gfx942; None if
+    it is missing.
+    """
     if said is None:
         return None
     found = re.fullmatch(r"(\d+)\.(\d+)", said)
@@ -113,9 +115,9 @@ def _compute_capability(said: str | None) -> tuple[int, int] | None:
 
 
 def compiler_options(platform: str) -> dict[str, int]:
-    """What the large programs are compiled with.
+    """Return the compiler options of large programs.
 
-    CPUs with 512-bit vectors use them only if told to; that saves a tenth of a step.
+    XLA uses the 512-bit vectors of a CPU only with this option; that saves a tenth of a step.
 
     Among 64 and more TPUs, the compiler writes each all-gather as an all-reduce of arrays that are
     zero but for a part, which sends twice as much, unless gathers may overlap with other work. On
@@ -225,7 +227,7 @@ class Peak:
         self._flops = peak_or(tflops, device, dtype)
 
     def share(self, flops: float) -> float | None:
-        """Which share of the peak these FLOP/s of one device are.
+        """Return which share of the peak these FLOP/s of one device are.
 
         More than a measured peak means that it was measured while the machine was busy: it is
         measured again. None: still more.

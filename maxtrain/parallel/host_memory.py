@@ -56,7 +56,9 @@ def described_on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array lies in the memory of a host: one at rest, described, or inside jit."""
+    """Return whether an array lies in the memory of a host: one at rest, described, or inside
+    jit.
+    """
     if isinstance(x, Tracer):
         return jax.typeof(x).memory_space == jax.memory.Space.Host
     return x.sharding is not None and x.sharding.memory_kind == _KIND
@@ -77,8 +79,9 @@ def where_it_was(x: Array, before: Array) -> Array:
 
 
 def lies_in_layers(x: Any) -> bool:
-    """Whether an array, at rest or described, lies in the memory of hosts as layers that can be
-    fetched one after another: the first of its dims is short, and not split."""
+    """Return whether an array, at rest or described, lies in the memory of hosts as layers that can
+    be fetched one after another: the first of its dims is short, and not split.
+    """
     if not is_on_host(x) or x.ndim < 3 or x.shape[0] > _MOST_LAYERS:
         return False
     return not x.sharding.spec or x.sharding.spec[0] is None

@@ -14,9 +14,10 @@ _WARNINGS = {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
 
 
 def answer_libtpu() -> None:
-    """Tells libtpu what it would otherwise look for and complain about; before jax has started,
-    and only where no TPU of this machine is to be used. What is set already stays, but for what
-    would keep warnings back."""
+    """Set the variables that libtpu would otherwise look for and complain about; before jax has
+    started, and only if no TPU of this machine is to be used. Existing values stay, except those
+    that would hide warnings.
+    """
     for name, value in _ANSWERS.items():
         os.environ.setdefault(name, value)
     os.environ.update(_WARNINGS)

@@ -1,5 +1,6 @@
-"""Where a process that leads a job hears the others, before jax connects them; see
-rendezvous.py."""
+"""Lobby where the leader of a job hears the other processes, before jax connects them; see
+rendezvous.py.
+"""
 
 import contextlib
 import json
@@ -19,7 +20,7 @@ _Guests = dict[int, tuple[str, socket.socket]]
 
 
 class JobMembership(NamedTuple):
-    """How a job goes on."""
+    """Outcome of the rendezvous of a job."""
 
     # Processes, and which one of these, in their order, this one is.
     count: int
@@ -29,7 +30,7 @@ class JobMembership(NamedTuple):
 
 
 class Lobby:
-    """Where one that may lead hears the others, and gives all the same verdict.
+    """Server of a possible leader: it hears the other processes, and gives all the same verdict.
 
     TryAgainError: the port is taken.
     """
@@ -44,8 +45,9 @@ class Lobby:
         self._listener = self._held.enter_context(_listen(me["index"], address, int(port)))
 
     def hear(self, seconds: float, patience: float) -> None:
-        """Hears those who come in this time, or until all are here; they are told how long this
-        one waits."""
+        """Accept processes for `seconds` seconds, or until all are here; each is sent how long the
+        leader waits.
+        """
         end = time.monotonic() + seconds
         while not self._error and self.missing():
             left = end - time.monotonic()
@@ -65,7 +67,7 @@ class Lobby:
         self._error = self._error or _misfit(
             self._address, index, count, who, self._me, self._guests
         )
-        # One that does not fit is told so as well, by a number that no process has.
+        # A process that does not fit also gets a reply, under a number that no process has.
         number = index
         if self._error:
             number = -len(self._guests) - 1
@@ -99,9 +101,10 @@ class Lobby:
         return JobMembership(count, 0, self._address)
 
     def missing(self) -> list[int]:
-        """Who has not come.
+        """Return the processes that have not come.
 
-        Those who have gone again have not, either; that is looked at when nobody else is missing.
+        Processes that left again count as missing; this is checked if no other process is
+        missing.
         """
         others = [process for process in range(self._me["count"]) if process != self._me["index"]]
         if len(self._guests) == len(others):
@@ -123,7 +126,7 @@ class Lobby:
 
 
 def _listen(index: int, address: str, port: int) -> socket.socket:
-    """Where a process hears the others; TryAgainError: the port is taken."""
+    """Return where a process hears the others; TryAgainError: the port is taken."""
     everywhere: dict[str, Any] = {}
     if socket.has_dualstack_ipv6():
         everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
@@ -140,14 +143,16 @@ def _listen(index: int, address: str, port: int) -> socket.socket:
 
 
 def _introduction(connection: socket.socket) -> tuple[int, int, str]:
-    """Which process one is that came, of how many, and who; it is none of ours if that raises."""
+    """Return which process one is that came, of how many, and who; it is none of ours if that
+    raises.
+    """
     connection.settimeout(5)
     said = json.loads(connection.makefile("rb").readline(4096))
     return int(said["index"]), int(said["count"]), str(said["who"])
 
 
 def _give_verdicts(address: str, guests: _Guests, count: int, error: UserError | None) -> None:
-    """Tells all who came which one of how many they are, or what is wrong."""
+    """Send each process its number and the number of processes, or the error."""
     for place, index in enumerate(sorted(guests), 1):
         why = error
         if not why and place >= count:
@@ -164,7 +169,9 @@ def _give_verdicts(address: str, guests: _Guests, count: int, error: UserError |
 
 
 def _await_end(guests: _Guests) -> None:
-    """They hang up first: whoever does keeps the port taken for a while."""
+    """Wait until the guests close their connections: the side that closes first keeps the port
+    taken for a while.
+    """
     for _, connection in guests.values():
         with contextlib.suppress(OSError):
             connection.recv(1)
@@ -208,7 +215,7 @@ def _misfit(
     me: dict[str, Any],
     guests: _Guests,
 ) -> UserError | None:
-    """What is wrong with one that came."""
+    """Return what is wrong with one that came."""
     at = f"at mesh.coordinator={address}"
     if count != me["count"]:
         theirs = f"process {index} ({who}) is one of {count}"

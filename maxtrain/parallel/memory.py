@@ -1,4 +1,4 @@
-"""How much memory a device has and a program needs, and the largest size that fits.
+"""Memory of devices and programs, and the largest size that fits.
 
 Executes nothing.
 """
@@ -81,7 +81,7 @@ def _described_limit(device: Any) -> int:
 
 
 def _memory_stats(device: Any) -> dict[str, int] | None:
-    """What a device says of its memory; None: it is a CPU, or says nothing."""
+    """Return what a device says of its memory; None: it is a CPU, or says nothing."""
     if device.platform == "cpu":
         return None
     return device.memory_stats()
@@ -142,9 +142,9 @@ def memory_in_use(devices: Sequence[Any], root: Path = Path("/")) -> dict[str, i
         root: where `proc` is.
     """
     found = {}
-    stats = [said for said in map(_memory_stats, devices) if said]
+    stats = [one for one in map(_memory_stats, devices) if one]
     for name, key in (("device_bytes", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
-        numbers = [said[key] for said in stats if key in said]
+        numbers = [one[key] for one in stats if key in one]
         if numbers:
             found[name] = max(numbers)
     pages = root / "proc/self/statm"
@@ -193,7 +193,7 @@ def require_memory_of_host(needed: int, what: str, fix: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the runtime, the compiler or Python says that there is not enough memory.
+    """Return whether the runtime, the compiler or Python says that there is not enough memory.
 
     Where a program is called, jax raises the runtime's errors as ValueErrors that begin with their
     status.
@@ -205,14 +205,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, where: str) -> OutOfMemoryError:
-    """The error to raise instead, with what was asked for and what is free."""
-    said = (str(error).strip() or "MemoryError").splitlines()[0][:300].rstrip(".")
+    """Return the error to raise instead, with what was requested and what is free."""
+    message = (str(error).strip() or "MemoryError").splitlines()[0][:300].rstrip(".")
     free = " and ".join(sorted({size(free_memory(device)) for device in jax.local_devices()}))
     now = f"{size(available_memory())} of the host's memory are free"
     if jax.default_backend() != "cpu":
         now += f", and {free} on each device"
     fix = f"See whether another program uses it. {STEP_MEND}"
-    return OutOfMemoryError(f"out of memory {where}: {said}. Now {now}. {fix}.")
+    return OutOfMemoryError(f"out of memory {where}: {message}. Now {now}. {fix}.")
 
 
 def size(num_bytes: float) -> str:
@@ -292,8 +292,9 @@ def largest(
 
 
 def _where_line_meets(known: list[tuple[int, int]], limit: int, low: int, least: int) -> int:
-    """Where the line through the two largest n that are known meets the limit, but `least` or more;
-    twice what fits while there are no two."""
+    """Return where the line through the two largest n that are known meets the limit, but `least`
+    or more; twice what fits while there are no two.
+    """
     if len(known) < 2:
         return max(1, 2 * low)
     (n, needed), (m, more) = sorted(known)[-2:]
@@ -303,7 +304,7 @@ def _where_line_meets(known: list[tuple[int, int]], limit: int, low: int, least:
 
 
 class MemoryNeed(NamedTuple):
-    """What a number of parts needs.
+    """Memory that a number of parts needs.
 
     Attributes:
         count: the parts.
@@ -325,7 +326,7 @@ class MemoryNeed(NamedTuple):
 
 
 class FewestParts(NamedTuple):
-    """What `fewest` found.
+    """Result of `fewest`.
 
     Attributes:
         count: the fewest parts that fit; None: no choice does.
@@ -341,14 +342,14 @@ class FewestParts(NamedTuple):
 def fewest(
     choices: Sequence[int], measure: Callable[[int], int | None], fixed: int, limit: int
 ) -> FewestParts:
-    """The first of `choices`, in their order, whose measure is at most `limit`.
+    """Find the first of `choices`, in their order, whose measure is at most `limit`.
 
     A measure takes its time. Of n parts it is `fixed` and something that shrinks with n, at most as
     1/n: so choices that can't fit, by the measure of one before them, are not measured.
 
     Args:
         choices: numbers of parts, ascending.
-        measure: bytes of so many parts; None is beyond any limit.
+        measure: bytes of a number of parts; None is beyond any limit.
     """
     before = None
     # Of the last choice that was measured: its count, times what it needs beside `fixed`.

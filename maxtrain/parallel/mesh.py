@@ -42,9 +42,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def _placed(create: Callable[..., np.ndarray], devices: Sequence[Any]) -> np.ndarray:
-    """What a function of mesh_utils makes of devices. An axis takes whole dims of a TPU's torus
-    where sizes allow it, as those are closed to rings; where they do not, as with 8 devices of
-    4 x 4 x 4, it takes a part of one.
+    """Return what a function of mesh_utils makes of devices. An axis takes whole dims of a TPU's
+    torus where sizes allow it, as those are closed to rings; where they do not, as with 8 devices
+    of 4 x 4 x 4, it takes a part of one.
     """
     if devices[0].device_kind not in _FLAT:
         try:
@@ -61,7 +61,7 @@ def _shape(sizes: dict[str, int], prefix: str) -> tuple[int, ...]:
 
 
 def _numbers(devices: Sequence[Any], attribute: str) -> Mapping[int, int]:
-    """How many devices each slice or process has, by its number; CPUs are in one slice."""
+    """Return how many devices each slice or process has, by its number; CPUs are in one slice."""
     return collections.Counter(getattr(device, attribute, None) or 0 for device in devices)
 
 
@@ -119,7 +119,7 @@ def _require_slices(slow: dict[str, int], count: int, units: str) -> None:
 
 
 def _outermost(shape: Sequence[int], num_slices: int) -> tuple[int, ...]:
-    """How many parts of each axis go to different slices."""
+    """Return how many parts of each axis go to different slices."""
     outer = []
     left = num_slices
     for size in shape:

@@ -1,10 +1,11 @@
-"""Before jax connects the processes of a job: who is there, who is missing, which job they mean.
+"""Rendezvous of the processes of a job before jax connects them: which are here, which are missing,
+and which job they belong to.
 
 What jax finds wrong there ends a process with pages of C++ and no word about which one is meant;
 and a process too many takes the place of the one of its number in a job that is running. So they
-meet at the coordinator's address first, before its service starts there: each tells the one that
-leads which one of how many it is, and waits for the verdict. Two short messages a process, once a
-launch; the leader holds a socket for each meanwhile.
+meet at the coordinator's address first, before its service starts there: each sends the leader its
+number and the size of the job, and waits for the verdict. Each process sends and gets one short
+message per launch; the leader holds a socket for each meanwhile.
 
 Process 0 leads. Where a job can do with fewer processes, it may be the one that is missing: so
 there may be addresses of the next ones, too. Each of these listens, but joins one before it as soon
@@ -44,7 +45,7 @@ def meet(
     seconds: float,
     suffices: Callable[[int], bool] | None = None,
 ) -> JobMembership:
-    """Waits until all processes of a job are here, or as many as it can do with.
+    """Wait until all processes of a job are here, or as many as it can run with.
 
     Otherwise all raise the same error.
 
@@ -54,7 +55,8 @@ def meet(
         count: processes in the job.
         index: which one this is.
         seconds: how long to wait for the others.
-        suffices: whether the job can do with so many, asked by the leader; None: with all only.
+        suffices: whether the job can run with a number of processes, for the leader; None: only
+            with all.
 
     Raises:
         ConfigError: a process is of a job of another size, or has a number that another one has;
@@ -120,7 +122,7 @@ class _Rendezvous:
         self._why = "nobody answers"
 
     def hold(self) -> JobMembership:
-        """Until there is a verdict."""
+        """Wait until there is a verdict."""
         try:
             while True:
                 met = self._join()
@@ -178,7 +180,7 @@ class _Rendezvous:
         return met
 
     def _wait(self) -> None:
-        """Until it knocks again. TryAgainError: its time is over."""
+        """Wait before the next attempt to join. TryAgainError: the time is over."""
         where = " or ".join(self._before)
         left = self._left()
         if left <= 0:
@@ -202,7 +204,7 @@ class _RendezvousHost(NamedTuple):
     patience: float
 
     def verdict(self) -> JobMembership | None:
-        """How the job goes on; None: it has gone, or another one leads now.
+        """Return how the job goes on; None: it has gone, or another one leads now.
 
         UserError: what is wrong.
         """
@@ -222,9 +224,9 @@ class _RendezvousHost(NamedTuple):
 
 
 def _knock(address: str, me: dict[str, Any], seconds: float) -> _RendezvousHost:
-    """Tells one that may lead who this process is.
+    """Send a possible leader the number and job of this process.
 
-    OSError: it is not there, or does not answer as it should.
+    OSError: there is no leader, or its answer is not valid.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)

@@ -1,4 +1,4 @@
-"""From the names of an array's dims to the mesh axes that they are split over: one table, checked.
+"""Sharding table from the names of an array's dims to the mesh axes that split them, with checks.
 
 Modules name their dims with logical axes; only this file knows which mesh axis that is. Outside a
 mesh (`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one
@@ -41,7 +41,7 @@ RULES: Rules = {
 
 
 def stored_rules(config: RulesConfig) -> Rules:
-    """Those of parameters and their optimizer state, where they are stored."""
+    """Return the sharding rules of parameters and their optimizer state in storage."""
     return {**RULES, **dataclasses.asdict(config)}
 
 
@@ -166,8 +166,9 @@ def constrain_residual(
 
 @jax.custom_vjp
 def gather_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """What products that are split over `tensor` take of the residual stream: all tokens, gathered
-    once for all of these products. Its gradient is split as the residual stream is."""
+    """Return what products that are split over `tensor` take of the residual stream: all tokens,
+    gathered once for all of these products. Its gradient is split as the residual stream is.
+    """
     return constrain(x, "activation_batch", LENGTH, "activation_embed")
 
 
@@ -183,8 +184,9 @@ gather_residual.defvjp(_gather, _scatter)
 
 
 def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
-    """As `constrain`, of a parameter while it is used. A dim that can't be split there, but perhaps
-    is where it is stored, is whole."""
+    """Constrain a parameter during its use, as `constrain` does. A dim that can't be split there,
+    but perhaps is where it is stored, is whole.
+    """
     return _constrained(x, axes, set(axes))
 
 
@@ -202,7 +204,7 @@ def _constrained(x: jax.Array, axes: Axes, may_be_whole: Container[str | None]) 
 
 
 def parts_of(axis: str | None, mesh_shape: Mapping[str, int], rules: Rules = RULES) -> int:
-    """How many parts a dim of this name is split into."""
+    """Return how many parts a dim of this name is split into."""
     if axis is None:
         return 1
     return math.prod(mesh_shape.get(name, 1) for name in rules[axis])

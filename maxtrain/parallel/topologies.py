@@ -3,7 +3,7 @@
 TPU's compiler, libtpu, knows slices by names such as v5p:4x4x4. XLA's compiler for GPUs compiles
 for a card that it has a description of (a GpuTargetConfigProto; `gpu_targets` has those of three
 cards), without a GPU or a driver. Compiled programs have their memory, collectives and kernels; how
-fast they are, and which kernels tuning would choose, only the devices themselves can tell.
+fast they are, and which kernels tuning would choose, only the devices themselves can show.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*")
 
 
 class GpuHosts(NamedTuple):
-    """So many hosts with so many GPUs each."""
+    """Hosts of GPUs: a number of hosts with a number of GPUs each."""
 
     card: str
     hosts: int
@@ -86,7 +86,7 @@ def _require_warnings() -> None:
     if level.isdecimal() and int(level) >= 2:
         raise UsageError(
             f"{_LOG_LEVEL}={level} keeps back what the compiler says of arrays that it gathers "
-            "whole, which is told here. Unset it, or set it to 1."
+            "whole, and this command reports them. Unset it, or set it to 1."
         )
 
 
@@ -137,16 +137,16 @@ def _tpus(topology: str, num_slices: int) -> Sequence[Any]:
     return devices
 
 
-def _gpus(asked: GpuHosts) -> Sequence[Any]:
-    wanted_by = f"--topology {asked.card}:{asked.hosts}x{asked.gpus}"
+def _gpus(args: GpuHosts) -> Sequence[Any]:
+    wanted_by = f"--topology {args.card}:{args.hosts}x{args.gpus}"
     load_package("jax_plugins.xla_cuda13", "compile-gpu", wanted_by)
     from jax.experimental import topologies  # noqa: PLC0415
 
-    target = (_TARGETS / f"{asked.card}.txtpb").read_text()
+    target = (_TARGETS / f"{args.card}.txtpb").read_text()
     # Slices, hosts of each, GPUs of each. NVLink ends with the host: GPUs of one slice are taken to
     # reach each other's memory, and the kernels for that can't be compiled for dozens.
     described = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"{asked.hosts}x1x{asked.gpus}"
+        platform="cuda", target_config=target, topology=f"{args.hosts}x1x{args.gpus}"
     )
     return described.devices
 
@@ -167,14 +167,15 @@ def gpu_memory(kind: str) -> int | None:
 
 
 def is_described(device: Any) -> bool:
-    """Whether it is a device of a topology, not one that this process runs on."""
+    """Return whether it is a device of a topology, not one that this process runs on."""
     return device.platform != jax.default_backend()
 
 
 def compile_options(device: Any) -> dict[str, str]:
-    """What programs for described devices are compiled with, beside the options of real ones.
+    """Return the compiler options of programs for described devices, beside the options of real
+    ones.
 
-    Without a GPU, CUB can't be asked how much memory a sort needs: XLA's own sort takes its place.
+    Without a GPU, CUB cannot report how much memory a sort needs: XLA's own sort takes its place.
     """
     if device.platform == "gpu" and is_described(device):
         return {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"}
@@ -183,10 +184,10 @@ def compile_options(device: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def compiler_warnings() -> Iterator[list[str]]:
-    """Keeps what compilers print of devices that are not here from the terminal. Of it, the list
-    gets the arrays that XLA gathers whole because it finds no other way between two shardings.
+    """Keep compiler output about devices that are not here from the terminal. The list gets the
+    arrays that XLA gathers whole because it finds no other way between two shardings.
 
-    A compiler may end the whole process. The end of what it printed is then told after all.
+    A compiler may end the whole process. The end of its output is then printed after all.
     """
     found: list[str] = []
     sys.stderr.flush()

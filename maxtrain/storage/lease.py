@@ -37,7 +37,7 @@ _READS = 3
 
 
 class Lease:
-    """The lock of the run at a URL, once it is taken, until `free`.
+    """Lock of the run at a URL, held until `free`.
 
     Args:
         url: of the run.
@@ -72,9 +72,9 @@ class Lease:
             if self._place(number).create(self._content("held")):
                 self._place(number).write_bytes(self._content("free"))
                 raise StorageError(
-                    f"{self._place(number)}: this store writes over what is there although it is "
-                    "asked not to (If-None-Match), so two runs could write at the same time. "
-                    "Set output_dir to a store that can do this, or to a path."
+                    f"{self._place(number)}: this store writes over what is there despite a "
+                    "conditional request (If-None-Match), so two runs could write at the same "
+                    "time. Set output_dir to a store that can do this, or to a path."
                 )
             newest, _ = self._newest()
             if newest == number:
@@ -87,13 +87,17 @@ class Lease:
         return number
 
     def _is_ours(self, number: int) -> bool:
-        """Whether a lock is this process's. It is read again: bytes may be damaged on their way."""
+        """Return whether a lock is this process's. It is read again: bytes may be damaged on their
+        way.
+        """
         return any(self._read(number).get("token") == self._token for _ in range(_READS))
 
     def _require_overtaken(self, number: int) -> None:
-        """Of a lock that this process has made, and that is not its own.
+        """Check that another process was faster, for a lock that this process wrote but does not
+        hold.
 
-        StorageError: nobody was faster, so that it is the store that does not keep it.
+        StorageError: the lock object is missing although no other process took it: the object
+        store is not read-after-write consistent.
         """
         if self._newest()[0] > number:
             return
@@ -113,7 +117,7 @@ class Lease:
         LockedError: it lives.
         """
         who = content.get("who", "a process that does not say which it is")
-        tell(f"{self._url} is locked by {who}. Waits up to {LEASE:.0f} s for a sign of life of it.")
+        tell(f"{self._url} is locked by {who}. Waiting up to {LEASE:.0f} s for its heartbeat.")
         begin = time.monotonic()
         while time.monotonic() - begin < LEASE:
             time.sleep(LEASE / _LOOKS)
@@ -172,7 +176,7 @@ class Lease:
         return numbers[-1], self._read(numbers[-1])
 
     def _read(self, number: int) -> dict[str, Any]:
-        """What a lock says; nothing if it is just being written, or gone."""
+        """Return what a lock says; nothing if it is just being written, or gone."""
         try:
             content = strict_json.loads(self._place(number).read_bytes())
         except (FileNotFoundError, ValueError):
@@ -183,7 +187,7 @@ class Lease:
 
 
 def _is_free(content: dict[str, Any]) -> bool:
-    """Whether a lock is given back, or is of a process that this one knows to have ended."""
+    """Return whether a lock is given back, or is of a process that this one knows to have ended."""
     if content.get("state") == "free":
         return True
     ours = _identity()
@@ -194,9 +198,9 @@ def _is_free(content: dict[str, Any]) -> bool:
 
 
 def _identity() -> dict[str, Any]:
-    """What tells this process from all others.
+    """Return an identity that distinguishes this process from all others.
 
-    Numbers of processes are known within one start of a system and one space of such numbers.
+    Process ids are unique within one boot of a system and one pid namespace.
     """
     pid = os.getpid()
     system = ""
@@ -215,7 +219,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _start_of(pid: int) -> str:
-    """When a process was started, by the system's clock; empty: there is none of this number."""
+    """Return when a process was started, by the system's clock; empty if no process has this id."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -223,7 +227,7 @@ def _start_of(pid: int) -> str:
     # The name of the program, in brackets, may have any characters.
     _, _, rest = text.rpartition(")")
     fields = rest.split()
-    # One that has ended and that nobody has asked about yet.
+    # A zombie: a process that has ended, and whose parent has not read its exit code.
     if fields[0] in ("Z", "X"):
         return ""
     return fields[19]

@@ -43,7 +43,7 @@ def publishing(out: Path, verb: str, argument: str = "OUT") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def publishing_file(out: Path, verb: str, argument: str = "OUT") -> Iterator[Path]:
-    """As `publishing`, for one file: the path where the block writes it.
+    """Publish one file as `publishing` does: yields the path where the block writes it.
 
     Raises:
         UsageError: there is something at `out`, at the beginning or at the end.
@@ -99,8 +99,9 @@ def _staging(out: Path, verb: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Whether this process has the lock of a directory, or there are none on its file system; the
-    system frees it when the process ends, however it ends."""
+    """Return whether this process has the lock of a directory, or there are none on its file
+    system; the system frees it when the process ends, however it ends.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         try:

@@ -71,7 +71,9 @@ def _one_copy(url: str) -> Path:
 
 
 def readable_or_new(folder: Path, url: str | None) -> Path:
-    """As `readable`, of a run that need not have begun, at a URL or (None) in its folder."""
+    """Return the folder of a run as `readable` does, for a run that may not have begun, at a URL or
+    (None) in its folder.
+    """
     if url is None:
         return folder
     return _copied(RemotePath(url), RemotePath(url).tree())

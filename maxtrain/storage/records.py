@@ -36,7 +36,7 @@ Index = dict[str, list[Any]]
 
 
 def is_record(name: str) -> bool:
-    """Whether a file of a run, by its name in the folder, is one of its records."""
+    """Return whether a file of a run, by its name in the folder, is one of its records."""
     parts = name.split("/")
     return parts[0] not in _APART and not any(part.startswith(".") for part in parts)
 
@@ -168,7 +168,7 @@ class Records:
                 self._tell(error)
 
     def _tell(self, error: Exception) -> None:
-        """After the first failure, the second, the fourth, and so on."""
+        """Report the first failed upload, the second, the fourth, and so on."""
         self._failed += 1
         if self._failed & (self._failed - 1) == 0:
             what = f"the records in {self._folder} can't be uploaded now ({error})"
@@ -197,7 +197,7 @@ def _state_of(path: Path) -> list[int]:
 
 
 def _read_index(folder: Path) -> Index:
-    """What was uploaded; nothing if that is not known: then everything is carried again."""
+    """Return what was uploaded; nothing if that is not known: then everything is carried again."""
     try:
         index = strict_json.read(folder / _INDEX)
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a run is kept while it trains: its folder, or a URL whose copy its folder is.
+"""Storage of a run during training: its folder, or a URL with the folder as its copy.
 
 A run reads and writes files of this host alone. Behind a URL, the store makes them like what is
 there before the run begins, and brings there what must not be lost.
@@ -39,7 +39,8 @@ class Store:
         self.folder = folder
 
     def hold(self, held: contextlib.ExitStack, tell: Tell) -> None:
-        """Locks the run until `held` is closed; on process 0.
+        """Take the lease of the run. TryAgainError: another process has written there since this
+        process looked.
 
         Raises:
             LockedError: another process writes there.
@@ -48,7 +49,7 @@ class Store:
         held.enter_context(RunLock(self.folder))
 
     def publish(self) -> None:
-        """Returns when all that was written is where the run is."""
+        """Upload all that is new, at once, on process 0."""
 
 
 class StoreAtUrl(Store):
@@ -82,8 +83,9 @@ class StoreAtUrl(Store):
         return self
 
     def hold(self, held: contextlib.ExitStack, tell: Tell) -> None:
-        """As of `Store`. TryAgainError: another process has written there since this one has
-        looked."""
+        """Take the lease of the run. TryAgainError: another process has written there since this
+        process looked.
+        """
         self._lease = Lease(self._url, tell)
         if _stamps(self._url.tree()) != self._listing:
             raise TryAgainError(
@@ -104,7 +106,7 @@ class StoreAtUrl(Store):
             tell(f"{step} is no checkpoint: {why}. It is put aside as {aside}.")
 
     def publish(self) -> None:
-        """As of `Store`; at once, on process 0.
+        """Upload all that is new, at once, on process 0.
 
         Raises:
             LockedError: another process has taken this one for dead.
@@ -128,14 +130,14 @@ class StoreAtUrl(Store):
         try:
             self._records.push()
         except StorageError as error:
-            # What has ended the run is what is to be told.
+            # The error that ended the run is the one to report.
             if not is_failing:
                 raise
             print(f"WARNING: {error}", file=sys.stderr, flush=True)
 
 
 def _stamps(listing: dict[str, RemoteFile]) -> dict[str, str]:
-    """What changes when somebody writes to a run."""
+    """Return what changes when somebody writes to a run."""
     return {
         name: found.stamp for name, found in listing.items() if not name.startswith(f"{LEASES}/")
     }
@@ -145,7 +147,7 @@ def _stamps(listing: dict[str, RemoteFile]) -> dict[str, str]:
 def open_store(
     folder: Path, url: str | None, local: Path | None = None, local_keep: int = 2
 ) -> Iterator[Store]:
-    """Where a run is kept: at a URL, or (None) in its folder; errors as of `StoreAtUrl`.
+    """Return where a run is kept: at a URL, or (None) in its folder; errors as of `StoreAtUrl`.
 
     Args:
         local: where hosts keep steps that are not uploaded; None: nowhere.

@@ -245,7 +245,7 @@ def test_a_supervisor_restarts_a_run_at_a_url(folder, s3):
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "ended with SIGKILL" in said, said
-    assert "Goes on from step 6" in said and "sign of life" not in said
+    assert "Goes on from step 6" in said and "heartbeat" not in said
     assert_same(folder, "kept")
 
 

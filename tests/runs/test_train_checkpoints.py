@@ -243,4 +243,4 @@ def test_a_lock_that_can_not_be_written_is_an_error_of_all(trained, monkeypatch,
     assert train(trained, "unlocked") == 74
     assert [error.errno for error in told if error] == [
         errno.ENOSPC
-    ] and "Free space or mend access" in capsys.readouterr().err
+    ] and "Free space or restore access" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_the_lock_goes_from_one_to_the_next(url, told):
     first.require()
     with pytest.raises(LockedError, match=r"is being written by process \d+ on .*run_name"):
         Lease(url, told.append)
-    assert "for a sign of life of it" in told[0]
+    assert "for its heartbeat" in told[0]
     first.free()
     second = Lease(url, told.append)
     assert len(told) == 1 and names_below(url) == ["lock/00000002"]

@@ -7,7 +7,7 @@ package mlflow, shows such a file.
 
 A run keeps its id over all of its launches. Parameters can't be changed there: those that a later
 launch has with another value are tags `changed.NAME`. Values can't be taken back: a run that goes
-back has two values at a step, told apart by their time, and a tag says where it went back to.
+back has two values at a step, which their time distinguishes, and a tag says where it went back to.
 """
 
 import logging
@@ -50,7 +50,7 @@ class Mlflow(Tracker):
         self._monitor: Any = None
 
     def start(self, run: RunInfo) -> str:
-        # It would tell its makers how it is used.
+        # MLflow would send usage data to its makers.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -94,7 +94,7 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, _STATUS[status])
 
     def _uri(self) -> str:
-        """Where runs are kept."""
+        """Return where runs are kept."""
         given = self._config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if given and is_masked(given):
             raise UsageError(

@@ -1,2 +1,3 @@
-"""What a compiled program says of itself: products, memory traffic, collectives, and how long they
-take at least."""
+"""Analysis of compiled programs: products, memory traffic, collectives, and lower bounds of their
+time.
+"""

@@ -46,7 +46,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 class Collective(NamedTuple):
-    """What one device has to do with one collective.
+    """One collective, as one device takes part in it.
 
     Attributes:
         kind: one of KINDS.
@@ -62,14 +62,15 @@ class Collective(NamedTuple):
     is_between_slices: bool = False
 
     def placed(self, ids: Sequence[int]) -> "Collective":
-        """With positions in the mesh, where the devices with these ids are."""
+        """Return the collective with positions in the mesh, given the ids of the devices."""
         positions = {number: position for position, number in enumerate(ids)}
         groups = _groups_of_ids(self.places)
         return self._between([[positions[number] for number in group] for group in groups])
 
     def within(self, positions: Sequence[int]) -> "Collective":
-        """Of a slice whose devices have these positions in the mesh: a program for several slices
-        numbers those of one."""
+        """Return the collective for a slice whose devices have these positions in the mesh: a
+        program for several slices numbers the devices of one slice.
+        """
         return self._between(np.array(positions)[self.groups(len(positions))].tolist())
 
     def _between(self, groups: list[list[int]]) -> "Collective":
@@ -122,7 +123,7 @@ def collective(one: HloInstruction, computation: HloComputation) -> Collective |
 
 
 def _between_slices(one: HloInstruction, computation: HloComputation) -> Collective | None:
-    """What is sent to other slices; None: it is sent elsewhere."""
+    """Return what is sent to other slices; None: it is sent elsewhere."""
     transfer = _TRANSFER.search(one.attributes)
     if transfer is None:
         return None
@@ -176,14 +177,14 @@ def _of_iota(found: re.Match[str]) -> np.ndarray:
 
 
 def _of_mesh(places: str) -> np.ndarray:
-    """Of mesh['a'=2,'b'=4] {'b'}: groups of devices that differ along b.
+    """Parse mesh['a'=2,'b'=4] {'b'}: groups of devices that differ along b.
 
     'b':(2)2 is a factor of an axis: of size 2, with one of size 2 before it.
     """
-    mesh, _, asked = places.rpartition(" {")
+    mesh, _, names = places.rpartition(" {")
     axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = []
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", asked):
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names):
         low = int(before or 1)
         parts.append((name, low, low * int(size or axes[name])))
     # Of all factors of all axes, by the axis and the product of the factors before it.
@@ -211,7 +212,7 @@ def _of_mesh(places: str) -> np.ndarray:
 
 
 def goes_on(computation: HloComputation) -> bool:
-    """Whether a fusion goes on with a collective that another one may have begun.
+    """Return whether a fusion goes on with a collective that another one may have begun.
 
     TPU's compiler writes a collective that overlaps with products several times: in the fusion that
     begins it, in those that go on with it, also inside a loop, and in the one that ends it.
@@ -220,7 +221,7 @@ def goes_on(computation: HloComputation) -> bool:
 
 
 def ends(computation: HloComputation) -> bool:
-    """Whether a fusion ends such a collective."""
+    """Return whether a fusion ends such a collective."""
     return any(
         '"AsyncCollectiveDone"' in one.attributes for one in computation.instructions.values()
     )

@@ -41,7 +41,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 
 class HloShape(NamedTuple):
-    """Of one array on one device.
+    """Shape of one array on one device.
 
     Attributes:
         space: the memory that it lies in, as the layout says: 0 is the device's main one. On TPUs,
@@ -108,7 +108,7 @@ class HloComputation(NamedTuple):
     root: HloInstruction
 
     def parameters(self) -> list[HloInstruction]:
-        """In their order."""
+        """Return the parameters in their order."""
         found = [one for one in self.instructions.values() if one.opcode == "parameter"]
         return sorted(found, key=lambda one: int(one.inside))
 
@@ -133,7 +133,7 @@ class HloModule(NamedTuple):
         return self.computations[name]
 
     def branches(self, conditional: HloInstruction) -> list[HloComputation]:
-        """Of a conditional."""
+        """Return the branches of a conditional."""
         names = []
         for name in ("true_computation", "false_computation"):
             found = conditional.attribute(name)
@@ -184,7 +184,7 @@ def parse(text: str) -> HloModule:
 
 
 def _instruction(name: str, text: str) -> HloInstruction:
-    """Of the text behind the equals sign: a shape, an opcode, operands, attributes."""
+    """Parse the text behind the equals sign: a shape, an opcode, operands, attributes."""
     if text.startswith("("):
         end = _closing(text, 0) + 1
     else:
@@ -210,7 +210,7 @@ def shapes_of(text: str) -> tuple[HloShape, ...]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the parenthesis at `opening` is closed."""
+    """Return where the parenthesis at `opening` is closed."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, opening):
         if found[0] == "(":

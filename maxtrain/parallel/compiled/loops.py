@@ -1,4 +1,4 @@
-"""How often the body of a loop runs.
+"""Trip counts of loops in compiled programs.
 
 Compilers for GPUs write it down. That for TPUs does not: there it follows from what the loop starts
 with, what a round adds, and what the condition compares.
@@ -44,7 +44,7 @@ class _LoopCounter(NamedTuple):
 
 
 def rounds(module: HloModule, loop: HloInstruction, place: LoopBody) -> int | None:
-    """How often the body of a loop runs; None: it can't be told.
+    """Return how often the body of a loop runs; None if that cannot be derived.
 
     Args:
         place: where the loop is.
@@ -80,7 +80,7 @@ def rounds(module: HloModule, loop: HloInstruction, place: LoopBody) -> int | No
 def _compared(
     module: HloModule, condition: HloComputation
 ) -> tuple[_LoopCounter, _LoopCounter] | None:
-    """What must be less, and than what."""
+    """Return what must be less, and than what."""
     root = condition.root
     computation = condition
     given = None

@@ -1,4 +1,4 @@
-"""How long a step takes at least: the longest of its products at the peak, its traffic at the
+"""Roofline: the least time of a step, the longest of its products at the peak, its traffic at the
 bandwidth of memory, and its collectives at the bandwidth of the links (Williams et al. 2009).
 
 An estimate from the makers' figures, not a measurement: no device reaches them, kernels are small
@@ -31,7 +31,7 @@ class CollectiveTime(NamedTuple):
 
     @property
     def over(self) -> str:
-        """In words."""
+        """The axes of the mesh, for messages."""
         words = " ".join(self.axes)
         if self.is_between_slices:
             words += ", between slices"
@@ -53,7 +53,7 @@ class Roofline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """If all three overlap."""
+        """Seconds of the step if all three overlap."""
         return max(self)
 
     @property
@@ -97,7 +97,9 @@ def lines_of(
 
 
 def _positions_of_a_slice(devices: list[Any]) -> list[int]:
-    """Where the devices of the first of several slices are in the mesh; empty: there is but one."""
+    """Return where the devices of the first of several slices are in the mesh; empty: there is but
+    one.
+    """
     found = []
     for position, device in enumerate(devices):
         if slice_of(device) == slice_of(devices[0]):
@@ -108,7 +110,7 @@ def _positions_of_a_slice(devices: list[Any]) -> list[int]:
 
 
 def _placed(one: Collective, devices: list[Any], of_slice: list[int]) -> Collective:
-    """With positions in the mesh.
+    """Return a collective with positions in the mesh.
 
     Args:
         devices: of the mesh.
@@ -124,7 +126,7 @@ def _placed(one: Collective, devices: list[Any], of_slice: list[int]) -> Collect
 def roofline(
     work: ProgramWork, model_flops: float, peak: float, lines: list[CollectiveTime], links: Links
 ) -> Roofline:
-    """Of one device.
+    """Return the roofline of one device.
 
     Args:
         model_flops: of the model on one device: no fewer are computed, whatever custom kernels
@@ -139,7 +141,7 @@ def roofline(
 
 
 def seconds_of(one: Collective, devices: list[Any], links: Links) -> float:
-    """Of one collective, if nothing else uses the links."""
+    """Return the seconds of one collective, if nothing else uses the links."""
     groups = one.groups(len(devices))
     sent = one.sent(len(devices))
     if links.is_torus:

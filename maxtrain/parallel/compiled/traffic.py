@@ -55,7 +55,7 @@ def copied_by_host(one: HloInstruction) -> float:
 
 
 class _FusionTraffic(NamedTuple):
-    """Of a fused computation.
+    """Memory traffic of a fused computation.
 
     Attributes:
         read: of each parameter, in bytes.
@@ -177,7 +177,7 @@ class Traffic:
         return sum(self._written_by(one, computation) for one in results)
 
     def _is_handed_on(self, one: HloInstruction, computation: HloComputation) -> bool:
-        """Whether an instruction is of the collective that a fusion goes on with."""
+        """Return whether an instruction is of the collective that a fusion goes on with."""
         if one.opcode == "parameter" or one is computation.root:
             return True
         return collective(one, computation) is not None

@@ -1,4 +1,4 @@
-"""What one device does in one run of a compiled program: FLOPs of products, bytes read and written,
+"""Work of one device in one run of a compiled program: FLOPs of products, bytes read and written,
 collectives.
 
 XLA's own count takes a loop once, and is missing for devices that are described. Loops count as
@@ -50,7 +50,7 @@ class ProgramWork:
 
 
 def work_of(module: HloModule, has_small_memories: bool) -> ProgramWork:
-    """What one run of a program does.
+    """Return what one run of a program does.
 
     Args:
         has_small_memories: arrays whose layout names another memory than the main one are beside
@@ -66,7 +66,7 @@ class _WorkCounter:
         self._flops: dict[str, float] = {}
 
     def of(self, place: LoopBody, before: Iterable[str] = ()) -> ProgramWork:
-        """What one run of a computation does.
+        """Return what one run of a computation does.
 
         Args:
             before: channels of collectives that fusions have begun before it.
@@ -146,7 +146,7 @@ class _WorkCounter:
 
 
 def _is_first_part(one: HloInstruction, computation: HloComputation, begun: set[str]) -> bool:
-    """Whether a collective counts, and is not a later part of one: see `goes_on`.
+    """Return whether a collective counts, and is not a later part of one: see `goes_on`.
 
     Args:
         begun: channels of those that fusions have begun.
