@@ -94,7 +94,7 @@ def size(path: Path) -> int:
 
 
 def make_table(*heads: str) -> Table:
-    """With numbers to the right."""
+    """Make a table with its numbers aligned to the right."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:
         justify = "left"
@@ -156,7 +156,7 @@ def _cells(path: Path, why: str, best_of: Sequence[str]) -> tuple[str | Text, ..
 
 
 def newest(steps: Sequence[Path], step: int | None) -> Path:
-    """The step asked for, or the newest whole one.
+    """Return the requested step, or the newest complete one.
 
     Raises:
         DamagedError: it is not whole.
@@ -193,7 +193,8 @@ def in_words(value: Any) -> str:
 
 
 def show_step(directory: Path, step: int | None, console: Console, raw: bool = False) -> None:
-    """What one step holds: its record, and every array with shape, type, bytes and digest.
+    """Print the contents of one step: its record, and every array with shape, type, bytes and
+    digest.
 
     `raw`: as the files have it.
     """
@@ -260,7 +261,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check(path: Path) -> str:
-    """What is wrong with a step, every byte read; empty if nothing is."""
+    """Return what is wrong with a step, every byte read; empty if nothing is."""
     why = defect(path)
     if why:
         return why
@@ -290,18 +291,18 @@ def verify(directory: Path, console: Console) -> None:
     steps = [*stores(folder), *steps]
     for path in steps:
         begin = time.monotonic()
-        told = check(path)
+        problem = check(path)
         color = "red"
-        if told:
-            bad.append((path, told))
+        if problem:
+            bad.append((path, problem))
         else:
             color = "green"
-            told = "all hashes are those of what was saved"
+            result = "all hashes are those of what was saved"
         rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
         name = path.name
         if is_store(path):
             name = f"{FOLDER} {path.parent.name}"
-        console.print(Text(f"{name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
+        console.print(Text(f"{name}: {result} ({rate:.1f} GB/s)", color), soft_wrap=True)
     if bad:
         path, why = bad[0]
         fix = ""
@@ -417,11 +418,9 @@ def _locked(run: Path, console: Console) -> Iterator[None]:
     """Keeps trainings away from a run, or from the one behind a URL that this is a copy of."""
     home = home_of(run / "checkpoints")
     if home is None:
-        told = copied_from(run)
-        if told is not None:
-            raise UsageError(
-                f"DIR={run}: is a copy of {told}. Name that URL if it is your own run."
-            )
+        url = copied_from(run)
+        if url is not None:
+            raise UsageError(f"DIR={run}: is a copy of {url}. Name that URL if it is your own run.")
         with RunLock(run):
             yield
         return
@@ -503,25 +502,25 @@ def main(argv: Sequence[str], prog: str = "maxtrain checkpoint") -> int:
             sub.add_argument("--apply", action="store_true", help="remove them")
 
     def job() -> None:
-        asked = parser.parse_args(argv)
+        args = parser.parse_args(argv)
         console = SafeConsole()
         for name, low in (("step", 0), ("keep", 1), ("keep_every", 1)):
-            value = getattr(asked, name, None)
+            value = getattr(args, name, None)
             if value is not None and value < low:
                 option = f"--{name.replace('_', '-')}"
                 fix = f"Use {option} {low} or more"
                 raise UsageError(f"{option}={value} must be at least {low}. {fix}.")
-        if asked.verb == "copy":
-            copy(asked.directory, asked.to, asked.step, console)
+        if args.verb == "copy":
+            copy(args.directory, args.to, args.step, console)
             return
-        directory = directory_of(asked.directory)
-        if asked.verb == "list":
+        directory = directory_of(args.directory)
+        if args.verb == "list":
             show_list(directory, console)
-        elif asked.verb == "show":
-            show_step(directory, asked.step, console, asked.json)
-        elif asked.verb == "verify":
+        elif args.verb == "show":
+            show_step(directory, args.step, console, args.json)
+        elif args.verb == "verify":
             verify(directory, console)
         else:
-            prune(directory, asked.keep, asked.keep_every, asked.apply, console)
+            prune(directory, args.keep, args.keep_every, args.apply, console)
 
     return run_command(job, resumes=False)

@@ -47,7 +47,7 @@ class FieldComparison(NamedTuple):
 
 
 class _RecordKey(NamedTuple):
-    """What a record is of. Records of training come first."""
+    """Sort key of a record. Records of training come first."""
 
     is_other: bool
     set_name: str
@@ -108,9 +108,9 @@ def compare_arrays(
 
 
 def values_in_words(x: Any, y: Any) -> tuple[str, str]:
-    """Two values that differ, as short as shows it.
+    """Return two values that differ, as text just long enough to show the difference.
 
-    9 digits tell numbers of float32 apart, and digests have no need of all.
+    9 digits distinguish float32 numbers, and the first digits are enough for digests.
     """
     if isinstance(x, float) and isinstance(y, float) and f"{x:.9g}" != f"{y:.9g}":
         return f"{x:.9g}", f"{y:.9g}"
@@ -196,8 +196,8 @@ def compare(ours: Path, theirs: Path, console: Console, names: Sequence[str] = (
     first = int(min(steps, default=first_of_arrays))
     if first and settings:
         why = f"The configs differ ({_listed(settings)}), so other numbers are no surprise"
-        said = f"{why}. They are not the same from step {first:,} on."
-        console.print(Text(said, "yellow"), soft_wrap=True)
+        message = f"{why}. They are not the same from step {first:,} on."
+        console.print(Text(message, "yellow"), soft_wrap=True)
         return DifferentError.exit_code
     if first:
         both = f"{name_of_ours} and {name_of_theirs}"

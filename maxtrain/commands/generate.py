@@ -122,12 +122,11 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     return arguments
 
 
-def sampling_of(asked: argparse.Namespace) -> Sampling:
-    """How the options of `add_sampling_arguments` choose tokens; UsageError: one is outside its
-    range."""
-    return Sampling(
-        asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty
-    )
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Return how the options of `add_sampling_arguments` choose tokens; UsageError: one is outside
+    its range.
+    """
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
 
 
 def _check_text(option: str, text: str) -> None:
@@ -160,30 +159,30 @@ def main(argv: Sequence[str], prog: str = "maxtrain generate") -> int:
         argv = sys.argv[1:]
 
     def job() -> None:
-        asked = _parse(argv, prog)
+        args = _parse(argv, prog)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        model, tokenizer = load_model(asked)
+        model, tokenizer = load_model(args)
         model = for_generation(model)
-        if asked.chat:
-            _chat(asked, model, tokenizer)
+        if args.chat:
+            _chat(args, model, tokenizer)
         else:
-            _continue(asked, model, tokenizer)
+            _continue(args, model, tokenizer)
 
     return run_command(job, resumes=False)
 
 
-def _continue(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
+def _continue(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
     """The texts that --prompt begins."""
     begin = None
-    if comes_from_elsewhere(asked):
+    if comes_from_elsewhere(args):
         begin = special_beginning(tokenizer)
     # At least one id stands before a prompt.
     num_begin = 1
     if begin:
         num_begin = len(begin)
-    longest = max(num_begin + len(tokenizer.encode(prompt)) for prompt in asked.prompt)
+    longest = max(num_begin + len(tokenizer.encode(prompt)) for prompt in args.prompt)
     most = model.config.max_length
-    if longest + asked.max_tokens - 1 > most:
+    if longest + args.max_tokens - 1 > most:
         print(
             f"The model reads at most {most:,} tokens (model.max_length): what is further back "
             "is forgotten.",
@@ -191,28 +190,28 @@ def _continue(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -
         )
     console = SafeConsole()
     speed: list[Speed] = []
-    options = {"begin": begin, "report": speed.append, "stop": asked.stop, **_options_of(asked)}
-    if len(asked.prompt) == 1:
-        console.write_text(asked.prompt[0], "dim")
-        complete(model, tokenizer, asked.prompt, stream=_printer(console), **options)
+    options = {"begin": begin, "report": speed.append, "stop": args.stop, **_options_of(args)}
+    if len(args.prompt) == 1:
+        console.write_text(args.prompt[0], "dim")
+        complete(model, tokenizer, args.prompt, stream=_printer(console), **options)
         console.write_text("\n")
     else:
-        texts = complete(model, tokenizer, asked.prompt, **options)
-        show(console, asked.prompt, texts)
+        texts = complete(model, tokenizer, args.prompt, **options)
+        show(console, args.prompt, texts)
     print(describe_speed(speed[0]), file=sys.stderr)
 
 
-def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
+def _chat(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
     """Answers to --prompt, each the first message of a conversation; or to what is typed, in one
     conversation, until the input ends."""
-    chat = find_chat(asked, tokenizer)
+    chat = find_chat(args, tokenizer)
     console = SafeConsole()
 
     def answer(messages: list[dict[str, str]]) -> str:
         ids = chat.ids(messages)
         room = _room_for_answer(len(ids), model.config.max_length)
-        options = _options_of(asked)
-        if asked.max_tokens > room:
+        options = _options_of(args)
+        if args.max_tokens > room:
             print(f"There is room for {room:,} more tokens in this conversation.", file=sys.stderr)
             options["max_tokens"] = room
         speed: list[Speed] = []
@@ -221,7 +220,7 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
             tokenizer,
             [ids],
             stop_ids=chat.stop_ids,
-            stop=asked.stop,
+            stop=args.stop,
             stream=_printer(console),
             report=speed.append,
             **options,
@@ -230,12 +229,12 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
         print(describe_speed(speed[0]), file=sys.stderr)
         return text
 
-    for number, prompt in enumerate(asked.prompt):
+    for number, prompt in enumerate(args.prompt):
         if number > 0:
             console.rule(style="dim")
         console.write_text(f"{prompt}\n", "dim")
         answer([{"role": "user", "content": prompt}])
-    if asked.prompt:
+    if args.prompt:
         return
     if sys.stdin.isatty():
         print("Write a message and press Enter; Ctrl-D ends the conversation.", file=sys.stderr)
@@ -249,9 +248,10 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
 
 
 def _room_for_answer(length: int, max_length: int) -> int:
-    """Tokens that fit behind a conversation of so many; UsageError: it is too long itself.
+    """Return the tokens that fit behind a conversation of `length` tokens; UsageError: it is too
+    long itself.
 
-    Its beginning is never forgotten, as that of other text is: there stands what the system says.
+    Its beginning is never dropped, unlike that of other text, since it has the system message.
     """
     if length > max_length:
         raise UsageError(
@@ -262,19 +262,19 @@ def _room_for_answer(length: int, max_length: int) -> int:
     return max_length - length + 1
 
 
-def _options_of(asked: argparse.Namespace) -> dict[str, Any]:
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `generate` that the command line has."""
     return {
-        "max_tokens": asked.max_tokens,
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "seed": asked.seed,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "seed": args.seed,
     }
 
 
 def _printer(console: SafeConsole) -> Callable[[int, str], object]:
-    """What prints parts of one text as they come."""
+    """Return what prints parts of one text as they come."""
     return lambda _, part: console.write_text(part, "bold")

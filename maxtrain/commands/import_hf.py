@@ -59,7 +59,7 @@ _SOURCE = "imported"
 
 
 class ImportResult(NamedTuple):
-    """What was made."""
+    """Result of an import."""
 
     num_parameters: int
     config: RunConfig
@@ -229,16 +229,16 @@ def main(argv: Sequence[str], prog: str = "maxtrain import") -> int:
     """Runs the command; the exit code."""
 
     def job() -> None:
-        asked = _parse(argv, prog)
-        require_no_url(asked.run, "RUN")
-        run = asked.run.expanduser()
+        args = _parse(argv, prog)
+        require_no_url(args.run, "RUN")
+        run = args.run.expanduser()
         require_free(run, "RUN")
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        made = import_weights(asked.directory, run, asked.dtype, tell_on_stderr)
+        made = import_weights(args.directory, run, args.dtype, tell_on_stderr)
         print(
             f"{run}: {made.num_parameters:,} parameters of {made.config.model.family} in "
-            f"{asked.dtype}, step 0; read again: its parameters and logits are those of "
-            f"{asked.directory}, in that type, bit for bit."
+            f"{args.dtype}, step 0; read again: its parameters and logits are those of "
+            f"{args.directory}, in that type, bit for bit."
         )
         print(f"train with it: maxtrain train config=NAME checkpoint.init_from={run}")
 

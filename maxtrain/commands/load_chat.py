@@ -1,5 +1,6 @@
-"""How conversations are written for the model that a command works on: `generate --chat` and
-`serve` share the arguments, the template and the system message."""
+"""Chat settings for the model that a command works on: `generate --chat` and `serve` share the
+arguments, the template and the system message.
+"""
 
 import argparse
 
@@ -31,28 +32,28 @@ def add_chat_arguments(parser: argparse.ArgumentParser, condition: str = "") -> 
     )
 
 
-def find_chat(asked: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
-    """How conversations are written for the model that the arguments name. Says which system
+def find_chat(args: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
+    """Return how conversations are written for the model that the arguments name. Says which system
     message is that of a run's data.
 
     Raises:
         DataError: there is no template, or it can't be used.
         UsageError: the sources of a run have different system messages, or one can't be used.
     """
-    if asked.hf is not None:
-        return Chat(tokenizer, asked.hf, asked.chat_template, system=asked.system or "")
-    place = tokenizer_place(asked.run)
-    carried = carried_tokenizer(asked.run)
-    system = asked.system
+    if args.hf is not None:
+        return Chat(tokenizer, args.hf, args.chat_template, system=args.system or "")
+    place = tokenizer_place(args.run)
+    carried = carried_tokenizer(args.run)
+    system = args.system
     if system is None:
         system = system_message(carried)
-    chat = Chat(tokenizer, place, asked.chat_template, system=system)
-    if system and asked.system is None:
+    chat = Chat(tokenizer, place, args.chat_template, system=system)
+    if system and args.system is None:
         tell_on_stderr(f"system (of the run's data): {system}")
     # The tokenizer may have several templates of its own, too, which are chosen by their names.
     of_sources = [name for name in carried.files if _is_of_source(name, carried)]
     others = [f"{place}/{name}" for name in of_sources]
-    if others and not asked.chat_template:
+    if others and not args.chat_template:
         tell_on_stderr(
             f"chat template: {place}/{CHAT_TEMPLATE}. Other sources of the run were rendered by "
             f"others; use --chat-template for one of {', '.join(others)}."
@@ -61,7 +62,7 @@ def find_chat(asked: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
 
 
 def _is_of_source(name: str, carried: TokenizerRecord) -> bool:
-    """Whether a file that a run carries is the chat template of one of its sources."""
+    """Return whether a file that a run carries is the chat template of one of its sources."""
     folder, _, file = name.rpartition("/")
     source = file.removesuffix(".jinja")
     while source.startswith("source-") and source not in carried.system:

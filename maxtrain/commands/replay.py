@@ -65,7 +65,7 @@ OF_REWARDS = {"rewards", "advantages"}
 
 @dataclasses.dataclass
 class Findings:
-    """What was compared, and what was not the same; steps as in records, counted from 1."""
+    """Counts and differences of a comparison; steps as in records, counted from 1."""
 
     # Counts of what was compared.
     numbers: int = 0
@@ -236,7 +236,7 @@ def _start(
 
 @contextlib.contextmanager
 def _batches(job: Job, folder: Path, makes_rollouts: bool, findings: Findings) -> Iterator[Batches]:
-    """What gives the batches of steps, as of `ReplayedRollouts.batches`."""
+    """Return what gives the batches of steps, as of `ReplayedRollouts.batches`."""
     if rollout_settings(job.config) is None:
 
         def of_data(
@@ -309,7 +309,7 @@ def _go(
 def _verdict(
     folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]
 ) -> str:
-    """What differs, where first, and why that may be."""
+    """Return what differs, where first, and why that may be."""
     lines = []
     first = findings.first()
     for step, names in sorted(findings.damaged.items()):
@@ -329,8 +329,8 @@ def _verdict(
     lines += [f"the launch had {line}" for line in _lines(differences)]
     text = "".join(f"\n  {line}" for line in lines)
     cause, fix = _likely_cause(folder, begin, findings, differences)
-    said = f"{folder}, from step {begin:,}: not the same as it was.{text}"
-    return f"{said}\n  likely cause: {cause}. {fix}."
+    message = f"{folder}, from step {begin:,}: not the same as it was.{text}"
+    return f"{message}\n  likely cause: {cause}. {fix}."
 
 
 def _likely_cause(

@@ -33,7 +33,7 @@ _FILE = re.compile(r"(\d{8,})\.npz")
 
 
 class RewardRecord(NamedTuple):
-    """What one reward gave to a completion; `value` is None where the reward does not apply."""
+    """Result of one reward for a completion; `value` is None where the reward does not apply."""
 
     value: float | None
     weight: float
@@ -229,7 +229,7 @@ def _number(value: float) -> float | None:
 
 
 def _heading(rollout: Rollout, name: str) -> str:
-    """What a rollout is, in a line."""
+    """Return what a rollout is, in a line."""
     first, last = rollout.about["steps"]
     steps = f"step {first:,}"
     if last > first:
@@ -243,7 +243,7 @@ def _heading(rollout: Rollout, name: str) -> str:
 
 
 def _lines(completion: CompletionRecord) -> Iterator[str]:
-    """How people read a completion; its prompt is above the first one of the prompt.
+    """Yield how people read a completion; its prompt is above the first one of the prompt.
 
     Lines of texts from outside are marked, so that no text passes for a reward.
     """
@@ -279,7 +279,7 @@ def _words(value: float | None) -> str:
 
 
 def _count(text: str) -> int | None:
-    """How many prompts; None: all."""
+    """Return how many prompts; None: all."""
     if text == _ALL:
         return None
     return _positive(text)
@@ -309,7 +309,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain rollouts") -> int:
             type=_count,
             default=_PROMPTS,
             metavar="N",
-            help=f"completions of so many prompts, or `{_ALL}` (default: {_PROMPTS})",
+            help=f"prompts whose completions are shown, or `{_ALL}` (default: {_PROMPTS})",
         )
         parser.add_argument(
             "--json", action="store_true", help="print one JSON object for each completion"

@@ -55,8 +55,9 @@ class ScoreRow(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Of each token that was scored: its natural log-probability, float32 [T], and whether it is
-    the likeliest one, bool [T]."""
+    """Scores of each token: its natural log-probability, float32 [T], and whether it is the
+    likeliest one, bool [T].
+    """
 
     logprobs: np.ndarray
     is_greedy: np.ndarray
@@ -67,7 +68,7 @@ class TokenScores(NamedTuple):
 
 
 def score(model: Decoder, rows: Sequence[ScoreRow], batch_size: int = ROWS) -> list[TokenScores]:
-    """What the model says of each row's tokens, given those before them.
+    """Return what the model says of each row's tokens, given those before them.
 
     Args:
         model: on one device, or split over the current mesh.
@@ -125,7 +126,9 @@ def _check_rows(model: Decoder, rows: Sequence[ScoreRow]) -> None:
 
 
 def _width(length: int, longest: int) -> int:
-    """Columns of the program that reads so many tokens: few programs serve all lengths."""
+    """Return the columns of the program that reads `length` tokens: few programs serve all
+    lengths.
+    """
     return min(longest, max(_SHORTEST, 1 << (length - 1).bit_length()))
 
 
@@ -175,7 +178,8 @@ def _of_targets(
 def windows(
     num_ids: int, longest: int, stride: int, first: int = 1
 ) -> Iterator[tuple[int, ScoreRow]]:
-    """How a text of so many ids is read: slices of it, each token from `first` on scored in one.
+    """Yield the windows of a text of `num_ids` ids: slices of it, with each token from `first` on
+    scored in one.
 
     The first window has `longest + 1` ids, of which the last is only scored; every later one ends
     `stride` tokens further, and scores these, with as much before them as there is room for.
@@ -208,7 +212,7 @@ def score_long(
     stride: int | None = None,
     batch_size: int = ROWS,
 ) -> list[TokenScores]:
-    """As `score`, for texts of any length, in windows.
+    """Score texts of any length, in windows; see `score`.
 
     Args:
         model, batch_size: as for `score`.
@@ -294,19 +298,19 @@ class ScoreRequest(NamedTuple):
 
 
 def _read_asked(
-    asked: argparse.Namespace, tokenizer: Tokenizer, begin: Sequence[int]
+    args: argparse.Namespace, tokenizer: Tokenizer, begin: Sequence[int]
 ) -> list[ScoreRequest]:
-    """What is to be scored, in the order of the command line.
+    """Return what is to be scored, in the order of the command line.
 
     Raises:
         UsageError, DataError: a file can't be read, or a line is not as it should be.
     """
     found = []
-    for number, text in enumerate(asked.text, 1):
+    for number, text in enumerate(args.text, 1):
         found.append(ScoreRequest(f"text {number}", encode_text(tokenizer, begin, text)))
-    for file in asked.file:
+    for file in args.file:
         found.append(ScoreRequest(file, encode_text(tokenizer, begin, read_text("--file", file))))
-    for file in asked.pairs:
+    for file in args.pairs:
         for number, line in enumerate(read_text("--pairs", file).splitlines(), 1):
             if line.strip():
                 where = f"{file}:{number}"
@@ -357,11 +361,11 @@ def _pair_of(where: str, line: str) -> tuple[str, str]:
     return values["prompt"], values["completion"]
 
 
-def _record(asked: ScoreRequest, scored: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What is said of a text as JSON."""
-    ids = list(asked.row.ids[asked.row.first :])
+def _record(args: ScoreRequest, scored: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the scores of a text as JSON."""
+    ids = list(args.row.ids[args.row.first :])
     return {
-        "name": asked.name,
+        "name": args.name,
         "ids": ids,
         "tokens": [tokenizer.decode([i]) for i in ids],
         "logprobs": [float(number) for number in scored.logprobs],
@@ -402,7 +406,13 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add = parser.add_argument
     add_model_arguments(parser)
     add("--text", metavar="TEXT", action="append", default=[], help="may be given several times")
-    add("--file", metavar="FILE", action="append", default=[], help="a file of text; likewise")
+    add(
+        "--file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a file of text; may be repeated",
+    )
     add(
         "--pairs",
         metavar="FILE",
@@ -412,23 +422,23 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "which the completion is scored",
     )
     add("--json", action="store_true", help="print a line of JSON for each text")
-    asked = parser.parse_args(argv)
-    check_model_arguments(parser, asked, "scores")
-    if not (asked.text or asked.file or asked.pairs):
+    args = parser.parse_args(argv)
+    check_model_arguments(parser, args, "scores")
+    if not (args.text or args.file or args.pairs):
         parser.error("name what is scored: --text TEXT, --file FILE or --pairs FILE")
-    return asked
+    return args
 
 
 def main(argv: Sequence[str], prog: str = "maxtrain score") -> int:
     """Runs the command; the exit code."""
 
     def job() -> None:
-        asked = _parse(argv, prog)
+        args = _parse(argv, prog)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        model, tokenizer = load_model(asked)
-        begin = text_beginning(asked, tokenizer)
-        texts = _read_asked(asked, tokenizer, begin)
-        if not begin and (asked.text or asked.file):
+        model, tokenizer = load_model(args)
+        begin = text_beginning(args, tokenizer)
+        texts = _read_asked(args, tokenizer, begin)
+        if not begin and (args.text or args.file):
             print(
                 "The tokenizer has no token that a text begins with: the first token of each text "
                 "is not scored.",
@@ -442,7 +452,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain score") -> int:
                     "--step."
                 )
             record = _record(text, scored, tokenizer)
-            if asked.json:
+            if args.json:
                 print(json.dumps(record, allow_nan=False))
             else:
                 console.print(_summary(record), markup=False, soft_wrap=True)

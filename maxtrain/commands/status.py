@@ -81,7 +81,7 @@ def status(folder: Path, console: Console, name: str = "") -> None:
 
 
 def _print_goodput(launches: list[dict[str, Any]], console: Console) -> None:
-    """Where the time of all launches went."""
+    """Print where the time of all launches went."""
     seconds = goodput(launches)
     total = sum(seconds.values())
     if not total:
@@ -168,9 +168,9 @@ def _last_loss(run: Path) -> str:
 
 
 def history(folder: Path) -> list[str]:
-    """A line for each launch that was not like the one before it.
+    """Return a line for each launch that differed from the one before it.
 
-    It tells of config, versions, devices and flags.
+    A line names changes of config, versions, devices and flags.
     """
     lines = []
     for before, after in itertools.pairwise(read_launches(folder)):

@@ -94,7 +94,7 @@ class Supervisor:
         self._lost: int | None = None
         self._index = process_number(config.mesh)
         self._processes = Processes()
-        # The signal that asked to stop, and when the processes are ended after it.
+        # The signal that requested a stop, and when the processes are ended after it.
         self._asked = ""
         self._deadline = float("inf")
         self._stop = threading.Event()
@@ -144,7 +144,7 @@ class Supervisor:
         further."""
         option = f"--crash-loop {self._options.crash_loop}"
         rule = f"{standing} attempts in a row ended with no step after {furthest:,} ({option})"
-        fix = f"See the log above and {self._folder}, and mend that"
+        fix = f"See the log above and {self._folder}, and fix the cause"
         error = UserError(f"{rule}; the last with {_words(code)}. {fix}.")
         if code == StorageError.exit_code:
             error.exit_code = code
@@ -169,7 +169,7 @@ class Supervisor:
         except UsageError:
             self._processes.end_all()
             raise
-        # A child that was not yet in the list when the signal came was not told.
+        # A child that was not yet in the list when the signal came did not get it.
         if self._asked:
             self._processes.tell(signal.SIGTERM)
         code = self._wait()
@@ -177,7 +177,7 @@ class Supervisor:
         saved, since = saved_step(self._folder, self._local)
         reason = _words(code)
         if self._asked:
-            reason = f"asked to stop by {self._asked}"
+            reason = f"stopped by {self._asked}"
         lost_seconds = 0.0
         if code != 0:
             lost_seconds = max(0.0, end - max(start, since))
@@ -203,7 +203,7 @@ class Supervisor:
         return code
 
     def _go_on_without(self, slot: int | None) -> bool:
-        """Whether the job can do without a process, as it then will.
+        """Return whether the job can do without a process, as it then will.
 
         No device gets more rows at a time than it had.
         """
@@ -231,7 +231,7 @@ class Supervisor:
         return False
 
     def _environments(self, attempt: int) -> list[dict[str, str]]:
-        """What each process of an attempt finds in its environment, beside ours."""
+        """Return what each process of an attempt finds in its environment, beside ours."""
         common = {ATTEMPT: str(attempt)}
         environments = []
         for slot, address in zip(self._slots, addresses(len(self._slots))):
@@ -246,7 +246,7 @@ class Supervisor:
         return start_process(self._command, extra)
 
     def _wait(self) -> int:
-        """Until all processes have ended; the exit code of the attempt."""
+        """Wait until all processes have ended; return the exit code of the attempt."""
         ended = self._processes.wait(_SETTLE, lambda: self._deadline)
         self._lost = _lost_slot(ended)
         return ended.code

@@ -1,4 +1,4 @@
-"""What a model computes on a few tokens, to see that files of it read back as what it is."""
+"""Check of a model's numbers on a few tokens, to see that files read back as the same model."""
 
 import functools
 import gc

@@ -233,7 +233,7 @@ def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
         assert process.stdout and process.stdout.readline() == b"process 0 of None \n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    assert attempts(tiny) == [("asked to stop by SIGTERM", 0, 0)]
+    assert attempts(tiny) == [("stopped by SIGTERM", 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -457,4 +457,4 @@ def test_a_signal_while_a_process_is_started_reaches_it(tiny, monkeypatch):
     assert (
         supervise.main(command(tiny, "wait", "--grace", "60"), "supervise") == 128 + signal.SIGTERM
     )
-    assert time.monotonic() - begin < 50 and attempts(tiny) == [("asked to stop by SIGTERM", 0, 0)]
+    assert time.monotonic() - begin < 50 and attempts(tiny) == [("stopped by SIGTERM", 0, 0)]

@@ -1,5 +1,6 @@
-"""Whether a run can be kept behind a URL: each thing that runs do there is tried with objects that
-are removed again."""
+"""Check that a run can be kept behind a URL: each operation that runs need is tried with objects
+that are removed again.
+"""
 
 import os
 import secrets
@@ -18,8 +19,8 @@ _BYTES = "bytes"
 
 
 def bucket(url: str, mib: int = WRITTEN_MIB) -> dict[str, Any]:
-    """Whether this host can write, create once (which locks need), read, list and delete below a
-    URL, and how fast.
+    """Return whether this host can write, create once (which locks need), read, list and delete
+    below a URL, and how fast.
 
     Args:
         url: of a folder of runs.
@@ -64,7 +65,7 @@ def _nearest(url: str) -> RemotePath:
 
 
 def _require_locks(lock: RemotePath, is_made: bool) -> None:
-    """Of an object that was created: it is there, and is not created once more.
+    """Check that an object that was created exists, and cannot be created again.
 
     StorageError: the store does not keep to that.
     """
@@ -72,18 +73,18 @@ def _require_locks(lock: RemotePath, is_made: bool) -> None:
     if _read(lock) != _LOCK.encode():
         why = "was written, but other bytes are read"
         if not is_made:
-            why = "is said to be there, but other bytes are read"
+            why = "is reported to be there, but other bytes are read"
         raise StorageError(f"{lock}: {why}. Set output_dir to a store that keeps what is written.")
     if lock.create(b"another"):
         raise StorageError(
-            f"{lock}: this store writes over what is there although it is asked not to "
-            "(If-None-Match), so two runs could write at the same time. "
+            f"{lock}: this store writes over what is there despite a conditional "
+            "request (If-None-Match), so two runs could write at the same time. "
             "Set output_dir to a store that can do this, or to a path."
         )
 
 
 def _rates(place: RemotePath, content: bytes) -> dict[str, float]:
-    """How fast bytes are written, and read again; StorageError: others are read."""
+    """Return how fast bytes are written, and read again; StorageError: others are read."""
     start = time.perf_counter()
     place.write_bytes(content)
     written = time.perf_counter()

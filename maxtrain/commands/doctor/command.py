@@ -96,22 +96,22 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     return options
 
 
-def _examine(asked: argparse.Namespace) -> None:
-    """What the command does. UserError: something is broken."""
+def _examine(args: argparse.Namespace) -> None:
+    """Run the command. UserError: something is broken."""
     config = RunConfig()
-    if asked.settings:
-        loaded = load_with_notes(asked.settings, MODELS)
+    if args.settings:
+        loaded = load_with_notes(args.settings, MODELS)
         config = loaded.config
         for note in loaded.notes:
             print(f"maxtrain doctor: {note}", file=sys.stderr)
-    with _patience(asked.patience) as doing:
+    with _patience(args.patience) as doing:
         doing("starting devices, waiting for other processes")
         distributed.start(config.mesh, config.observe.compilation_cache)
-        reports = _reports(config, bool(asked.settings), asked.seconds, doing)
+        reports = _reports(config, bool(args.settings), args.seconds, doing)
     broken = problems(reports)
     if jax.process_index() == 0:
         worth_a_look = notes(reports)
-        if asked.json:
+        if args.json:
             found = {"problems": broken, "notes": worth_a_look, "processes": reports}
             print(json.dumps(found, indent=1))
         else:
@@ -120,12 +120,14 @@ def _examine(asked: argparse.Namespace) -> None:
         count = f"{len(broken)} things are broken"
         if len(broken) == 1:
             count = "one thing is broken"
-        raise UserError(f"{count}. See what process 0 has printed, and mend that.")
+        raise UserError(f"{count}. See what process 0 has printed, and fix that.")
 
 
 @contextlib.contextmanager
 def _patience(seconds: float) -> Iterator[Any]:
-    """Ends the process with 75 if what it does takes longer; yields what is told what that is."""
+    """End the process with exit code 75 if the block takes longer than this; yields a function that
+    sets the name of the current action.
+    """
     current = ["starting"]
 
     def doing(what: str) -> None:
@@ -151,7 +153,7 @@ def _patience(seconds: float) -> Iterator[Any]:
 
 
 def _reports(config: RunConfig, is_given: bool, seconds: float, doing: Any) -> list[dict[str, Any]]:
-    """What all processes have found, in their order; `is_given`: the config was typed."""
+    """Return what all processes have found, in their order; `is_given`: the config was typed."""
     mesh = make_mesh(_fitted(config, is_given))
     connect_peers(mesh)
     doing("comparing clocks")
@@ -190,7 +192,7 @@ def _fitted(config: RunConfig, is_given: bool) -> MeshConfig:
 
 
 def _data_paths(config: RunConfig) -> dict[str, str]:
-    """Where the run reads, by keys."""
+    """Return where the run reads, by keys."""
     paths = {}
     for name, source in config.data.sources.items():
         paths[f"data.sources.{name}.path"] = source.path

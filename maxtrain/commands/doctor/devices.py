@@ -1,4 +1,5 @@
-"""What devices can do: products, memory, sums over the mesh; and whether they compute rightly.
+"""Measurements of devices: products, memory, sums over the mesh; and checks that they compute
+correctly.
 
 All factors are whole numbers so small that every sum is exact in float32, in any order: so each
 device of each kind must give the same bits, and a few rows are compared with NumPy's.
@@ -42,7 +43,7 @@ class AllReduceCheck(NamedTuple):
     size: int
     # What each sends and receives at least, per second: 2 (n - 1) / n of its bytes.
     bytes_per_second: float
-    # Of these, at least so many with a fast network between them: in one slice, or on one host.
+    # Least number of these devices with a fast network between them: in one slice, or on one host.
     near: int
     # The first of the processes that this one sums with, or that these sum with, and so on.
     group: int
@@ -64,7 +65,7 @@ def median_seconds(call: Callable[[], Any], seconds: float) -> float:
 def measure(
     device: Any, seconds: float, size: int | None = None, copied: int | None = None
 ) -> dict[str, Any]:
-    """What one device of this process can do.
+    """Return what one device of this process can do.
 
     Args:
         device: which one.
@@ -74,8 +75,8 @@ def measure(
 
     Returns:
         `id`, `kind`, `platform`, `memory_bytes`, for each type of DTYPES the FLOP/s, and
-        `memory_bytes_per_second`, read and written; `wrong`: in words, what it has computed
-        wrongly; `digest`: of all products.
+        `memory_bytes_per_second`, read and written; `wrong`: a description of what it has
+        computed wrongly; `digest`: of all products.
     """
     size = size or _SIZE.get(device.platform, 8192)
     copied = copied or _COPIED.get(device.platform, 1 << 30)
@@ -124,7 +125,7 @@ def _plus_one(numbers: jax.Array) -> jax.Array:
 
 @jax.jit
 def _are_counted(numbers: jax.Array) -> jax.Array:
-    """Whether they are 1, 2, 3, ..."""
+    """Return whether they are 1, 2, 3, ..."""
     return jnp.all(numbers == jnp.arange(1, numbers.size + 1, dtype=jnp.uint32))
 
 
@@ -154,7 +155,7 @@ def _digest(product: jax.Array) -> jax.Array:
 
 
 def measure_sums(mesh: Mesh, seconds: float, summed: int | None = None) -> list[AllReduceCheck]:
-    """How fast devices sum over each axis of the mesh.
+    """Return how fast devices sum over each axis of the mesh.
 
     All processes call it together. LostProcessError: one does not come.
 
@@ -208,7 +209,9 @@ def _over_axis(mesh: Mesh, axis: str, size: int, seconds: float, summed: int) ->
 
 
 def _median_of_all(call: Callable[[], Any], seconds: float) -> float:
-    """As `median_seconds`; all processes call it equally often, as many times as process 0 says."""
+    """Return the median time as `median_seconds` does; all processes make the same number of calls,
+    as process 0 decides.
+    """
     once = median_seconds(call, 0.0)
     repeats = max(_LEAST_REPEATS, min(200, int(seconds / max(once, 1e-6))))
     repeats = gather({"repeats": repeats})[0]["repeats"]
@@ -262,6 +265,6 @@ def clock_offsets(now: Callable[[], float] = time.time) -> list[float]:
 
 
 def offsets(looks: Sequence[Sequence[float]]) -> list[float]:
-    """As `clock_offsets`, of the looks of all processes."""
+    """Return the clock offsets of `clock_offsets`, from the looks of all processes."""
     first = looks[0]
     return [statistics.median(own - zero for own, zero in zip(theirs, first)) for theirs in looks]

@@ -1,4 +1,4 @@
-"""What a host says of itself: versions, disks, data. No device is used here."""
+"""Report of a host: versions, disks, data. No device is used here."""
 
 import contextlib
 import importlib.metadata
@@ -47,7 +47,7 @@ def versions(root: Path = Path("/")) -> dict[str, str]:
 
 
 def disk(folder: Path, mib: int = WRITTEN_MIB) -> dict[str, Any]:
-    """How much room there is where a run would write, and how fast a file is written there.
+    """Return how much room there is where a run would write, and how fast a file is written there.
 
     Where the folder is not there yet, the nearest one above it is looked at.
 
@@ -79,7 +79,8 @@ def disk(folder: Path, mib: int = WRITTEN_MIB) -> dict[str, Any]:
 
 
 def data(paths: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Whether data can be read, and how fast its beginning is, perhaps from the system's memory.
+    """Return whether data can be read, and how fast its beginning is, perhaps from the system's
+    memory.
 
     Args:
         paths: directories of token shards, or their URLs, by their keys in the config.
@@ -111,7 +112,9 @@ def _readable(key: str, path: str) -> dict[str, Any]:
 
 
 def _beginning(file: Any) -> int:
-    """How many bytes of a file were read: at most a part of it, or all of one behind a URL."""
+    """Return how many bytes of a file were read: at most a part of it, or all of one behind a
+    URL.
+    """
     if not isinstance(file, Path):
         return len(file.read_bytes())
     size = 0

@@ -1,4 +1,4 @@
-"""What `maxtrain doctor` prints."""
+"""Output of `maxtrain doctor`."""
 
 import statistics
 from collections.abc import Mapping, Sequence

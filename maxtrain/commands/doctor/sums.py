@@ -1,5 +1,6 @@
-"""How fast sums over an axis of the mesh are: of each group of hosts that sum together, and what
-their network can do. Pure functions."""
+"""Speed of sums over an axis of the mesh: for each group of hosts that sum together, with the limit
+of their network. Pure functions.
+"""
 
 import collections
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,6 @@
-"""What is broken, and what is worth a look, from what all processes have said. Pure functions."""
+"""Verdict of `maxtrain doctor`: what is broken, and what deserves attention, from the reports of
+all processes. Pure functions.
+"""
 
 import collections
 import statistics
@@ -22,7 +24,7 @@ _LEAST_OF_BANDWIDTH = 0.5
 _LEAST_OF_LINKS = {"gpu": 0.4, "tpu": 0.1}
 # Groups of hosts that sum over the same axis are outliers below this share of what is usual.
 _LEAST_OF_SUMS = 0.7
-# Of a group, so many processes are named.
+# Number of processes of a group that are named.
 _MOST_NAMED = 16
 # By platform, within a host or slice and between them.
 _LOOK_AT_LINKS = {
@@ -44,7 +46,7 @@ _Report = Mapping[str, Any]
 
 
 def problems(reports: Sequence[_Report]) -> list[str]:
-    """What is broken, a sentence each, with the process, host and device that it is about.
+    """Return what is broken, a sentence each, with the process, host and device that it is about.
 
     Args:
         reports: of each process, in their order: `host`, `versions`, `clock` (seconds ahead of
@@ -67,7 +69,7 @@ def problems(reports: Sequence[_Report]) -> list[str]:
 
 
 def notes(reports: Sequence[_Report]) -> list[str]:
-    """What is worth a look, and may be as it should."""
+    """Return what is worth a look, and may be as it should."""
     written = [report["disk"].get("bytes_per_second") for report in reports]
     found = [*_slower(reports, written, "writes"), *_slow_buckets(reports)]
     found += _slow_sums(reports, is_near=False)
@@ -83,7 +85,9 @@ def notes(reports: Sequence[_Report]) -> list[str]:
 
 
 def _slower(reports: Sequence[_Report], rates: Sequence[float | None], verb: str) -> Iterator[str]:
-    """Of bytes per second of each process (None: not known): hosts with far less than others."""
+    """Yield hosts with a far lower rate than others, from the bytes per second of each process
+    (None: not known).
+    """
     known = [rate for rate in rates if rate]
     for index, rate in enumerate(rates):
         if rate and rate < _LEAST_WRITING * statistics.median(known):
@@ -169,7 +173,9 @@ def _wrong_results(reports: Sequence[_Report]) -> Iterator[str]:
 
 
 def _slow_devices(reports: Sequence[_Report]) -> Iterator[str]:
-    """Of accelerators: CPU devices share the cores of their host."""
+    """Yield accelerators that are slower than others of their kind; CPU devices share the cores of
+    their host.
+    """
     for kind, alike in _accelerators(reports):
         for dtype in DTYPES:
             usual = statistics.median(device[dtype] for _, device in alike)
@@ -230,7 +236,8 @@ def _disks(reports: Sequence[_Report]) -> Iterator[str]:
             key = "output_dir"
             if report["bucket"] is not None:
                 key = "local_dir"
-            yield f"{who} can't write to {key}: {disk['error']}. Mend access to it."
+            fix = "Give it write access, or name another folder"
+            yield f"{who} can't write to {key}: {disk['error']}. {fix}."
         elif disk["free_bytes"] < _LEAST_FREE_BYTES:
             free = f"{disk['free_bytes'] / 1e9:.2f} GB free"
             yield f"{who} has {free} in {disk['folder']}, less than 1 GiB. Free space there."
@@ -256,8 +263,10 @@ def _sums(reports: Sequence[_Report]) -> Iterator[str]:
 
 
 def _slow_sums(reports: Sequence[_Report], is_near: bool) -> Iterator[str]:
-    """Of accelerators: groups of hosts that sum more slowly than others; and of all, less than
-    their network can do. Either within hosts of GPUs or slices of TPUs, or between them."""
+    """Yield groups of accelerator hosts that sum more slowly than others, or all together more
+    slowly than their network allows. Either within hosts of GPUs or slices of TPUs, or between
+    them.
+    """
     kinds = {(device["kind"], device["platform"]) for _, device in _devices(reports)}
     if len(kinds) != 1:
         return

@@ -82,8 +82,9 @@ _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
 
 class EvaluationPlan(NamedTuple):
-    """How sets are read: which ones, with which settings of data, in batches of how many rows, and
-    how many of these."""
+    """Settings for reading evaluation sets: the sets, their data settings, the rows of a batch, and
+    the number of batches.
+    """
 
     sets: dict[str, EvalSetConfig]
     data: DataConfig
@@ -91,11 +92,11 @@ class EvaluationPlan(NamedTuple):
     batches: int  # of each set; negative: all
 
     def batches_of(self, name: str) -> int:
-        """Of one set; negative: all."""
-        asked = self.sets[name].steps
-        if asked is None:
+        """Return the number of batches of one set; negative for all."""
+        steps = self.sets[name].steps
+        if steps is None:
             return self.batches
-        return asked
+        return steps
 
 
 def evaluate_sets(
@@ -105,8 +106,9 @@ def evaluate_sets(
     reading: EvaluationPlan,
     comparison: Comparison | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """For each set what `training.evaluate.evaluate` gives, and the seconds it took; with the
-    divergence from a teacher if it is compared with one. DataError: a set that is not whole."""
+    """Evaluate each set with `training.evaluate.evaluate`, and measure the seconds; with the
+    divergence from a teacher if there is a comparison. DataError: a set is not complete.
+    """
     graphdef, of_model = nnx.split(model)
     objective = next_token()
     graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
@@ -170,17 +172,17 @@ def _open(
 
 
 def _mesh(rows: Sequence[int]) -> Mesh:
-    """As many of this process's devices as all of these numbers of rows can be shared by."""
+    """Return a mesh of as many devices of this process as divide all of these numbers of rows."""
     devices = jax.local_devices()
     count = math.gcd(len(devices), *rows)
     return make_mesh(MeshConfig(fsdp=count), devices[:count])
 
 
-def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> EvaluationPlan:
+def _reading_of_run(run: Path, config: RunConfig, args: argparse.Namespace) -> EvaluationPlan:
     data = dataclasses.replace(
-        config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length
+        config.data, seq_length=args.seq_length or config.eval.seq_length or config.data.seq_length
     )
-    sets = _named(asked.set)
+    sets = _named(args.set)
     if not sets:
         sets = config.eval.sets
         _require_sets(run, sets)
@@ -188,13 +190,13 @@ def _reading_of_run(run: Path, config: RunConfig, asked: argparse.Namespace) -> 
         raise UsageError(
             f"{run} has no evaluation sets. Name one with --set NAME=DIR, made by `prepare`."
         )
-    batches = config.eval_steps if asked.batches is None else asked.batches
-    if asked.batches is not None or not batches:  # a run may have turned its evaluations off
+    batches = config.eval_steps if args.batches is None else args.batches
+    if args.batches is not None or not batches:  # a run may have turned its evaluations off
         sets = {name: dataclasses.replace(s, steps=None) for name, s in sets.items()}
     return EvaluationPlan(
         sets,
         data,
-        asked.batch_size or config.eval.batch_size or config.data.batch_size,
+        args.batch_size or config.eval.batch_size or config.data.batch_size,
         batches or -1,
     )
 
@@ -213,18 +215,18 @@ def _require_sets(run: Path, sets: Mapping[str, EvalSetConfig]) -> None:
         )
 
 
-def _reading_of_weights(directory: str, asked: argparse.Namespace) -> EvaluationPlan:
-    if not asked.set:
+def _reading_of_weights(directory: str, args: argparse.Namespace) -> EvaluationPlan:
+    if not args.set:
         raise UsageError(
-            f"{asked.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
+            f"{args.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
             "made by `prepare`."
         )
-    length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
+    length = args.seq_length or min(_LENGTH, read_config(directory).max_length)
     return EvaluationPlan(
-        _named(asked.set),
+        _named(args.set),
         DataConfig(seq_length=length),
-        asked.batch_size or _ROWS,
-        asked.batches or -1,
+        args.batch_size or _ROWS,
+        args.batches or -1,
     )
 
 
@@ -329,42 +331,42 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add_prompt_arguments(parser)
     lm_eval.add_arguments(parser)
     add("--json", action="store_true", help="print the numbers as JSON")
-    asked = parser.parse_args(argv)
-    check_model_arguments(parser, asked, "is evaluated")
-    _check_kind(asked)
+    args = parser.parse_args(argv)
+    check_model_arguments(parser, args, "is evaluated")
+    _check_kind(args)
     numbers = ("batches", "batch_size", "seq_length", "stride", "limit", "show")
     for option in (*numbers, "max_completion_length"):
-        if (value := getattr(asked, option)) is not None and value < 1:
+        if (value := getattr(args, option)) is not None and value < 1:
             raise UsageError(
                 f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the "
                 "default."
             )
-    return asked
+    return args
 
 
-def _check_kind(asked: argparse.Namespace) -> None:
+def _check_kind(args: argparse.Namespace) -> None:
     """UsageError: options of sets, files of text and tasks are mixed."""
-    if asked.tasks is None:
+    if args.tasks is None:
         for option in ("tasks_dir", "num_fewshot", "limit"):
-            if getattr(asked, option) is not None:
+            if getattr(args, option) is not None:
                 raise UsageError(f"--{option.replace('_', '-')}: is of --tasks. Leave it out.")
-    elif asked.text:
+    elif args.text:
         raise UsageError("--tasks and --text are evaluated one at a time. Give one of the two.")
-    if asked.num_fewshot is not None and asked.num_fewshot < 0:
-        raise UsageError(f"--num-fewshot {asked.num_fewshot}: must be at least 0. Set 0 for none.")
-    if not asked.text and asked.stride is not None:
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise UsageError(f"--num-fewshot {args.num_fewshot}: must be at least 0. Set 0 for none.")
+    if not args.text and args.stride is not None:
         raise UsageError(
-            f"--stride {asked.stride}: is of --text, and sets are read in rows of --seq-length. "
+            f"--stride {args.stride}: is of --text, and sets are read in rows of --seq-length. "
             "Leave it out."
         )
     other = "--text"
-    if asked.tasks is not None:
+    if args.tasks is not None:
         other = "--tasks"
-    elif not asked.text:
+    elif not args.text:
         return
     of_sets = ("set", "batches", "teacher", "reward", "max_completion_length", "show")
     for option in of_sets:
-        value = getattr(asked, option)
+        value = getattr(args, option)
         if value:
             raise UsageError(
                 f"--{option.replace('_', '-')}: is of evaluation sets. Leave it out, or leave out "
@@ -372,36 +374,36 @@ def _check_kind(asked: argparse.Namespace) -> None:
             )
 
 
-def _evaluate_sets(asked: argparse.Namespace) -> None:
+def _evaluate_sets(args: argparse.Namespace) -> None:
     """The job of --set. DivergedError: a number is not finite."""
     of_run = None
-    if asked.hf is None:
-        of_run = read_run_config(Path(asked.run).expanduser())
-        reading = _reading_of_run(Path(asked.run).expanduser(), of_run, asked)
+    if args.hf is None:
+        of_run = read_run_config(Path(args.run).expanduser())
+        reading = _reading_of_run(Path(args.run).expanduser(), of_run, args)
     else:
-        reading = _reading_of_weights(asked.hf, asked)
+        reading = _reading_of_weights(args.hf, args)
     # Completions of prompts are judged by a run's teacher, or by rewards; or prompts are text.
-    compared = teacher_settings(asked, of_run)
+    compared = teacher_settings(args, of_run)
     rewarded = None
     if compared is None:
-        rewarded = settings(asked, of_run)
+        rewarded = settings(args, of_run)
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
     mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
-    model, tokenizer = load_model(asked, mesh)
-    what = _name_of_model(asked)
+    model, tokenizer = load_model(args, mesh)
+    what = _name_of_model(args)
     comparison = None
-    if asked.teacher is not None:
+    if args.teacher is not None:
         with jax.set_mesh(mesh):
             length = reading.data.seq_length
-            comparison = compare_with(asked.teacher, model, tokenizer, length, mesh)
+            comparison = compare_with(args.teacher, model, tokenizer, length, mesh)
     texts = _open_all(reading, tokenizer, model)
     prompts = {}
     if compared is not None or rewarded is not None:
         prompts = {name: data for name, data in texts.items() if data.shards.has_columns}
         texts = {name: data for name, data in texts.items() if name not in prompts}
-    if asked.reward and not prompts:
+    if args.reward and not prompts:
         raise UsageError(
-            f"--reward {asked.reward[0]}: there is no set of prompts. Make one with "
+            f"--reward {args.reward[0]}: there is no set of prompts. Make one with "
             "`prepare --prompts`, and name it with --set NAME=DIR."
         )
     results = {}
@@ -409,7 +411,7 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
         results = evaluate_sets(model, mesh, texts, reading, comparison)
     answered = {}
     counts = {name: num_prompts(data, reading.batches_of(name)) for name, data in prompts.items()}
-    num_shown = asked.show or 0
+    num_shown = args.show or 0
     table = table_of_prompts
     with jax.set_mesh(mesh):
         if prompts and rewarded is not None:
@@ -420,7 +422,7 @@ def _evaluate_sets(asked: argparse.Namespace) -> None:
             answered = evaluate_completions(
                 model, tokenizer, mesh, prompts, counts, of_run, compared, num_shown
             )
-    if asked.json:
+    if args.json:
         print(json.dumps({"model": what, "sets": _as_json(results, answered)}, allow_nan=False))
     else:
         _print(what, results, answered, table)
@@ -461,21 +463,21 @@ def _print(
         console.print(table(answered))
 
 
-def _name_of_model(asked: argparse.Namespace) -> str:
-    """What is evaluated, for people."""
-    if asked.hf is not None:
-        return asked.hf
-    return f"{asked.run}, step {step_of(asked.run, asked.step) or 0:,}"
+def _name_of_model(args: argparse.Namespace) -> str:
+    """Return what is evaluated, for people."""
+    if args.hf is not None:
+        return args.hf
+    return f"{args.run}, step {step_of(args.run, args.step) or 0:,}"
 
 
-def _evaluate_texts(asked: argparse.Namespace) -> None:
+def _evaluate_texts(args: argparse.Namespace) -> None:
     """The job of --text; DivergedError: a sum is not finite."""
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-    model, tokenizer = load_model(asked)
-    what = _name_of_model(asked)
-    check_window(asked, model.config.max_length)
-    begin = text_beginning(asked, tokenizer)
-    files = read_files(asked.text, tokenizer, begin)
+    model, tokenizer = load_model(args)
+    what = _name_of_model(args)
+    check_window(args, model.config.max_length)
+    begin = text_beginning(args, tokenizer)
+    files = read_files(args.text, tokenizer, begin)
     if not begin:
         print(
             "The tokenizer has no token that a text begins with: the first token of each file does "
@@ -485,11 +487,11 @@ def _evaluate_texts(asked: argparse.Namespace) -> None:
     measured = evaluate_files(
         model,
         files,
-        longest=asked.seq_length,
-        stride=asked.stride,
-        batch_size=asked.batch_size or _ROWS,
+        longest=args.seq_length,
+        stride=args.stride,
+        batch_size=args.batch_size or _ROWS,
     )
-    if asked.json:
+    if args.json:
         texts = {name: as_json(part.record()) for name, part in measured.items()}
         everything = as_json(together(measured.values()).record())
         record = {"model": what, "texts": texts, "all": everything, "first_counts": bool(begin)}
@@ -505,19 +507,19 @@ def _evaluate_texts(asked: argparse.Namespace) -> None:
             )
 
 
-def _evaluate_tasks(asked: argparse.Namespace) -> None:
+def _evaluate_tasks(args: argparse.Namespace) -> None:
     """The job of --tasks."""
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-    model, tokenizer = load_model(asked)
-    prefix = text_beginning(asked, tokenizer)
+    model, tokenizer = load_model(args)
+    prefix = text_beginning(args, tokenizer)
     begin = prefix
-    if comes_from_elsewhere(asked):
+    if comes_from_elsewhere(args):
         begin = special_beginning(tokenizer)
-    answers = lm_eval.HarnessAnswers(model, tokenizer, begin, prefix, asked.batch_size or _ROWS)
-    names = [name for name in asked.tasks.split(",") if name]
-    found = lm_eval.run_tasks(answers, names, asked.tasks_dir, asked.num_fewshot, asked.limit)
-    what = _name_of_model(asked)
-    if asked.json:
+    answers = lm_eval.HarnessAnswers(model, tokenizer, begin, prefix, args.batch_size or _ROWS)
+    names = [name for name in args.tasks.split(",") if name]
+    found = lm_eval.run_tasks(answers, names, args.tasks_dir, args.num_fewshot, args.limit)
+    what = _name_of_model(args)
+    if args.json:
         print(json.dumps({"model": what} | found, default=str))
     else:
         console = SafeConsole()
@@ -529,13 +531,13 @@ def main(argv: Sequence[str], prog: str = "maxtrain evaluate") -> int:
     """Runs the command; the exit code: 70 if a loss is not finite."""
 
     def job() -> None:
-        asked = _parse(argv, prog)
-        if asked.text:
-            _evaluate_texts(asked)
+        args = _parse(argv, prog)
+        if args.text:
+            _evaluate_texts(args)
             return
-        if asked.tasks is not None:
-            _evaluate_tasks(asked)
+        if args.tasks is not None:
+            _evaluate_tasks(args)
             return
-        _evaluate_sets(asked)
+        _evaluate_sets(args)
 
     return run_command(job, resumes=False)

@@ -1,10 +1,10 @@
 """Tasks of EleutherAI's lm-evaluation-harness: `maxtrain evaluate RUN --tasks NAME`.
 
-The harness asks; `HarnessAnswers` answers with our scores and our generation. Its package is
-imported when it is asked for, and needs no torch. What it asks of the log-probability of a text is
-what its own model of
-transformers answers: an empty context is the token that texts begin with, a text that is too long
-loses its beginning, and long documents are read in windows that do not overlap.
+The harness sends requests; `HarnessAnswers` serves them with our scores and our generation. The package of
+the harness is imported when it is needed, without torch. Log-probabilities of a text follow the
+rules of the harness's own model of transformers: an empty context is the token that texts begin
+with, a text that is too long loses its beginning, and long documents are read in windows that do
+not overlap.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0
 
 
 class GenerationSettings(NamedTuple):
-    """How a task wants text to be written."""
+    """Generation settings of a task."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -40,7 +40,7 @@ class GenerationSettings(NamedTuple):
 
 
 class HarnessAnswers:
-    """What a model answers to the harness.
+    """Adapter of a model to the interface of the harness.
 
     Args:
         model: on one device, or split over the current mesh.
@@ -65,8 +65,9 @@ class HarnessAnswers:
         self._batch_size = batch_size
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each context and continuation: the log-probability of the second, and whether it is
-        what is written greedily."""
+        """Return, for each context and continuation, the log-probability of the continuation, and
+        whether greedy decoding gives it.
+        """
         rows = []
         for context, continuation in pairs:
             begin = self._begin
@@ -85,7 +86,7 @@ class HarnessAnswers:
         return [scored.total() for scored in found]
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What is written after each context, as its settings say.
+        """Return what is written after each context, as its settings say.
 
         UsageError: a setting that is not known here.
         """
@@ -168,7 +169,7 @@ def run_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
-    """What the harness finds.
+    """Return what the harness finds.
 
     Args:
         answers: of the model.
@@ -228,7 +229,7 @@ def run_tasks(
 
 
 def table_of(found: Mapping[str, Any]) -> Table:
-    """What a person sees: a line for each task and metric."""
+    """Return what a person sees: a line for each task and metric."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("task", "metric"):
         table.add_column(head)

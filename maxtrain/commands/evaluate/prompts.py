@@ -57,16 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show",
         metavar="N",
         type=int,
-        help="of sets of prompts: so many completions are printed",
+        help="number of completions to print for each set of prompts",
     )
 
 
-def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig | None:
-    """How sets of prompts are evaluated; None: as text.
+def settings(args: argparse.Namespace, config: RunConfig | None) -> GrpoConfig | None:
+    """Return the settings for evaluating sets of prompts; None: they are evaluated as text.
 
     Args:
-        asked: of the command line.
-        config: of the run that is evaluated; None: it is no run.
+        args: options of the command line.
+        config: of the evaluated run; None for weights that are no run.
 
     Raises:
         UsageError: there is an option of completions, and no reward.
@@ -74,22 +74,22 @@ def settings(asked: argparse.Namespace, config: RunConfig | None) -> GrpoConfig 
     found = None
     if config is not None and config.objective in FROM_REWARDS:
         found = config.grpo
-    if asked.reward:
+    if args.reward:
         found = dataclasses.replace(
-            found or _as_sampled(config), rewards=tuple(asked.reward), reward_weights=()
+            found or _as_sampled(config), rewards=tuple(args.reward), reward_weights=()
         )
     if found is None:
         for option in ("max_completion_length", "show"):
-            if getattr(asked, option) is not None:
+            if getattr(args, option) is not None:
                 raise UsageError(
                     f"--{option.replace('_', '-')}: is of sets of prompts, whose completions are "
                     "rewarded. Name a reward, as --reward gsm8k."
                 )
         return None
-    if asked.max_completion_length is not None:
-        found = dataclasses.replace(found, max_completion_length=asked.max_completion_length)
-    if asked.batch_size is not None:
-        found = dataclasses.replace(found, slots=asked.batch_size)
+    if args.max_completion_length is not None:
+        found = dataclasses.replace(found, max_completion_length=args.max_completion_length)
+    if args.batch_size is not None:
+        found = dataclasses.replace(found, slots=args.batch_size)
     return found
 
 
@@ -127,7 +127,7 @@ def evaluate_prompts(
     config: GrpoConfig,
     num_shown: int,
 ) -> dict[str, PromptSetResult]:
-    """What a model makes of sets of prompts.
+    """Return what a model makes of sets of prompts.
 
     Args:
         model: on one device, or split over the current mesh.
@@ -153,7 +153,7 @@ def evaluate_prompts(
 
 
 def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
-    """What a person sees: a line for each set, and one for each reward and outcome of it."""
+    """Return what a person sees: a line for each set, and one for each reward and outcome of it."""
     heads = ("set", "accuracy", "reward", "tokens", "truncated", "prompts", "seconds")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:

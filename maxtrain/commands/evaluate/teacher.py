@@ -1,6 +1,7 @@
-"""What `maxtrain evaluate` says of a teacher: how far a model is from the one that --teacher names,
-on texts; and of a run that learns from a teacher on its own completions (distill.on_policy), how
-far it is from that one on completions of prompts, as the run has it on record."""
+"""Comparison of `maxtrain evaluate` with a teacher: the divergence of a model from the one that
+--teacher names, on texts; and of a run of on-policy distillation (distill.on_policy) from its
+recorded teacher, on completions of prompts.
+"""
 
 import argparse
 import time
@@ -30,7 +31,9 @@ from maxtrain.trainer.reference_model import find_model
 
 
 class Comparison(NamedTuple):
-    """What a model is compared with: a teacher, and the objective that measures the divergence."""
+    """Comparison of a model with a teacher: the teacher, and the objective that measures the
+    divergence.
+    """
 
     objective: Objective
     graphdef: nnx.GraphDef
@@ -69,23 +72,23 @@ def _open(
     return Comparison(objective, graphdef, teacher.load(params))
 
 
-def settings(asked: argparse.Namespace, config: RunConfig | None) -> RolloutSettings | None:
-    """How prompts of a run are completed, whose completions a teacher judges; None: there is no
-    such run, or --reward judges.
+def settings(args: argparse.Namespace, config: RunConfig | None) -> RolloutSettings | None:
+    """Return the rollout settings of a run whose completions a teacher judges; None if there is no
+    such run, or if --reward judges.
 
     Args:
-        asked: of the command line.
-        config: of the run that is evaluated; None: it is no run.
+        args: options of the command line.
+        config: of the evaluated run; None for weights that are no run.
     """
-    if config is None or config.objective in FROM_REWARDS or asked.reward:
+    if config is None or config.objective in FROM_REWARDS or args.reward:
         return None
     found = rollout_settings(config)
     if found is None:
         return None
-    if asked.max_completion_length is not None:
-        found = found._replace(max_completion_length=asked.max_completion_length)
-    if asked.batch_size is not None:
-        found = found._replace(slots=asked.batch_size)
+    if args.max_completion_length is not None:
+        found = found._replace(max_completion_length=args.max_completion_length)
+    if args.batch_size is not None:
+        found = found._replace(slots=args.batch_size)
     return found
 
 
@@ -99,7 +102,7 @@ def evaluate_completions(
     settings: RolloutSettings,
     num_shown: int,
 ) -> dict[str, PromptSetResult]:
-    """What a model makes of sets of prompts, and how far it is from its teacher there.
+    """Return what a model makes of sets of prompts, and how far it is from its teacher there.
 
     Args:
         model: split over the mesh, which is set.
@@ -136,7 +139,7 @@ def evaluate_completions(
 
 
 def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
-    """What a person sees: a line for each set."""
+    """Return what a person sees: a line for each set."""
     forms = {
         "distill": "{:.4f}",
         "agreement": "{:.1%}",

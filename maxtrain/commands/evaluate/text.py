@@ -88,7 +88,7 @@ def evaluate_files(
     stride: int | None = None,
     batch_size: int = ROWS,
 ) -> dict[str, LikelihoodSums]:
-    """What a model makes of each file, by its name; arguments as of `score_long`."""
+    """Return what a model makes of each file, by its name; arguments as of `score_long`."""
     found = {}
     for file in files:
         begin = time.perf_counter()
@@ -114,7 +114,7 @@ def together(measured: Iterable[LikelihoodSums]) -> LikelihoodSums:
 
 
 def table_of(measured: dict[str, LikelihoodSums]) -> Table:
-    """What a person sees; with a line for all, if there are several."""
+    """Return what a person sees; with a line for all, if there are several."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("text", overflow="fold")
     for head in ("bits/byte", "nats/token", "perplexity", "tokens", "bytes", "seconds"):
@@ -136,16 +136,16 @@ def table_of(measured: dict[str, LikelihoodSums]) -> Table:
     return table
 
 
-def check_window(asked: argparse.Namespace, longest: int) -> None:
+def check_window(args: argparse.Namespace, longest: int) -> None:
     """UsageError: --seq-length or --stride is none that the model can be read with."""
-    window = asked.seq_length or longest
+    window = args.seq_length or longest
     if window > longest:
         raise UsageError(
             f"--seq-length {window}: the model reads at most {longest:,} tokens "
             "(model.max_length). Leave it out, or set less."
         )
-    if asked.stride is not None and asked.stride > window:
+    if args.stride is not None and args.stride > window:
         raise UsageError(
-            f"--stride {asked.stride}: must be at most the {window:,} tokens of a window, or some "
+            f"--stride {args.stride}: must be at most the {window:,} tokens of a window, or some "
             "would not be read. Leave it out for half of a window."
         )

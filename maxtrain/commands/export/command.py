@@ -76,7 +76,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 class RoundTripCheck(NamedTuple):
-    """What reading the files again has shown."""
+    """Result of reading the files again."""
 
     # Largest difference of the logits from those of the run; 0 unless numbers were rounded.
     difference: float
@@ -85,10 +85,10 @@ class RoundTripCheck(NamedTuple):
 
 
 class ExportResult(NamedTuple):
-    """What was written."""
+    """Result of an export."""
 
     files: dict[str, int]  # bytes by name
-    notes: list[str]  # what a user must know of the tokenizer
+    notes: list[str]  # notes for the user about the tokenizer
     verified: RoundTripCheck
 
 
@@ -234,14 +234,14 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         help="chat template to copy, or chatml (default: the one beside the tokenizer of RUN's "
         "data, if any)",
     )
-    asked = parser.parse_args(argv)
-    check_step(asked.step)
+    args = parser.parse_args(argv)
+    check_step(args.step)
     for name, formats in _formats_of_options().items():
-        if getattr(asked, name) is not None and asked.format not in formats:
+        if getattr(args, name) is not None and args.format not in formats:
             raise UsageError(
                 f"--{name.replace('_', '-')}: is of --format {choices(formats)}. Leave it out."
             )
-    return asked
+    return args
 
 
 def _formats_of_options() -> dict[str, list[str]]:
@@ -273,7 +273,7 @@ def _read_template(path: Path | None) -> bytes | None:
 
 
 def _describe(out: Path, exported: ExportResult, dtype: str, config: RunConfig) -> list[str]:
-    """What a person sees of an export."""
+    """Return what a person sees of an export."""
     params = config.precision.params
     loader = "AutoModelForCausalLM"
     if config.model.score:
@@ -301,57 +301,57 @@ def main(argv: Sequence[str], prog: str = "maxtrain export") -> int:
     """Runs the command; the exit code."""
 
     def job() -> None:
-        asked = _parse(argv, prog)
-        require_no_url(asked.out, "OUT")
-        out = asked.out.expanduser()
-        asked.run = str(readable(asked.run))
-        config = read_run_config(asked.run)
-        if config.model.score and asked.format != "hf":
+        args = _parse(argv, prog)
+        require_no_url(args.out, "OUT")
+        out = args.out.expanduser()
+        args.run = str(readable(args.run))
+        config = read_run_config(args.run)
+        if config.model.score and args.format != "hf":
             raise UsageError(
-                f"--format {asked.format}: has no place for the score of a reward model, which "
-                f"{asked.run} is. Leave it out."
+                f"--format {args.format}: has no place for the score of a reward model, which "
+                f"{args.run} is. Leave it out."
             )
-        if asked.format == "gguf":
+        if args.format == "gguf":
             require_suffix(out)
             require_no_file(out)
             library()
         else:
             require_free(out)
-        template = _read_template(asked.chat_template)
+        template = _read_template(args.chat_template)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         # Named, so that a training that saves meanwhile changes nothing.
-        step = step_of(asked.run, asked.step)
-        model, tokenizer = load_run(asked.run, step)
-        if asked.format == "peft":
-            _export_peft(asked, model, tokenizer, config, template)
+        step = step_of(args.run, args.step)
+        model, tokenizer = load_run(args.run, step)
+        if args.format == "peft":
+            _export_peft(args, model, tokenizer, config, template)
             return
         if config.model.lora.rank is not None:
-            print(f"{asked.run}: its adapters are taken into the weights")
+            print(f"{args.run}: its adapters are taken into the weights")
             model = merged(model)
-        if asked.format == "gguf":
-            _export_gguf(asked, model, tokenizer, config)
+        if args.format == "gguf":
+            _export_gguf(args, model, tokenizer, config)
             return
-        dtype = asked.dtype or _default_dtype(asked.run, config)
+        dtype = args.dtype or _default_dtype(args.run, config)
         count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
         which = "newest checkpoint"
         if step is not None:
             which = f"step {step:,}"
         if config.optimizer.ema_decay is not None:
             which += ", averaged weights (optimizer.ema_decay)"
-        print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
-        place = tokenizer_place(asked.run)
+        print(f"{args.run}, {which}: {count:,} parameters, written in {dtype}")
+        place = tokenizer_place(args.run)
         # With the vocabulary of the data, which the config may leave open.
         with_vocabulary = dataclasses.replace(model.config, lora=config.model.lora)
         config = dataclasses.replace(config, model=with_vocabulary)
         facts = model_card.ExportedModel(config, step, count, dtype)
-        card = model_card.model_card(asked.run, facts)
+        card = model_card.model_card(args.run, facts)
         exported = export(
             model,
             tokenizer,
             place,
             out,
             dtype,
-            asked.max_shard_size or MAX_SHARD_BYTES,
+            args.max_shard_size or MAX_SHARD_BYTES,
             template,
             card,
             tell_on_stderr,
@@ -372,22 +372,22 @@ def _default_dtype(run: str, config: RunConfig) -> str:
 
 
 def _export_gguf(
-    asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, config: RunConfig
+    args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, config: RunConfig
 ) -> None:
     """The job of --format gguf."""
-    out = asked.out.expanduser()
-    quant = asked.quant or _QUANT_OF[_default_dtype(asked.run, config)]
+    out = args.out.expanduser()
+    quant = args.quant or _QUANT_OF[_default_dtype(args.run, config)]
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    print(f"{asked.run}: {count:,} parameters, written as {quant}")
+    print(f"{args.run}: {count:,} parameters, written as {quant}")
     written = export_gguf(
         model,
         tokenizer,
-        tokenizer_place(asked.run),
+        tokenizer_place(args.run),
         out,
         quant,
         config.run_name,
-        str(asked.chat_template or ""),
-        asked.pre_tokenizer,
+        str(args.chat_template or ""),
+        args.pre_tokenizer,
     )
     print(f"{out}: {written.size / 1e6:,.1f} MB")
     print(
@@ -405,19 +405,19 @@ def _export_gguf(
 
 
 def _export_peft(
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     model: Decoder,
     tokenizer: Tokenizer,
     config: RunConfig,
     template: bytes | None,
 ) -> None:
     """The job of --format peft."""
-    out = asked.out.expanduser()
-    began_with = starting_weights(Path(asked.run), config)
+    out = args.out.expanduser()
+    began_with = starting_weights(Path(args.run), config)
     base = began_with.init_from
     if model.config.lora.rank is not None:
         require_base_as_it_was(model, config.train, began_with.init_partial)
-    beside = TokenizerFiles(tokenizer, tokenizer_place(asked.run), template)
+    beside = TokenizerFiles(tokenizer, tokenizer_place(args.run), template)
     files, notes = export_adapters(model, out, base, beside)
     size = sum(files.values())
     print(f"{out}: {', '.join(files)} ({size / 1e6:,.1f} MB)")

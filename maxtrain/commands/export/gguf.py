@@ -75,11 +75,11 @@ _SMALLEST = 1e-4
 
 
 class GgufExportResult(NamedTuple):
-    """What was written.
+    """Result of writing a GGUF file.
 
     Attributes:
         size: of the file, in bytes.
-        notes: what a user must know.
+        notes: notes for the user.
         difference: largest difference of the logits from those of the run, by rounding alone.
         largest: largest magnitude of the run's logits.
         error: largest relative error of a tensor by rounding.
@@ -242,7 +242,7 @@ def _tokenizer_fields(
 
 
 class _GgufRoundTrip(NamedTuple):
-    """What reading a file again has shown.
+    """Result of reading a GGUF file again.
 
     Attributes:
         different: parameters that are not, bit for bit, the rounded ones of the run.

@@ -31,7 +31,7 @@ tags:
 
 
 class ExportedModel(NamedTuple):
-    """What is exported."""
+    """The exported model."""
 
     config: RunConfig
     # The checkpoint; None: the weights that the run began with.
@@ -148,7 +148,7 @@ def _training_rows(model: ExportedModel, records: Iterable[Mapping[str, Any]]) -
 
 
 def _adapter_rows(lora: LoraConfig) -> _Rows:
-    """What trained in the place of weights; nothing of a model without adapters."""
+    """Return what trained in the place of weights; nothing of a model without adapters."""
     if lora.rank is None:
         return []
     scale = "alpha / rank"

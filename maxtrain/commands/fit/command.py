@@ -44,14 +44,14 @@ _MOST_TRIES = 32
 _MOST_ROWS = 10
 
 
-def fit(config: RunConfig, asked: argparse.Namespace) -> None:
-    """What the command does.
+def fit(config: RunConfig, args: argparse.Namespace) -> None:
+    """Run the command.
 
     Raises:
         ConfigError: the step does not fit, or nothing that was tried does.
     """
     console = SafeConsole()
-    devices = described_devices(asked.topology)
+    devices = described_devices(args.topology)
     mesh = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
     distributed.start(mesh, None, config.determinism == "full")
     if jax.process_count() > 1:
@@ -62,11 +62,11 @@ def fit(config: RunConfig, asked: argparse.Namespace) -> None:
         config = with_vocabulary(config, data.vocab_size)
     largest = None
     if config.data.packing == "balanced":
-        largest = _largest_balanced(config, data, bool(asked.search), console)
-    limit = asked.memory or memory_limit(devices[0], described=True)
-    record: dict[str, Any] = {"topology": asked.topology}
-    if asked.search:
-        best = _search(config, devices, limit, asked, console, record)
+        largest = _largest_balanced(config, data, bool(args.search), console)
+    limit = args.memory or memory_limit(devices[0], described=True)
+    record: dict[str, Any] = {"topology": args.topology}
+    if args.search:
+        best = _search(config, devices, limit, args, console, record)
     else:
         best = _fit(config, devices, limit, largest, console)
         record |= best.record()
@@ -118,11 +118,12 @@ def _fit(
     largest: RowBatchShape | None,
     console: Console,
 ) -> FitEstimate:
-    """How the step fits; with optimizer.accumulation=auto that of the fewest micro-batches that do,
-    or else of the most."""
+    """Return how the step fits; with optimizer.accumulation=auto that of the fewest micro-batches
+    that do, or else of the most.
+    """
     if config.optimizer.accumulation != "auto":
         return fit_step(config, devices, limit, largest)
-    # Where not even one divides batch and mesh, that is what is told.
+    # If no choice divides batch and mesh, this raises the error to report.
     choices = accumulations(config, len(devices)) or [1]
     tried: list[FitEstimate] = []
 
@@ -146,7 +147,7 @@ def _search(
     config: RunConfig,
     devices: Sequence[Any],
     limit: int,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     console: Console,
     record: dict[str, Any],
 ) -> FitEstimate:
@@ -156,9 +157,9 @@ def _search(
     all_tried: list[FitEstimate] = []
 
     def begin(num_choices: int) -> None:
-        what = f"at most {asked.tries:,} steps on {num_choices:,} meshes"
-        if asked.batches:
-            what = f"at most {asked.tries:,} steps on {num_choices:,} meshes with their batches"
+        what = f"at most {args.tries:,} steps on {num_choices:,} meshes"
+        if args.batches:
+            what = f"at most {args.tries:,} steps on {num_choices:,} meshes with their batches"
         console.print(Text(f"{where}: compiling {what}, those first that promise most"))
 
     def show(found: FitEstimate) -> None:
@@ -173,14 +174,14 @@ def _search(
         line = f"  {len(all_tried)}. {line}"
         console.print(Text(line, "dim"), soft_wrap=True)
 
-    batches = asked.batches or [config.data.batch_size]
-    found = search(config, devices, limit, batches, asked.tries, begin, show)
+    batches = args.batches or [config.data.batch_size]
+    found = search(config, devices, limit, batches, args.tries, begin, show)
     if found.num_slower:
         slower = f"{found.num_slower:,} meshes send too much to be as fast as what fits"
         console.print(Text(f"not compiled: {slower}", "dim"), soft_wrap=True)
     record["tried"] = [one.record() for one in all_tried]
     if not found.is_whole:
-        fix = f"Raise --tries from {asked.tries} to see the others."
+        fix = f"Raise --tries from {args.tries} to see the others."
         console.print(Text(f"not all were compiled. {fix}", "yellow"))
     if found.fits:
         console.print(search_table(found.fits[:_MOST_ROWS]))
@@ -188,7 +189,7 @@ def _search(
         return _told(found.fits[0], console)
     if not all_tried:
         raise ConfigError(
-            f"topology={asked.topology}: the training state alone needs more than the "
+            f"topology={args.topology}: the training state alone needs more than the "
             f"{size(limit)} of a device on every mesh. Take more devices, or a smaller model."
         )
     return min(all_tried, key=lambda one: one.total or one.refused or sys.maxsize)
@@ -259,21 +260,21 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         metavar="N",
         type=int,
         default=_MOST_TRIES,
-        help="with --search: compile at most so many steps (default: %(default)s)",
+        help="with --search: compile at most this many steps (default: %(default)s)",
     )
     words = []
     for word in argv:
         if word.startswith("topology="):
             word = f"--{word}"
         words.append(word)
-    asked, rest = parser.parse_known_args(words)
-    if not asked.topology:
+    args, rest = parser.parse_known_args(words)
+    if not args.topology:
         parser.error(f"topology=NAME is missing: the devices to compile for. Write {EXAMPLES}")
-    if asked.batches and not asked.search:
+    if args.batches and not args.search:
         parser.error("--batches is for --search. Add it, or set data.batch_size")
-    if asked.tries < 1:
-        parser.error(f"--tries {asked.tries} must be at least 1. Leave it out for {_MOST_TRIES}")
-    return asked, rest
+    if args.tries < 1:
+        parser.error(f"--tries {args.tries} must be at least 1. Leave it out for {_MOST_TRIES}")
+    return args, rest
 
 
 def main(argv: Sequence[str], prog: str = "maxtrain fit") -> int:
@@ -281,9 +282,9 @@ def main(argv: Sequence[str], prog: str = "maxtrain fit") -> int:
     if argv is None:
         argv = sys.argv[1:]
     try:
-        asked, rest = _parse(argv, prog)
-    # argparse has said why.
+        args, rest = _parse(argv, prog)
+    # argparse has printed the reason.
     except SystemExit as stop:
         return UsageError.exit_code if stop.code else 0
     config = from_command_line(rest, prog, MODELS)
-    return run_command(lambda: fit(config, asked), resumes=False)
+    return run_command(lambda: fit(config, args), resumes=False)

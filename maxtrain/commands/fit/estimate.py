@@ -1,5 +1,6 @@
-"""How a training step fits onto devices: its memory by kind, its collectives, and how long it takes
-at least. All of it from the compiled step; nothing is executed."""
+"""Estimate of how a training step fits onto devices: its memory by kind, its collectives, and the
+least time that it takes. All of it comes from the compiled step; nothing is executed.
+"""
 
 import dataclasses
 import re
@@ -49,14 +50,14 @@ _TEMPORARIES = "gradients, activations and other temporaries"
 
 
 class RowBatchShape(NamedTuple):
-    """Of a batch."""
+    """Shape of a batch."""
 
     rows: int
     length: int
 
 
 class FitEstimate(NamedTuple):
-    """What is known of a step on each device.
+    """Estimate of a step on each device.
 
     Attributes:
         config: with the mesh filled in, and the kernel of attention named.
@@ -77,7 +78,7 @@ class FitEstimate(NamedTuple):
         lines: collectives.
         times: None: the compiler refused it.
         warnings: arrays that XLA gathers whole for want of a better way.
-        unknown_loops: loops that count once, since how often they run can't be told.
+        unknown_loops: loops that count once, since their trip count is not known.
         compile_seconds: how long compiling took.
     """
 
@@ -115,12 +116,12 @@ class FitEstimate(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a batch."""
+        """Tokens in a batch."""
         return self.batch.rows * self.batch.length
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one device, at best."""
+        """Highest tokens per second of one device."""
         assert self.times is not None
         return self.tokens / self.times.seconds / self.num_devices
 
@@ -135,7 +136,7 @@ class FitEstimate(NamedTuple):
         return self.model.causal * self.tokens / self.num_devices
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the estimate for JSON."""
         mesh = self.config.mesh
         found: dict[str, Any] = {
             "device": self.device,
@@ -178,9 +179,10 @@ class FitEstimate(NamedTuple):
 
 
 def batch_shape(config: RunConfig) -> RowBatchShape:
-    """Of the largest batch of a run. Rollouts are counted with a row for each completion, and
-    balanced batches with a row for each document, which is more than there are where several lie in
-    one row."""
+    """Return the shape of the largest batch of a run. Rollouts have a row for each completion, and
+    balanced batches a row for each document, which is more than there are where several lie in one
+    row.
+    """
     data = config.data
     shapes = []
     for stage in (data, *data.stages):
@@ -220,15 +222,16 @@ def fit_step(
 
 
 def counted_shape(programs: StepPrograms, largest: RowBatchShape) -> RowBatchShape:
-    """That of the rows which are computed of the largest batch of a run: texts that are sampled are
-    filled up."""
+    """Return the shape of the rows that are computed for the largest batch of a run: sampled texts
+    are padded.
+    """
     if rollout_settings(programs.parts.config) is None:
         return largest
     return largest._replace(rows=count_rows(largest.rows, programs.unit))
 
 
 def fit_program(programs: StepPrograms, shape: RowBatchShape, limit: int) -> FitEstimate:
-    """As `fit_step`, with the step made."""
+    """Estimate the step of compiled programs; see `fit_step`."""
     parts = programs.parts
     device = programs.devices[0]
     tflops = parts.config.observe.peak_tflops
@@ -286,7 +289,9 @@ def fit_program(programs: StepPrograms, shape: RowBatchShape, limit: int) -> Fit
 
 
 def kernel_flops(config: RunConfig, shape: RowBatchShape, frozen: int) -> float:
-    """Of attention in a step, where kernels hide it from the program: what the model needs."""
+    """Return the FLOPs of attention in a step, if its kernel hides them from the program: the FLOPs
+    that the model needs.
+    """
     if ATTENTION[config.model.attention].platform is None:
         return 0.0
     whole = token_flops(config.model, shape.length, frozen).causal
@@ -335,7 +340,7 @@ def _state_by_kind(state: TrainState, count: Callable[[Any], int]) -> dict[str, 
 
 
 def _refused_bytes(message: str) -> int | None:
-    """What TPU's compiler says that a program needs of the main memory."""
+    """Return what TPU's compiler says that a program needs of the main memory."""
     used = _USED.search(message)
     if used is None:
         return None
@@ -388,7 +393,7 @@ def require_fit(found: FitEstimate) -> None:
 
 
 def _fix(found: FitEstimate) -> str:
-    """What needs less memory."""
+    """Return what needs less memory."""
     config = found.config
     ways = []
     takes_turns = may_take_turns(config)

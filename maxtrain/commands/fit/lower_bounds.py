@@ -1,5 +1,5 @@
-"""What a step on a mesh sends at least, and how long it takes at least: counted from shapes, before
-anything is compiled. By it `maxtrain fit --search` begins with the meshes that promise most, and
+"""Lower bounds of what a step on a mesh sends, and of its time: counted from shapes, before
+anything is compiled. With them `maxtrain fit --search` begins with the most promising meshes, and
 leaves out those that can't be the fastest.
 
 Only what no compiler can do without counts: matrices of weights are gathered once and their
@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
 
 
 class StepLowerBounds:
-    """Of the steps of a run on some devices.
+    """Lower bounds for the steps of a run on some devices.
 
     Args:
         config: knows its vocabulary.
@@ -80,7 +80,7 @@ class StepLowerBounds:
         self._mesh = functools.cache(lambda mesh: make_mesh(mesh, devices))
 
     def least(self, config: RunConfig, tokens: int, length: int) -> Roofline:
-        """How long a step takes at least.
+        """Return how long a step takes at least.
 
         Args:
             config: with its mesh filled in.
@@ -121,7 +121,9 @@ def _matrices(state: TrainState, itemsize: int) -> Iterator[Matrix]:
 
 
 def _of_matrix(matrix: Matrix, config: RunConfig, mesh: Mesh) -> Iterator[Collective]:
-    """Its parts are gathered, and its gradient goes to where they are."""
+    """Yield the collectives of a matrix: its parts are gathered, and its gradient goes to where
+    they are.
+    """
     rules = stored_rules(config.mesh.rules)
     split = set()
     for entry in partition_spec(matrix.axes, mesh.shape, matrix.shape, matrix.name, rules):
@@ -163,8 +165,9 @@ def _of_activations(
 
 
 def _of_keys(layer: LayerSpec, num_bytes: int, mesh: Mesh) -> Iterator[Collective]:
-    """What makes tokens of different parts of a row see each other, in the cheapest of all ways: a
-    ring of keys and values, or heads that are dealt out. Each once forward and once backward.
+    """Yield what makes tokens of different parts of a row see each other, in the cheapest of all
+    ways: a ring of keys and values, or heads that are dealt out. Each once forward and once
+    backward.
 
     Args:
         num_bytes: of one number of each token of a device.

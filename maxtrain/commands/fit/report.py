@@ -1,5 +1,4 @@
-"""What `maxtrain fit` prints: memory, collectives, times, what limits a step, and what would
-help."""
+"""Output of `maxtrain fit`: memory, collectives, times, what limits a step, and what would help."""
 
 from collections.abc import Sequence
 
@@ -38,7 +37,7 @@ def mesh_words(found: FitEstimate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Of a step or a part of it."""
+    """Format the duration of a step or of a part of it."""
     if seconds >= 1:
         return f"{seconds:,.2f} s"
     if seconds >= 1e-3:
@@ -161,7 +160,7 @@ def times_table(found: FitEstimate) -> Table:
 
 
 def limits_words(found: FitEstimate) -> Text:
-    """What limits a step, and what would help."""
+    """Return what limits a step, and what would help."""
     times = found.times
     assert times is not None
     head = (f"limited by {_LIMITS[times.limit]}: ", "bold")
@@ -169,7 +168,7 @@ def limits_words(found: FitEstimate) -> Text:
 
 
 def advice(found: FitEstimate) -> str:
-    """Which change would make a step faster."""
+    """Return which change would make a step faster."""
     times = found.times
     assert times is not None
     if times.limit == "products":
@@ -218,7 +217,7 @@ def _more_than_the_model(found: FitEstimate) -> str:
 
 
 def search_table(fits: Sequence[FitEstimate]) -> Table:
-    """Those that fit, fastest first."""
+    """Return a table of the choices that fit, fastest first."""
     table = _table(
         "what fits, fastest first (an estimate)",
         "mesh",

@@ -1,4 +1,4 @@
-"""Which mesh, batch, remat and accumulation fit onto devices, and are fast.
+"""Search for the mesh, batch, remat and accumulation that fit onto devices and are fast.
 
 Compiling takes seconds to minutes. So meshes come in the order of what they promise by
 `StepLowerBounds`, and what can't be better than what fits already, or can't fit, is not compiled.
@@ -42,7 +42,7 @@ class MeshAxes(NamedTuple):
 
 
 def meshes(config: RunConfig, num_devices: int, near: int) -> list[MeshAxes]:
-    """Those of so many devices, with the rows split most first.
+    """Return the meshes of `num_devices` devices, with the rows split most first.
 
     Stages and slices are as the config has them; -1 stages are 1. Experts are split into any number
     of equal parts. There are one replica, as many as the config has, one of each `near` devices,
@@ -70,13 +70,15 @@ def meshes(config: RunConfig, num_devices: int, near: int) -> list[MeshAxes]:
 
 
 def _splits(mesh: MeshAxes) -> tuple[int, ...]:
-    """In how many parts a mesh splits what is dear to split."""
+    """Return in how many parts a mesh splits what is expensive to split."""
     inside = mesh.tensor * mesh.context
     return inside * mesh.expert, inside, mesh.context, mesh.data
 
 
 def near_devices(devices: Sequence[Any]) -> int:
-    """Of a host of GPUs; of TPUs, of a slice, which links join."""
+    """Return the number of devices that a fast network connects: those of a host of GPUs, or of a
+    slice of TPUs.
+    """
     if devices[0].platform == "gpu":
         places = {device.process_index for device in devices}
     else:
@@ -121,11 +123,11 @@ class MeshCandidate(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         fits: fastest first.
-        num_tried: that were compiled.
+        num_tried: number of compiled choices.
         num_slower: choices of a mesh and a batch that can't be as fast as the fastest that fits.
         is_whole: nothing was left out for want of tries.
     """
@@ -240,7 +242,9 @@ class _MeshSearch:
         self.is_whole = True
 
     def is_slower(self, seconds: tuple[float, float]) -> bool:
-        """Whether what takes at least so long for a token is slower than what fits already."""
+        """Return whether what takes at least so long for a token is slower than what fits
+        already.
+        """
         return any(_slowness(found)[:2] < seconds for found in self.fits)
 
     def with_mesh(self, choice: MeshCandidate, state: int) -> bool:
@@ -265,8 +269,8 @@ class _MeshSearch:
                 if self.num_tried == self.most:
                     self.is_whole = False
                     return False
-                asked = with_choice(self.config, choice.mesh, choice.rows, accumulation, remat)
-                found = self._tried(asked)
+                changed = with_choice(self.config, choice.mesh, choice.rows, accumulation, remat)
+                found = self._tried(changed)
                 if found.fits:
                     fitting.add(remat)
                     break
@@ -282,8 +286,9 @@ class _MeshSearch:
         return found
 
     def _is_hopeless(self, before: tuple[int, int], accumulation: int, state: int) -> bool:
-        """Whether a step is too large even if all beside the state became smaller with the rows
-        that are computed at a time."""
+        """Return whether a step is too large even if all beside the state became smaller with the
+        rows that are computed at a time.
+        """
         was, needed = before
         return state + (needed - state) * was / accumulation > self.limit
 
@@ -300,8 +305,9 @@ def _slowness(found: FitEstimate) -> tuple[float, float, int]:
 
 
 def _accumulations(config: RunConfig, mesh: MeshAxes, rows: int) -> list[int]:
-    """How often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows; once where
-    more often would keep as much."""
+    """Return how often a step may accumulate: 1, 2, 4, ... while the mesh divides the rows; once
+    where more often would keep as much.
+    """
     plain = with_choice(config, mesh, rows, 1, REMATS[0])
     if goes_row_by_row(plain):
         return [1]

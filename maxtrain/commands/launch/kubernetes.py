@@ -4,7 +4,7 @@ A config file is an annotation of the pods, which each of them mounts as a file 
 it belongs to its JobSet: it is deleted with it, and no other run can change it.
 
 A pod is a process, and takes all devices of its node. Codes after which the same would happen again
-fail the JobSet at once; after anything else all pods are made anew, so many times.
+fail the JobSet at once; after any other code all pods are made anew, a limited number of times.
 
 Source: https://jobset.sigs.k8s.io/docs/concepts/,
 https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
@@ -57,7 +57,7 @@ USER = 1000
 
 
 class KubernetesJob(NamedTuple):
-    """What a JobSet asks Kubernetes for."""
+    """Settings of a JobSet."""
 
     name: str
     image: str
@@ -256,12 +256,14 @@ def _pod(plan: LaunchPlan, job: KubernetesJob, file: Path | None) -> dict[str, A
 
 
 def _environment(job: KubernetesJob, may_be_fewer: bool) -> list[dict[str, Any]]:
-    """What tells the process of each pod which one it is; `may_be_fewer`: pod 0 may be missing."""
+    """Return the environment that gives the process of each pod its number; `may_be_fewer`: pod 0
+    may be missing.
+    """
     entries: list[dict[str, Any]] = []
     if job.hosts * job.slices == 1:
         # One pod is alone, though it is one of an indexed job.
         entries = [{"name": "JAX_NUM_PROCESSES", "value": "1"}]
-    # GKE tells the hosts of TPUs of each other itself.
+    # GKE itself sets the addresses of TPU hosts.
     elif not job.tpu:
         leaders = 1
         if may_be_fewer:

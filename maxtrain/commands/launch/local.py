@@ -81,7 +81,7 @@ class _LocalJob:
             self._readers.append(reader)
 
     def wait(self) -> int:
-        """Until all have ended; the exit code, negative for a signal."""
+        """Wait until all processes have ended; return the exit code, negative for a signal."""
         ended = self._processes.wait(SETTLE, lambda: self._deadline)
         for index, code in ended.failed.items():
             # The terminal may be closed.
@@ -119,7 +119,7 @@ def _pass_lines(source: Any, sink: Any, prefix: str) -> None:
 def device_shares(
     processes: int, environment: Mapping[str, str], platform: str, devices: str = "/dev"
 ) -> list[dict[str, str]]:
-    """What each process finds in its environment so that it takes its share of the GPUs.
+    """Return what each process finds in its environment so that it takes its share of the GPUs.
 
     Args:
         processes: how many there are.
@@ -151,11 +151,11 @@ def device_shares(
 
 
 def submit(command: Sequence[str], text: str) -> None:
-    """Hands a rendered file to a scheduler, by its standard input.
+    """Pass a rendered file to a scheduler, by its standard input.
 
     Raises:
         UsageError: there is no such program here.
-        StorageError: it refused the file; it has said why.
+        StorageError: the scheduler refused the file; it has printed the reason.
     """
     try:
         done = subprocess.run(command, input=text.encode(), check=False)
@@ -165,4 +165,4 @@ def submit(command: Sequence[str], text: str) -> None:
         raise UsageError(f"{rule}. {fix}.") from error
     if done.returncode:
         rule = f"`{shlex.join(command)}` ended with {done.returncode}"
-        raise StorageError(f"{rule}; nothing was started. See what it said above.")
+        raise StorageError(f"{rule}; nothing was started. See its message above.")

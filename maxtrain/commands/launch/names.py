@@ -1,4 +1,4 @@
-"""Words of a command line that are written into a script or a manifest: what they may be."""
+"""Checks of words of a command line that are written into a script or a manifest."""
 
 import re
 
@@ -75,7 +75,7 @@ def _as_label(text: str, longest: int) -> str:
 
 
 def variables(pairs: list[str]) -> dict[str, str]:
-    """What --env NAME=VALUE ... says; UsageError: one has no such form."""
+    """Return what --env NAME=VALUE ... says; UsageError: one has no such form."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

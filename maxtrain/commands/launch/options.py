@@ -124,7 +124,7 @@ def parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
     Raises:
         UsageError: a number is too low.
-        SystemExit: argparse has said why.
+        SystemExit: argparse has printed the reason.
     """
     words = list(argv)
     after: list[str] = []
@@ -151,7 +151,7 @@ def _options_of(target: str) -> tuple[_LaunchOption, ...]:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    """That of the first word."""
+    """Return the parser of the first word."""
     lines = [f"  {name:<8} {about}" for name, (about, _) in TARGETS.items()]
     parser = argparse.ArgumentParser(
         prog=prog,

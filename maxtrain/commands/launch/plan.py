@@ -1,5 +1,6 @@
-"""What is to be launched, checked before anything is written: a bad key is refused here, and not
-hours later in a queue."""
+"""Launch plan, checked before anything is written: a bad key is refused here, and not hours later
+in a queue.
+"""
 
 import dataclasses
 import math
@@ -22,9 +23,9 @@ _PLACE = ("coordinator", "num_processes", "process_id")
 
 
 class JobDevices(NamedTuple):
-    """What a job is given."""
+    """Devices of a job."""
 
-    # In words, for messages, such as "2 nodes with 8 GPUs each".
+    # Description for messages, such as "2 nodes with 8 GPUs each".
     words: str
     processes: int
     # Devices of each process; 0: CPUs, as many as mesh.simulated_devices says, or else one; None:
@@ -45,7 +46,7 @@ class JobDevices(NamedTuple):
         return self.processes * (self.per_process or 1)
 
     def platform(self, config: RunConfig) -> str | None:
-        """What kind of devices these are; None: not known here."""
+        """Return what kind of devices these are; None: not known here."""
         if config.mesh.simulated_devices:
             return "cpu"
         if config.mesh.platform != "auto":
@@ -57,7 +58,7 @@ class JobDevices(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """What each process of a job runs."""
+    """Command and config of each process of a job."""
 
     config: RunConfig
     verb: str
@@ -96,8 +97,9 @@ class LaunchPlan(NamedTuple):
 
 
 def nodes_of_slices_are_known(plan: LaunchPlan, given: JobDevices, per_node: int) -> bool:
-    """Whether each slice of the mesh is a node, or a process: which nodes make a larger one is not
-    known before its devices are."""
+    """Return whether each slice of the mesh is a node, or a process: which nodes make a larger one
+    is not known before its devices are.
+    """
     return num_slices(plan.config.mesh) in (1, given.processes // per_node, given.processes)
 
 

@@ -1,4 +1,4 @@
-"""What `--pod FILE` may say of the pods of a JobSet, and what every pod must have.
+"""Allowed fields of `--pod FILE` for the pods of a JobSet, and fields that every pod must have.
 
 Kubernetes drops or refuses a field that it does not know only when the job is created, and a wrong
 path shows up only when the pod runs. Both are answered here.

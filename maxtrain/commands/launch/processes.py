@@ -40,7 +40,7 @@ def for_child(number: int) -> int:
 
 
 class JobExit(NamedTuple):
-    """How the processes of a job ended, by their numbers."""
+    """Outcome of the processes of a job, by their numbers."""
 
     # Exit codes of those that failed, in the order in which they did; negative: a signal.
     failed: dict[int, int]
@@ -49,12 +49,16 @@ class JobExit(NamedTuple):
 
     @property
     def own(self) -> list[int]:
-        """Those that failed by themselves: 75 alone may only say that another one is lost."""
+        """Return the processes that failed by themselves: 75 alone may only mean that another one
+        is lost.
+        """
         return [number for number, code in self.failed.items() if code != TryAgainError.exit_code]
 
     @property
     def code(self) -> int:
-        """That of the first that failed by itself, or else of the first that failed; 0: none."""
+        """Exit code of the first process that failed by itself, or else of the first that failed; 0
+        if none failed.
+        """
         for number in [*self.own, *self.failed]:
             return self.failed[number]
         if self.running:
@@ -63,7 +67,7 @@ class JobExit(NamedTuple):
 
 
 def addresses(count: int) -> list[dict[str, str]]:
-    """What tells each of several processes on this machine where to find the others."""
+    """Return the environment with which several processes on this machine find each other."""
     if count == 1:
         return [{}]
     with socket.socket() as free:
@@ -111,13 +115,14 @@ class Processes:
         self._children[number] = child
 
     def wait(self, settle: float, deadline: Callable[[], float]) -> JobExit:
-        """Until all processes have ended; once one has failed, the others have little time left.
+        """Wait until all processes have ended; once one has failed, the others have little time
+        left.
 
         None of them, nor of what they started, lives on.
 
         Args:
             settle: seconds that the others have.
-            deadline: until when all have time, by the monotonic clock; asked again and again.
+            deadline: until when all have time, by the monotonic clock; called again and again.
         """
         failed: dict[int, int] = {}
         running = list(self._children)

@@ -40,7 +40,7 @@ _LONGEST_SIGNAL = 65_535
 
 
 class SlurmJob(NamedTuple):
-    """What a script asks Slurm for."""
+    """Settings of a Slurm script."""
 
     name: str
     folder: str
@@ -111,11 +111,11 @@ def _grace(plan: LaunchPlan) -> float:
 
 
 def _notice(plan: LaunchPlan, job: SlurmJob) -> int:
-    """Seconds before the time limit at which the processes are told to save."""
+    """Return the seconds before the time limit at which the processes get the signal to save."""
     grace = _grace(plan)
     notice = int(grace) + _MARGIN
     if notice > _LONGEST_SIGNAL:
-        rule = f"is longer than Slurm can tell a job before its end ({_LONGEST_SIGNAL:,} s)"
+        rule = f"is longer than Slurm can signal a job before its end ({_LONGEST_SIGNAL:,} s)"
         raise UsageError(
             f"checkpoint.grace_seconds={grace:g} {rule}. Set checkpoint.grace_seconds=3600."
         )
@@ -156,7 +156,7 @@ def _setup(job: SlurmJob) -> list[str]:
 
 
 def _srun(job: SlurmJob) -> list[str]:
-    """The words of srun before the command; nodes to be left out come at the end."""
+    """Return the words of srun before the command; nodes to be left out come at the end."""
     words = [
         "srun",
         f"--job-name={_STEP}",

@@ -54,12 +54,12 @@ _FREE = {
 
 
 class MergeResult(NamedTuple):
-    """What was written."""
+    """Result of a merge."""
 
     num_tensors: int
     num_parameters: int
     dtype: str
-    # What a user must know.
+    # Notes for the user.
     notes: list[str]
 
 
@@ -110,7 +110,7 @@ def merge(
 
 
 def require_alike(recipe: MergeRecipe, models: Mapping[str, SourceModel]) -> list[str]:
-    """What differs in the configs of models, in lines.
+    """Return what differs in the configs of models, in lines.
 
     Raises:
         DataError: with a table of tensors that not all models have, or not in the same shape; or
@@ -167,10 +167,10 @@ def _lazily(
     names = list(first.tensors)
     layers = num_layers(names)
     for number, name in enumerate(names, 1):
-        told = ""
+        progress = ""
         if progress:
-            told = f"\r{number:,} of {len(names):,} tensors"
-        make = functools.partial(_merge_one, recipe, models, read, name, layers, told)
+            progress = f"\r{number:,} of {len(names):,} tensors"
+        make = functools.partial(_merge_one, recipe, models, read, name, layers, progress)
         yield name, LazyArray(first.tensors[name].shape, make)
 
 
@@ -180,7 +180,7 @@ def _merge_one(
     read: Mapping[str, Any],
     name: str,
     layers: int,
-    told: str,
+    progress: str,
     part: Part,
 ) -> np.ndarray:
     del part
@@ -197,8 +197,8 @@ def _merge_one(
                 "again."
             )
     result = merged(recipe, name, arrays, layers)
-    if told:
-        print(told, end="", file=unescaped(sys.stderr), flush=True)
+    if progress:
+        print(progress, end="", file=unescaped(sys.stderr), flush=True)
     return result
 
 
@@ -227,7 +227,7 @@ def _verify(directory: Path, digests: Mapping[str, str]) -> None:
 def _provenance(
     recipe: MergeRecipe, hashes: Mapping[str, str], stored_as: Mapping[str, str]
 ) -> bytes:
-    """What the model was made of; hashes are of plain tensors."""
+    """Return what the model was made of; hashes are of plain tensors."""
     values = {
         "maxtrain": __version__,
         "recipe": recipe.text,
@@ -250,24 +250,24 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("out", metavar="OUT", type=Path, help="directory to be made")
     add("--seed", type=int, metavar="N", help="of what is random (default: the recipe's, or 0)")
     add_shard_size(parser)
-    asked = parser.parse_args(argv)
-    if asked.seed is not None and asked.seed < 0:
-        parser.error(f"--seed {asked.seed} must be at least 0")
-    return asked
+    args = parser.parse_args(argv)
+    if args.seed is not None and args.seed < 0:
+        parser.error(f"--seed {args.seed} must be at least 0")
+    return args
 
 
 def main(argv: Sequence[str], prog: str = "maxtrain merge") -> int:
     """Runs the command; the exit code."""
 
     def job() -> None:
-        asked = _parse(argv, prog)
-        recipe = read_recipe(asked.recipe)
-        if asked.seed is not None:
-            recipe = dataclasses.replace(recipe, seed=asked.seed)
-        require_no_url(asked.out, "OUT")
-        out = asked.out.expanduser()
+        args = _parse(argv, prog)
+        recipe = read_recipe(args.recipe)
+        if args.seed is not None:
+            recipe = dataclasses.replace(recipe, seed=args.seed)
+        require_no_url(args.out, "OUT")
+        out = args.out.expanduser()
         is_terminal = sys.stderr.isatty()
-        made = merge(recipe, out, asked.max_shard_size or MAX_SHARD_BYTES, progress=is_terminal)
+        made = merge(recipe, out, args.max_shard_size or MAX_SHARD_BYTES, progress=is_terminal)
         if is_terminal:
             print(file=sys.stderr)
         for note in made.notes:

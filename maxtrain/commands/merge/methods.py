@@ -1,4 +1,4 @@
-"""What becomes of the same tensor of several models; numpy, float32, sums in float64.
+"""Merge methods for the same tensor of several models; numpy, float32, sums in float64.
 
 Every function takes arrays of one shape. What is random is drawn from a generator that the caller
 makes of a seed and the tensor's name.
@@ -50,7 +50,8 @@ def moving_average(arrays: Sequence[np.ndarray], decay: float) -> np.ndarray:
 
 
 def slerp(first: np.ndarray, second: np.ndarray, t: float) -> np.ndarray:
-    """On the arc between two arrays seen as vectors; t is 0 at the first, and 1 at the second.
+    """Interpolate on the arc between two arrays seen as vectors; t is 0 at the first, and 1 at the
+    second.
 
     Lengths are interpolated with the directions, as in mergekit; nearly parallel arrays are
     interpolated on a straight line.
@@ -122,7 +123,8 @@ def nuslerp(
 def model_stock(
     base: np.ndarray, arrays: Sequence[np.ndarray], filter_wise: bool = False
 ) -> np.ndarray:
-    """Between a base and the mean of what was fine-tuned from it, by the angle between them.
+    """Interpolate between a base and the mean of models fine-tuned from it, by the angle between
+    them.
 
     Args:
         base: the pre-trained one.

@@ -97,7 +97,7 @@ class MergeSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MergeRecipe:
-    """What is to be merged.
+    """Recipe of a merge.
 
     Attributes:
         method: of METHODS.
@@ -123,7 +123,9 @@ class MergeRecipe:
     layers: tuple[int, int] | None = None
 
     def require_all_layers(self, num_layers: int) -> None:
-        """ConfigError: the recipe merges a part of the layers of models that have so many."""
+        """Check that the recipe merges all layers of models with `num_layers` layers. ConfigError:
+        it merges a part.
+        """
         if self.layers in (None, (0, num_layers)):
             return
         raise ConfigError(
@@ -134,7 +136,7 @@ class MergeRecipe:
         )
 
     def places(self) -> tuple[str, ...]:
-        """Of all models, the base first, each once."""
+        """Places of all models, the base first, each once."""
         named = [source.place for source in self.models]
         if self.base is not None:
             named = [self.base, *named]
@@ -170,7 +172,7 @@ class MergeRecipe:
 
 
 def _depth(tensor: str, num_layers: int) -> float:
-    """Where a tensor's layer stands, from 0 to 1; 0 for tensors of no layer."""
+    """Return where a tensor's layer stands, from 0 to 1; 0 for tensors of no layer."""
     match = _LAYER.search(tensor)
     if match is None:
         return 0.0
@@ -180,7 +182,7 @@ def _depth(tensor: str, num_layers: int) -> float:
 
 
 def num_layers(tensors: Sequence[str]) -> int:
-    """How many layers tensors of these names belong to; 0: to none."""
+    """Return how many layers tensors of these names belong to; 0: to none."""
     numbers = [int(match[1]) for name in tensors if (match := _LAYER.search(name))]
     return max(numbers, default=-1) + 1
 
@@ -392,7 +394,7 @@ def _setting_problems(
 
 
 def _form_problem(name: str, setting: Any) -> str:
-    """What is wrong with a list of values, or nothing."""
+    """Return what is wrong with a list of values, or nothing."""
     if not isinstance(setting, list):
         return ""
     if not setting:
@@ -439,7 +441,7 @@ def _values_of(setting: Setting) -> Iterator[Any]:
 
 
 def _value_problem(name: str, value: Any, parameter: MethodParameter) -> str:
-    """What is wrong with a value, or nothing."""
+    """Return what is wrong with a value, or nothing."""
     if name == "rescale":
         if not isinstance(value, bool | str) or value not in _RESCALES:
             return f"rescale={value} must be true, false, l1 or density. Set rescale: true."
@@ -459,5 +461,5 @@ def _value_problem(name: str, value: Any, parameter: MethodParameter) -> str:
 
 
 def rescale_of(value: bool | str) -> Rescale:
-    """What may be written, as methods have it."""
+    """Return what may be written, as methods have it."""
     return _RESCALES[value]

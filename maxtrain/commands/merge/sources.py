@@ -57,7 +57,7 @@ class SourceModel(NamedTuple):
     config: Mapping[str, Any]
     # The hash of its tokenizer; None: there is none that is known here.
     tokenizer: str | None
-    # How its files store weights, in words; empty: as plain floats.
+    # Quantization of the weights in its files; empty: plain floats.
     stored_as: str
     # Writes config.json into a directory, for tensors of this type.
     write_config: Callable[[Path, str], object]
@@ -142,7 +142,9 @@ def _without_copied_head(
 
 
 def _is_tied(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the head of a model is its embedding, also if the model is of no family here."""
+    """Return whether the head of a model is its embedding, also if the model is of no family
+    here.
+    """
     try:
         return read_config(directory).tie_embeddings
     except DataError:

@@ -102,7 +102,7 @@ def show(config: RunConfig, run: Path) -> None:
 def show_step(options: PlanOptions, run: Path, step: int) -> None:
     """Print what a step, counted from 1, reads or has read.
 
-    UserError: there is none, or that can't be told any more.
+    UserError: there is no such step, or its data is not known any more.
     """
     console = SafeConsole()
     data, known = step_data(options, run, step)
@@ -141,7 +141,9 @@ def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData,
 def _data_as_read(
     options: PlanOptions, run: Path, step: int, recorded: dict[int, str]
 ) -> tuple[TrainingData, str]:
-    """As `step_data`, of a step that has been made; `recorded`: digests of batches by step."""
+    """Return the data of a step that has been made; see `step_data`. `recorded`: digests of batches
+    by step.
+    """
     launches = read_launches(run)
     launch = launch_of(launches, step)
     config = options.config
@@ -175,12 +177,12 @@ def _data_as_read(
 
 
 def _has_step(data: TrainingData, step: int) -> bool:
-    """Whether a plan has a step, counted from 1."""
+    """Return whether a plan has a step, counted from 1."""
     return data.plan.spans[0].step < step <= data.plan.num_steps
 
 
 def _gives(data: TrainingData, recorded: dict[int, str]) -> bool:
-    """Whether the batches of these steps, counted from 1, are those of these digests."""
+    """Return whether the batches of these steps, counted from 1, are those of these digests."""
     return all(
         _has_step(data, step) and data.digest_at(step - 1) == digest
         for step, digest in recorded.items()
@@ -197,7 +199,7 @@ def _recorded_batches(run: Path) -> dict[int, str]:
 
 
 def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] | None]:
-    """Where the plan that a step was part of may have begun.
+    """Yield where the plan that a step was part of may have begun.
 
     That is the start of the run, or a change that was accepted.
     """

@@ -1,4 +1,4 @@
-"""What `maxtrain plan` is asked for: a config or a run's folder, and a step to look at; no jax.
+"""Options of `maxtrain plan`: a config or a run's folder, and a step to look at; no jax.
 
 maxtrain plan config=NAME key=value ...
 maxtrain plan RUN --step 37 key=value ...
@@ -21,7 +21,7 @@ _USAGE = """also
   {prog} RUN [KEY=VALUE ...]              the plan of a run, by its folder
   {prog} RUN|config=NAME --step N         what step N reads or read: rows, documents, targets, \
 the beginning of the text
-  {prog} ... --step N --rows 64           of so many rows (default: {rows})
+  {prog} ... --step N --rows 64           its first 64 rows (default: {rows})
 """
 
 

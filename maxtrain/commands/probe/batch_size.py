@@ -1,5 +1,6 @@
-"""Which of the batch sizes that fit into memory to use: a round number of rows, with enough updates
-in a pass over the data, and no larger than is needed for speed."""
+"""Choice of a batch size among those that fit into memory: a round number of rows, with enough
+updates in a pass over the data, and no larger than is needed for speed.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +15,7 @@ NEARLY = 0.95
 
 
 class DataSize(NamedTuple):
-    """How much data there is, in tokens."""
+    """Amount of data, in tokens."""
 
     # The most that the run may read; None: it may repeat the data without end.
     most: float | None

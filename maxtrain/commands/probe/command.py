@@ -150,7 +150,9 @@ def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.
 
 
 def data_of(config: RunConfig) -> DataSize:
-    """What the sources of a config hold. UserError: they are not here, or can't be planned."""
+    """Return what the sources of a config hold. UserError: they are not here, or can't be
+    planned.
+    """
     without_sets = dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={}))
     data, _ = open_data(without_sets, None)
     one_pass = 0.0
@@ -297,13 +299,13 @@ def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) ->
         lowest = min(schedule.min_learning_rate, rate)
         schedule = dataclasses.replace(schedule, min_learning_rate=lowest)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
-    asked = dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
+    requested = dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
     devices = jax.devices()
-    fitted = fit_to_devices(asked, len(devices))
+    fitted = fit_to_devices(requested, len(devices))
     parts = make_parts(
         fitted, devices, steps, len(data.plan.names), has_end_marks=have_end_marks(data)
     )
-    job = Job(**vars(parts), asked=asked, data=data, sets={})
+    job = Job(**vars(parts), asked=requested, data=data, sets={})
     step = job.make_step()
     losses: list[float] = []
     weights: list[float] = []
@@ -357,24 +359,24 @@ def _require_probeable(config: RunConfig, what: str) -> None:
         )
 
 
-def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
+def probe(config: RunConfig, args: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Run the command: look for a batch, then for a learning rate with that batch.
 
     Args:
         config: of the run.
-        asked: the options.
+        args: the options.
         arguments: those of the config, which the printed training command repeats.
     """
     console = SafeConsole()
-    what = asked.what
+    what = args.what
     if what is None:
-        what = "batch" if asked.topology else "both"
+        what = "batch" if args.topology else "both"
     _require_probeable(config, what)
     devices = None
     require_no_url(config.output_dir, "output_dir")
     mesh = config.mesh
-    if asked.topology:
-        devices = described_devices(asked.topology)
+    if args.topology:
+        devices = described_devices(args.topology)
         mesh = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
     distributed.start(mesh, config.observe.compilation_cache, config.determinism == "full")
     if jax.process_count() > 1:
@@ -393,7 +395,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
             data, _ = open_data(config, None)
             config = with_vocabulary(config, data.vocab_size)
         memory = StepMemory(config, devices or jax.devices())
-        limit = asked.memory or memory_limit(memory.devices[0], described=bool(devices))
+        limit = args.memory or memory_limit(memory.devices[0], described=bool(devices))
         if what == "max_tokens":
             _print_max_tokens(memory, limit, console)
             return
@@ -409,7 +411,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
         # Its arrays would take the memory of the trials.
         del memory
     if what != "batch":
-        rates = _look_for_rate(config, asked, console)
+        rates = _look_for_rate(config, args, console)
         found["optimizer.learning_rate"] = rates.choice.rate
         record["learning_rate"] = rates.record()
     folder = Path(config.output_dir, config.run_name)
@@ -421,21 +423,21 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     write_atomic(written, json.dumps(record, indent=1).encode())
     console.print(Text(f"picture: {picture}   record: {written}", "dim"), soft_wrap=True)
     if rates is None:
-        said = (
+        message = (
             f"optimizer.learning_rate={config.optimizer.learning_rate:g} was not measured with "
             f"{config.data.batch_size:,} rows a step."
         )
         if devices is None:
-            said += " Use --what both to measure rates with this batch."
-        console.print(Text(said, "yellow"), soft_wrap=True)
+            message += " Use --what both to measure rates with this batch."
+        console.print(Text(message, "yellow"), soft_wrap=True)
     _print_command(arguments, found, console)
 
 
-def _look_for_rate(config: RunConfig, asked: argparse.Namespace, console: Console) -> RateTrials:
+def _look_for_rate(config: RunConfig, args: argparse.Namespace, console: Console) -> RateTrials:
     """Compare learning rates in short trainings, and print what was measured."""
     console.print(
         Text(
-            f"learning rate: up to {asked.tries} trainings of {asked.steps:,} steps, "
+            f"learning rate: up to {args.tries} trainings of {args.steps:,} steps, "
             f"{config.data.batch_size:,} rows a step, each from the same weights and batches"
         )
     )
@@ -443,10 +445,10 @@ def _look_for_rate(config: RunConfig, asked: argparse.Namespace, console: Consol
     def show(trial: RateTrial) -> None:
         console.print(f"  {trial.describe()}", style="dim")
 
-    rates = learning_rate_trials(config, asked.low, asked.high, asked.steps, asked.tries, show)
+    rates = learning_rate_trials(config, args.low, args.high, args.steps, args.tries, show)
     console.print(rate_table(rates))
     console.print(Text(rates.describe()), soft_wrap=True)
-    for warning in rates.warnings(asked.low, asked.high):
+    for warning in rates.warnings(args.low, args.high):
         console.print(Text(warning, "yellow"), soft_wrap=True)
     return rates
 
@@ -530,13 +532,15 @@ def _advise(
     measure: bool,
     console: Console,
 ) -> tuple[BatchSizeAdvice, dict[int, float]]:
-    """The batch to use of those that fit, told with the reason; and the speeds, if measured."""
+    """Return the batch size to use among those that fit, with the reason; and the speeds, if
+    measured.
+    """
     data = None
     try:
         data = data_of(config)
     except (ConfigError, DataError, StorageError) as error:
-        said = f"not held against the size of the data, which is not here: {error}"
-        console.print(Text(said.splitlines()[0], "yellow"))
+        message = f"not compared with the size of the data, which is not here: {error}"
+        console.print(Text(message.splitlines()[0], "yellow"))
     steps = None
     if config.steps != "auto":
         steps = config.steps
@@ -618,26 +622,26 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         default=10,
         help="learning rates to try, at most (default: %(default)s)",
     )
-    asked, rest = parser.parse_known_args(argv)
-    if asked.topology and asked.what in ("learning_rate", "both"):
+    args, rest = parser.parse_known_args(argv)
+    if args.topology and args.what in ("learning_rate", "both"):
         parser.error(
             "--topology has devices to compile for, not to run on: "
             "use --what batch, or leave --topology out"
         )
-    if asked.low >= asked.high:
-        fix = f"Set for example --low {asked.high / 1e5:g}"
-        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. {fix}")
-    if asked.steps < LEAST_STEPS:
+    if args.low >= args.high:
+        fix = f"Set for example --low {args.high / 1e5:g}"
+        parser.error(f"--low {args.low:g} must be less than --high {args.high:g}. {fix}")
+    if args.steps < LEAST_STEPS:
         parser.error(
-            f"--steps {asked.steps} must be at least {LEAST_STEPS}, so that losses can be "
+            f"--steps {args.steps} must be at least {LEAST_STEPS}, so that losses can be "
             "compared. Set for example --steps 100"
         )
-    if asked.tries < 3:
+    if args.tries < 3:
         parser.error(
-            f"--tries {asked.tries} must be at least 3: a rate and both its neighbours. "
+            f"--tries {args.tries} must be at least 3: a rate and both its neighbours. "
             "Set for example --tries 10"
         )
-    return asked, rest
+    return args, rest
 
 
 def main(argv: Sequence[str], prog: str = "maxtrain probe") -> int:
@@ -645,9 +649,9 @@ def main(argv: Sequence[str], prog: str = "maxtrain probe") -> int:
     if argv is None:
         argv = sys.argv[1:]
     try:
-        asked, rest = _parse(argv, prog)
-    # argparse has said why.
+        args, rest = _parse(argv, prog)
+    # argparse has printed the reason.
     except SystemExit as stop:
         return UsageError.exit_code if stop.code else 0
     config = from_command_line(rest, prog, MODELS)
-    return run_command(lambda: probe(config, asked, rest), resumes=False)
+    return run_command(lambda: probe(config, args, rest), resumes=False)

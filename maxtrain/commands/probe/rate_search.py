@@ -90,7 +90,7 @@ def next_rate(losses: Mapping[float, float], low: float, high: float) -> float |
 
 
 def _is_within(rate: float, neighbour: float, factor: float) -> bool:
-    """Whether two rates are at most a factor apart, give or take what rounding changes."""
+    """Return whether two rates are at most a factor apart, give or take what rounding changes."""
     ratio = max(rate, neighbour) / min(rate, neighbour)
     return ratio <= factor * 1.1
 
@@ -109,11 +109,11 @@ def _within(rate: float, tried: Mapping[float, float], low: float, high: float) 
 
 
 class DivergenceDetector:
-    """Whether a trial may stop early, from the loss of each step.
+    """Early stop of a trial, from the loss of each step.
 
-    It may if a loss is not finite, or if the running mean of the loss has lost half of what it had
-    gained. What it lost must also be more than a twentieth of the first loss, so that noise before
-    the loss falls does not count as divergence.
+    A trial stops if a loss is not finite, or if the running mean of the loss has lost half of what
+    it had gained. The loss must also have risen by more than a twentieth of the first loss, so that
+    noise before the loss falls does not count as divergence.
     """
 
     def __init__(self):

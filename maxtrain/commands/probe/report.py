@@ -1,5 +1,4 @@
-"""What a probe has measured, as tables and a picture: memory by batch size, and loss by learning
-rate."""
+"""Report of a probe, as tables and a picture: memory by batch size, and loss by learning rate."""
 
 import io
 import math
@@ -37,7 +36,7 @@ class BatchSizeTrial(NamedTuple):
     fits: bool
 
     def words(self, limit: int) -> tuple[str, str]:
-        """Its memory, and that as a share of the limit in bytes."""
+        """Return the memory, and its share of the limit in bytes."""
         if self.num_bytes is None:
             return "too much", ""
         return size(self.num_bytes), f"{self.num_bytes / limit:.1%}"
@@ -78,7 +77,7 @@ class RateTrial(NamedTuple):
         return cls(rate, loss, len(losses), seconds)
 
     def outcome(self) -> str:
-        """The loss in words."""
+        """The loss, as text."""
         if math.isfinite(self.loss):
             return f"{self.loss:.4f}"
         return f"diverged after {self.steps:,} steps"
@@ -117,7 +116,7 @@ class RateTrials(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether all rates train alike, so that none can be recommended."""
+        """Return whether all rates train alike, so that none can be recommended."""
         losses = [trial.loss for trial in self.trials]
         return len(losses) > 1 and max(losses) - min(losses) < _FLAT * abs(min(losses))
 
@@ -157,7 +156,7 @@ class RateTrials(NamedTuple):
         )
 
     def warnings(self, low: float, high: float) -> Iterator[str]:
-        """What the measurement does not tell.
+        """Yield the limits of the measurement.
 
         Args:
             low, high: the lowest and the highest rate that could be tried.

@@ -28,7 +28,7 @@ class _PromptToken(NamedTuple):
 
 
 class ResponseBuilder:
-    """How the texts of one request are told. Parts of each text are given in their order.
+    """Responses of one request. Parts of each text come in their order.
 
     Args:
         request: the request.
@@ -72,7 +72,7 @@ class ResponseBuilder:
         return self._frame("", listed) | {"usage": self.usage(counted)}
 
     def part(self, index: int, part: TextChunk) -> dict[str, Any] | None:
-        """A part of a text in a stream; None: there is nothing to be told yet."""
+        """Return a part of a text in a stream; None if there is nothing to send yet."""
         is_first = not self._has_begun[index]
         choice = self._choice(index, part)
         if self._is_chat:
@@ -85,7 +85,7 @@ class ResponseBuilder:
         return self._frame(".chunk", [choice])
 
     def last_part(self, num_tokens: int) -> dict[str, Any]:
-        """The end of a stream that tells the number of tokens."""
+        """Return the end of a stream, with the number of tokens."""
         return self._frame(".chunk", []) | {"usage": self.usage(num_tokens)}
 
     def num_tokens(self, part: TextChunk) -> int:
@@ -142,7 +142,7 @@ class ResponseBuilder:
         return choice
 
     def _finish(self, index: int, reason: Reason | None) -> str | None:
-        """Why a text has ended, in the words of the API; None: it has not."""
+        """Return why a text has ended, as the API names it; None if it has not."""
         if reason == "stop" and self._num_calls[index]:
             return "tool_calls"
         if reason == "window" or self._request.ignores_new:
@@ -186,10 +186,10 @@ class ResponseBuilder:
 
     def _entry(self, i: int, logprob: float) -> dict[str, Any]:
         found = self._request.tokenizer.token_bytes(i)
-        told = None
+        numbers = None
         if found is not None:
-            told = list(found)
-        return {"token": self._written(i), "logprob": logprob, "bytes": told}
+            numbers = list(found)
+        return {"token": self._written(i), "logprob": logprob, "bytes": numbers}
 
     # Completions.
 
@@ -240,7 +240,7 @@ class ResponseBuilder:
         return text, tokens
 
     def _written(self, i: int) -> str:
-        """What a token stands for, with U+FFFD for a part of a character."""
+        """Return what a token stands for, with U+FFFD for a part of a character."""
         tokenizer = self._request.tokenizer
         found = tokenizer.token_bytes(i)
         if found is None:

@@ -53,9 +53,9 @@ _PATHS = (
     "/health",
     "/metrics",
 )
-# All bodies that are being received may have so many times the bytes of the largest.
+# Limit of all bodies that are being received, as a multiple of the largest body.
 _BODIES_AT_ONCE = 8
-# Of a body that is too long, so many times the longest are read before the answer.
+# Bytes of a body that is too long which are read before the answer, as a multiple of the longest.
 _DROPPED_BODIES = 4
 # One failed step may have been a prompt's, or memory's that was short for a moment.
 _FAILURES_OF_ILL_HEALTH = 3
@@ -63,7 +63,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Limits(NamedTuple):
-    """What a server takes on.
+    """Limits of a server.
 
     Args:
         texts: that are made or wait at one time; more are refused.
@@ -170,7 +170,7 @@ class _RequestTexts:
 
     @property
     def is_open(self) -> bool:
-        """Whether a text goes on."""
+        """Return whether a text goes on."""
         return bool(self._open)
 
     def leave(self) -> None:
@@ -196,7 +196,7 @@ class _Stream(StreamingResponse):
 
 
 class _ServerState:
-    """What all requests share."""
+    """State that all requests share."""
 
     def __init__(self, served: ServedModel, worker: EngineWorker, limits: Limits):
         self.served = served
@@ -332,7 +332,7 @@ class _ServerState:
         return bytes(content)
 
     def _reserve(self, count: int) -> None:
-        """Take places for so many texts, before any work is done for them.
+        """Reserve places for `count` texts, before any work is done for them.
 
         Raises:
             RequestError: there are no places, or the engine has ended.
@@ -340,8 +340,8 @@ class _ServerState:
         most = self.limits.texts
         if count > most:
             raise RequestError(
-                f"{count} texts are asked for at once, and this server makes or keeps waiting at "
-                f"most {most}. Ask several times.",
+                f"{count} texts were requested at once, and this server makes or keeps waiting at "
+                f"most {most}. Send several requests.",
                 param="n",
             )
         if not self.worker.is_alive:
@@ -409,9 +409,9 @@ class _ServerState:
                 index, part = await texts.parts.get()
                 texts.note(index, part)
                 counted += answers.num_tokens(part)
-                told = answers.part(index, part)
-                if told is not None:
-                    yield event(told)
+                frame = answers.part(index, part)
+                if frame is not None:
+                    yield event(frame)
             if texts.request.options.counts_stream:
                 yield event(answers.last_part(counted))
             yield "data: [DONE]\n\n"
@@ -420,7 +420,9 @@ class _ServerState:
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """What some work gives. ClientDisconnect: the client left before, and the work has ended."""
+    """Return what some work gives. ClientDisconnect: the client left before, and the work has
+    ended.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_leaves(request))
     try:
@@ -434,7 +436,7 @@ async def _while_there(request: Request, work: Coroutine[Any, Any, Response]) ->
 
 
 async def _leaves(request: Request) -> None:
-    """Until the client has left; its body must have been read."""
+    """Wait until the client has left; its body must have been read."""
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -1,8 +1,8 @@
 """`maxtrain serve RUN|DIR`: a model behind OpenAI's API, on this machine.
 
 Completions and chat completions, whole or streamed, are made side by side by one engine. A client
-that leaves cancels what it asked for. The server says where it listens when it can answer, and
-ends at SIGTERM or Ctrl-C, when what is on its way is done.
+that leaves cancels its requests. The server prints its address when it can answer, and ends at
+SIGTERM or Ctrl-C, after the requests in progress.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "--cache-tokens",
         type=int,
         metavar="N",
-        help="room for so many tokens of all texts together, in pages that texts share; no text "
+        help="room for this many tokens of all texts together, in pages that texts share; no text "
         "can be longer (default: each slot has room for the longest text)",
     )
     add(
@@ -142,21 +142,21 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="SECONDS",
         help="that texts have to end when the server is stopped (default: %(default)s)",
     )
-    asked = parser.parse_args(argv)
-    check_model_arguments(parser, asked, "serves")
-    _check_adapters(asked)
-    if asked.cache_tokens is not None and asked.cache_tokens < PAGE:
-        raise UsageError(f"--cache-tokens {asked.cache_tokens}: must be at least {PAGE}, one page.")
+    args = parser.parse_args(argv)
+    check_model_arguments(parser, args, "serves")
+    _check_adapters(args)
+    if args.cache_tokens is not None and args.cache_tokens < PAGE:
+        raise UsageError(f"--cache-tokens {args.cache_tokens}: must be at least {PAGE}, one page.")
     least = {"port": 0, "slots": 1, "waiting": 0, "max_body": 1, "grace": 0}
     least |= {"connections": 1, "client_timeout": 1}
     for key, value in least.items():
-        if getattr(asked, key) < value:
+        if getattr(args, key) < value:
             raise UsageError(
-                f"--{key.replace('_', '-')} {getattr(asked, key)}: must be at least {value}."
+                f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least {value}."
             )
-    if asked.port > 65_535:
-        raise UsageError(f"--port {asked.port}: must be at most 65535.")
-    return asked
+    if args.port > 65_535:
+        raise UsageError(f"--port {args.port}: must be at most 65535.")
+    return args
 
 
 def main(argv: Sequence[str], prog: str = "maxtrain serve") -> int:
@@ -165,30 +165,30 @@ def main(argv: Sequence[str], prog: str = "maxtrain serve") -> int:
         argv = sys.argv[1:]
 
     def job() -> None:
-        asked = _parse(argv, prog)
+        args = _parse(argv, prog)
         for package in ("starlette", "uvicorn", "prometheus_client"):
             load_package(package, "serve", "maxtrain serve")
-        keys = _keys(asked.key_file)
+        keys = _keys(args.key_file)
         # Before the model is loaded: a port that is taken is known at once.
-        with _listen(asked.host, asked.port) as listening:
-            hosts = _require_key(asked, listening, keys)
+        with _listen(args.host, args.port) as listening:
+            hosts = _require_key(args, listening, keys)
             start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-            model, tokenizer = load_model(asked)
-            served = _served(asked, model, tokenizer)
-            model = _with_adapters(for_generation(model), asked.adapter)
+            model, tokenizer = load_model(args)
+            served = _served(args, model, tokenizer)
+            model = _with_adapters(for_generation(model), args.adapter)
             stop_ids = served.stop_ids
             make_engine = functools.partial(
-                _warm_engine, model, asked.slots, asked.cache_tokens, stop_ids
+                _warm_engine, model, args.slots, args.cache_tokens, stop_ids
             )
             worker = EngineWorker(
                 make_engine, tokenizer, functools.partial(more_warm_ups, stop_ids=stop_ids)
             )
-            texts = asked.slots + asked.waiting
+            texts = args.slots + args.waiting
             app_module = load_package("maxtrain.commands.serve.app", "serve", "maxtrain serve")
-            limits = app_module.Limits(texts, asked.max_body, keys, hosts)
+            limits = app_module.Limits(texts, args.max_body, keys, hosts)
             worker.start()
             try:
-                _serve(app_module.make_app(served, worker, limits), listening, asked, served)
+                _serve(app_module.make_app(served, worker, limits), listening, args, served)
             finally:
                 worker.end()
 
@@ -222,7 +222,7 @@ def _keys(file: Path | None) -> tuple[str, ...]:
 
 
 def _require_key(
-    asked: argparse.Namespace, listening: socket.socket, keys: Sequence[str]
+    args: argparse.Namespace, listening: socket.socket, keys: Sequence[str]
 ) -> tuple[str, ...]:
     """Refuse to listen beyond this machine without a key.
 
@@ -234,10 +234,10 @@ def _require_key(
     """
     address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
     if address.is_loopback:
-        return (*_LOOPBACK_HOSTS, asked.host)
-    if not keys and not asked.no_key:
+        return (*_LOOPBACK_HOSTS, args.host)
+    if not keys and not args.no_key:
         raise UsageError(
-            f"--host {asked.host}: without a key, anybody who reaches this address could use the "
+            f"--host {args.host}: without a key, anybody who reaches this address could use the "
             f"model. Set the environment variable {KEY}, or give --key-file FILE; or --no-key if "
             "something else, such as a proxy, keeps others out."
         )
@@ -268,30 +268,30 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
     )
 
 
-def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> ServedModel:
-    """What is served."""
+def _served(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> ServedModel:
+    """Return what is served."""
     chat = None
     try:
-        chat = find_chat(asked, tokenizer)
+        chat = find_chat(args, tokenizer)
     except UserError as error:
-        if asked.chat_template or asked.system:
+        if args.chat_template or args.system:
             raise
         print(f"chat completions are refused: {error}", file=sys.stderr)
-    name = asked.name or Path(asked.hf or asked.run).expanduser().resolve().name
-    adapters = _adapter_names(asked)
+    name = args.name or Path(args.hf or args.run).expanduser().resolve().name
+    adapters = _adapter_names(args)
     if name in adapters:
         raise UsageError(
             f"--adapter {name}: is the name of the model itself. Give one of them another name."
         )
     max_length = model.config.max_length
-    if asked.cache_tokens is not None:
+    if args.cache_tokens is not None:
         # A text that no page is left for could never be made.
-        max_length = min(max_length, asked.cache_tokens - asked.cache_tokens % PAGE)
+        max_length = min(max_length, args.cache_tokens - args.cache_tokens % PAGE)
     served = ServedModel(
         name=name,
         adapters=adapters,
         tokenizer=tokenizer,
-        beginning=tuple(text_beginning(asked, tokenizer)),
+        beginning=tuple(text_beginning(args, tokenizer)),
         chat=chat,
         max_length=max_length,
         vocab_size=model.config.vocab_size or 0,
@@ -306,9 +306,9 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return 1 + max(len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size))
 
 
-def _adapter_names(asked: argparse.Namespace) -> tuple[str, ...]:
-    """In the order of their numbers, which begin with 1."""
-    return tuple(given.partition("=")[0] for given in asked.adapter)
+def _adapter_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of adapters in the order of their numbers, which begin with 1."""
+    return tuple(given.partition("=")[0] for given in args.adapter)
 
 
 def _with_adapters(model: Decoder, given: Sequence[str]) -> Decoder:
@@ -325,15 +325,15 @@ def _with_adapters(model: Decoder, given: Sequence[str]) -> Decoder:
     return with_banks(model, sets)
 
 
-def _check_adapters(asked: argparse.Namespace) -> None:
+def _check_adapters(args: argparse.Namespace) -> None:
     """UsageError: names or directories of --adapter that are none."""
-    for given in asked.adapter:
+    for given in args.adapter:
         name, sign, place = given.partition("=")
         if not name or not sign or not place:
             raise UsageError(
                 f"--adapter {given}: must be NAME=DIR. Say what requests call it, and where it is."
             )
-    names = _adapter_names(asked)
+    names = _adapter_names(args)
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--adapter {name}: is there twice. Give one another name.")
@@ -351,7 +351,7 @@ def _warm_engine(
 
 
 def _serve(
-    app: Any, listening: socket.socket, asked: argparse.Namespace, served: ServedModel
+    app: Any, listening: socket.socket, args: argparse.Namespace, served: ServedModel
 ) -> None:
     """Answers until a signal comes; KeyboardInterrupt: it was Ctrl-C."""
     uvicorn = load_package("uvicorn", "serve", "maxtrain serve")
@@ -376,7 +376,7 @@ def _serve(
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn does, but that a stop by SIGTERM is no failure."""
+            """Handle signals as uvicorn does, except that a stop by SIGTERM is no failure."""
             kept = {
                 number: signal.signal(number, self.handle_exit)
                 for number in (signal.SIGINT, signal.SIGTERM)
@@ -388,7 +388,7 @@ def _serve(
                     signal.signal(number, handler)
 
     connections = load_package("maxtrain.commands.serve.connections", "serve", "maxtrain serve")
-    limits = connections.ConnectionLimits(asked.connections, asked.client_timeout)
+    limits = connections.ConnectionLimits(args.connections, args.client_timeout)
     config = uvicorn.Config(
         app,
         http=connections.limited_protocol(limits),
@@ -400,7 +400,7 @@ def _serve(
         proxy_headers=False,
         h11_max_incomplete_event_size=connections.HEAD_BYTES,
         timeout_keep_alive=connections.KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=asked.grace,
+        timeout_graceful_shutdown=args.grace,
     )
     Server(config).run(sockets=[listening])
     if signal.SIGINT in signals:

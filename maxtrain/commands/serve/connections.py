@@ -21,7 +21,7 @@ KEEP_ALIVE_SECONDS = 15
 
 
 class ConnectionLimits(NamedTuple):
-    """What the server takes on from the network.
+    """Limits of the server for network connections.
 
     Args:
         connections: at one time; requests on further ones get status 503, and above twice as many
@@ -104,7 +104,7 @@ class _LimitedProtocol(H11Protocol):
         """Answer what is not HTTP, or has too large headers."""
         del msg
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # A response has begun, so that nothing else can be said.
+            # A response has begun, so no other status can be sent.
             self.transport.close()
         elif self._has_large_head():
             self._refuse(

@@ -102,7 +102,7 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole, and nothing but its end may follow."""
+        """Return whether the text is whole, and nothing but its end may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 

@@ -1,7 +1,7 @@
 """Requests of OpenAI's API: checked, then encoded for the engine.
 
 Of the API there are completions and chat completions. A key that would change the answer and is not
-known here is refused, so that nobody gets another answer than was asked for. Checks are cheap and
+known here is refused, so that no client gets another answer than it requested. Checks are cheap and
 come first; `encode` does the work that grows with the prompt.
 
 Source: https://platform.openai.com/docs/api-reference, completions and chat.
@@ -121,7 +121,7 @@ _INSTEAD = {
 }
 # Keys of messages that have no meaning here, with what to send in their place.
 _UNREAD_IN_MESSAGES = {
-    "audio": "Send the text of what was said as content",
+    "audio": "Send the transcribed text as content",
     "refusal": "Send the text of the refusal as content",
 }
 _IN_SCHEMA_FORM = frozenset({"name", "description", "schema", "strict"})
@@ -129,7 +129,7 @@ _IN_SCHEMA_FORM = frozenset({"name", "description", "schema", "strict"})
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """What a request asks for beside its prompts.
+    """Options of a request beside its prompts.
 
     Args:
         model: one of `ServedModel.names`.
@@ -141,8 +141,8 @@ class RequestOptions:
         stop: texts that each completion ends before.
         stream: parts are sent as they come.
         counts_stream: a stream ends with the number of tokens.
-        logprobs: the log-probability of each token is wanted, and those of so many of the
-            likeliest ones in its place; None: none are.
+        logprobs: the log-probability of each token is wanted, and those of this many of the
+            likeliest tokens in its place; None: none are.
         stop_ids: tokens that each completion ends before, beside the model's own.
         echo: each text begins with its prompt.
     """
@@ -175,7 +175,7 @@ class CompletionRequest:
 
     @property
     def num_texts(self) -> int:
-        """How many texts are to be generated."""
+        """Return how many texts are to be generated."""
         return len(self.prompts) * self.options.count
 
 
@@ -186,7 +186,7 @@ class ChatRequest:
     Args:
         options: what it asks for.
         messages: with texts as contents.
-        tools: definitions, as the request has them; empty: the model is told of none.
+        tools: definitions, as the request has them; empty: none are shown to the model.
         functions: those that may be called, by name.
         must_call: the completion is a call, or several.
         parallel: there may be several calls.
@@ -205,7 +205,7 @@ class ChatRequest:
 
     @property
     def num_texts(self) -> int:
-        """How many texts are to be generated."""
+        """Return how many texts are to be generated."""
         return self.options.count
 
 
@@ -245,7 +245,7 @@ class EncodedRequest:
 
 
 class ServedModel(NamedTuple):
-    """What is served.
+    """The served model and its settings.
 
     Args:
         name: of the model, in requests and answers.
@@ -279,7 +279,9 @@ class ServedModel(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that can be asked for; the place of one is the number of its adapters."""
+        """Names of all models that can be requested; the place of a name is the number of its
+        adapters.
+        """
         return (self.name, *self.adapters)
 
     @property
@@ -445,7 +447,7 @@ def _number_of_logprobs(key: str, value: Any) -> int | None:
 def _tools(
     values: Mapping[str, Any], served: ServedModel
 ) -> tuple[list[Any], dict[str, Any], bool]:
-    """Return the tools that the model is told of, the functions that it may call by name, and
+    """Return the tools that are shown to the model, the functions that it may call by name, and
     whether it must call one.
 
     Raises:
@@ -678,7 +680,7 @@ def _max_tokens(
     for.
 
     Raises:
-        RequestError: there is no room for so many.
+        RequestError: there is no room for that many.
     """
     longest = max(map(len, prompts))
     if longest > served.max_length:
@@ -736,20 +738,22 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: ServedM
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Whether they are equal as JSON; Python's False is 0, too."""
+    """Return whether they are equal as JSON; Python's False is 0, too."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _count(values: Mapping[str, Any], num_prompts: int) -> int:
-    """How many texts are asked for after each prompt; RequestError: too many with all prompts."""
+    """Return how many texts are requested after each prompt; RequestError: too many with all
+    prompts.
+    """
     count = values.get("n")
     if count is None:
         count = 1
     count = _integer("n", count, 1)
     if count * num_prompts > _MOST_CHOICES:
         raise RequestError(
-            f"{str(count * num_prompts)[:40]} texts are asked for at once, at most {_MOST_CHOICES} "
-            "can be. Ask several times.",
+            f"{str(count * num_prompts)[:40]} texts were requested at once; at most "
+            f"{_MOST_CHOICES} are allowed. Send several requests.",
             param="n",
         )
     return count
@@ -993,7 +997,9 @@ def _logit_bias(value: Any, served: ServedModel) -> tuple[tuple[int, float], ...
 
 
 def _sampling(values: Mapping[str, Any], served: ServedModel, top_logprobs: int) -> Sampling:
-    """How tokens are chosen: by default with the model's own probabilities, as OpenAI does."""
+    """Return how tokens are chosen: by default with the model's own probabilities, as OpenAI
+    does.
+    """
     given: dict[str, Any] = {
         "temperature": 1.0,
         "logit_bias": _logit_bias(values.get("logit_bias"), served),
@@ -1016,7 +1022,7 @@ def _sampling(values: Mapping[str, Any], served: ServedModel, top_logprobs: int)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that a float has room for."""
+    """Return whether it is a number that a float has room for."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -1051,7 +1057,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
 
 
 def _stream(values: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether parts are sent, and whether a stream ends with the number of tokens."""
+    """Return whether parts are sent, and whether a stream ends with the number of tokens."""
     stream = _boolean("stream", values.get("stream"), "stream")
     options = values.get("stream_options")
     if options is None:
@@ -1077,7 +1083,7 @@ def _stream(values: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _boolean(key: str, value: Any, param: str) -> bool:
-    """Of a key that is false unless it is given."""
+    """Check the value of a key that is false unless it is given."""
     if value is None:
         return False
     if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""How models write calls of tools, and how their completions are taken apart.
+"""Formats of tool calls in completions, and how completions are divided into their parts.
 
 A model writes calls in the form of its chat template, which is recognised by its text. While a
 completion grows, `CompletionReader` splits it into reasoning, content and calls.
@@ -128,12 +128,12 @@ class CompletionReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether the completion has its only call, so that nothing may follow."""
+        """Return whether the completion has its only call, so that nothing may follow."""
         return self.num_calls > 0 and not self._parallel
 
     @property
     def num_unread(self) -> int:
-        """How many characters at the end of the text so far are not read yet."""
+        """Return how many characters at the end of the text so far are not read yet."""
         return len(self._text)
 
     def feed(self, text: str, is_last: bool = False) -> list[TextPart | ToolCall]:

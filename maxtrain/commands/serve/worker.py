@@ -22,7 +22,7 @@ _END_SECONDS = 60
 
 
 class TextChunk(NamedTuple):
-    """What is new of a text.
+    """New part of a text.
 
     Args:
         text: whole characters; empty where a stop text may have begun.
@@ -42,7 +42,7 @@ _FAILED = TextChunk("", [], "failed")
 
 
 class _JobRequest(NamedTuple):
-    """What a client wants of some texts.
+    """Request of a client for some texts.
 
     Args:
         jobs: the texts.
@@ -123,8 +123,9 @@ class _RunningJob:
         )
 
     def _is_over(self, ids: list[int]) -> bool:
-        """Whether these, all of the text's, have a stop text. An error waits for `tell`: raised
-        here, it would end the engine's step, which is that of other texts, too."""
+        """Return whether the ids of the text contain a stop text. An error waits for `tell`: raised
+        here, it would end the engine's step, which is that of other texts, too.
+        """
         try:
             self._read(ids)
         except Exception as error:
@@ -136,10 +137,10 @@ class _RunningJob:
         self._text += self._stream.add(ids[self._stream.num_read :])
 
     def tell(self) -> None:
-        """What is new, to whoever wants it.
+        """Send the new part of the text to the client.
 
         Raises:
-            Exception: the text can't be decoded or told.
+            Exception: the text can't be decoded or sent.
         """
         if self._error is not None:
             raise self._error
@@ -227,7 +228,7 @@ class EngineWorker:
             _tell_failed(job)
 
     def cancel(self, jobs: Sequence[TextJob]) -> None:
-        """Texts that nobody wants any more: no part of them is told; from any thread."""
+        """Cancel texts that no client wants any more: no part of them is sent; from any thread."""
         self._wishes.put(_JobRequest(jobs, is_wanted=False))
 
     def end(self) -> None:
@@ -269,7 +270,7 @@ class EngineWorker:
             self._give_up()
 
     def _work(self) -> None:
-        """Until somebody wishes the end."""
+        """Run the engine until the end is requested."""
         while True:
             # With nothing to do, the next wish is waited for.
             while not self._running or not self._wishes.empty():
@@ -296,7 +297,7 @@ class EngineWorker:
             self._warm_ups.clear()
 
     def _give_up(self) -> None:
-        """Tells all who wait that they wait for nothing."""
+        """Send all waiting clients the end of their texts."""
         with self._lock:
             self._has_ended = True
         left = dict.fromkeys(self._of_job)
@@ -317,7 +318,7 @@ class EngineWorker:
         try:
             running = _RunningJob(job, self._engine, self._tokenizer)
         except Exception:
-            # What was asked for had been checked before.
+            # The request had been checked before.
             log_exception()
             _tell_failed(job)
             return

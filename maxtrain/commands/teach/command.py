@@ -33,7 +33,7 @@ _DEFAULT_TOP = 64
 def make_record(
     teacher: LoadedTeacher, shards: TokenShards, top: int, temperature: float, length: int | None
 ) -> TeacherRecord:
-    """What is to be made of shards.
+    """Return what is to be made of shards.
 
     Args:
         top: entries of each token.
@@ -76,7 +76,7 @@ def make_record(
 
 
 def describe(shards: TokenShards, record: TeacherRecord, folder: Path) -> str:
-    """What will be written, in a line. StorageError: there is no room for it."""
+    """Return what will be written, in a line. StorageError: there is no room for it."""
     size = record.entry().itemsize
     total = size * shards.num_tokens
     there = sum(path.stat().st_size for path in folder.glob("*.top"))
@@ -127,17 +127,17 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         type=int,
         help="of longer documents, the first N tokens (default: as many as the teacher reads)",
     )
-    asked = parser.parse_args(argv)
-    for option, value in (("--top", asked.top), ("--seq-length", asked.seq_length)):
+    args = parser.parse_args(argv)
+    for option, value in (("--top", args.top), ("--seq-length", args.seq_length)):
         if value is not None and value < 1:
             parser.error(f"{option} {value} must be at least 1")
-    if not (asked.temperature > 0 and math.isfinite(asked.temperature)):
-        parser.error(f"--temperature {asked.temperature} must be above 0, and finite")
-    return asked
+    if not (args.temperature > 0 and math.isfinite(args.temperature)):
+        parser.error(f"--temperature {args.temperature} must be above 0, and finite")
+    return args
 
 
 def _is_there(folder: Path, record: TeacherRecord) -> bool:
-    """Whether the same is there already. ConfigError: something else is."""
+    """Return whether the same is there already. ConfigError: something else is."""
     if not (folder / RECORD).exists():
         return False
     found = dataclasses.replace(TeacherRecord.load(folder), files=())
@@ -156,14 +156,14 @@ def main(argv: Sequence[str], prog: str = "maxtrain teach") -> int:
         print(line, file=sys.stderr, flush=True)
 
     def job() -> None:
-        asked = _parse(argv, prog)
+        args = _parse(argv, prog)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        teacher = load_teacher(asked.teacher)
+        teacher = load_teacher(args.teacher)
         todo: list[tuple[Any, ...]] = []
-        for place in asked.data:
+        for place in args.data:
             shards = TokenShards.open(place)
-            folder = folder_of(shards, asked.name, "--name")
-            record = make_record(teacher, shards, asked.top, asked.temperature, asked.seq_length)
+            folder = folder_of(shards, args.name, "--name")
+            record = make_record(teacher, shards, args.top, args.temperature, args.seq_length)
             if _is_there(folder, record):
                 say(f"{folder}: is there already")
                 continue

@@ -1,4 +1,4 @@
-"""How what a teacher says of prepared data is computed and written, in pieces.
+"""Computation of a teacher's logits on prepared data, written in pieces.
 
 What is written stays when the process is killed, and what is made is the same, bit for bit,
 wherever it goes on.
@@ -87,7 +87,7 @@ def teach(
     folder: Path,
     tell: Callable[[str], object],
 ) -> None:
-    """Keeps what a teacher says of all tokens of shards.
+    """Store the logits of a teacher for all tokens of shards.
 
     Args:
         teacher: that reads them.
@@ -104,7 +104,7 @@ def teach(
     folder.mkdir(exist_ok=True)
     done = _done(folder, record)
     began = time.monotonic()
-    told = began
+    reported = began
     computed = 0
     files = []
     for number, entry in enumerate(shards.manifest.shards):
@@ -122,8 +122,8 @@ def teach(
             state = {"record": record.digest(), "shard": number, "documents": piece.end}
             write_atomic(folder / UNFINISHED, json.dumps(state).encode())
             now = time.monotonic()
-            if now - told > _SECONDS_BETWEEN_LINES:
-                told = now
+            if now - reported > _SECONDS_BETWEEN_LINES:
+                reported = now
                 share = (piece.first_token + len(content)) / shards.num_tokens
                 rate = computed / (now - began)
                 tell(f"{folder.name}: {share:.1%}, {rate:,.0f} tokens/s")
@@ -142,7 +142,7 @@ def _finish(folder: Path, record: TeacherRecord, files: Sequence[Path]) -> None:
 
 
 def _done(folder: Path, record: TeacherRecord) -> dict[str, int]:
-    """How far an earlier call has come. ConfigError: it was of another record."""
+    """Return how far an earlier call has come. ConfigError: it was of another record."""
     path = folder / UNFINISHED
     if not path.exists():
         return {"shard": 0, "documents": 0}
@@ -244,12 +244,14 @@ def _content(
 
 
 def _width(length: int, longest: int) -> int:
-    """Columns of the program that reads so many tokens: few programs serve all lengths."""
+    """Return the columns of the program that reads `length` tokens: few programs serve all
+    lengths.
+    """
     return min(max(longest, 1), max(_SHORTEST, 1 << (length - 1).bit_length()))
 
 
 def _ids(shards: TokenShards, first: int, size: int) -> np.ndarray:
-    """What stands before the targets of a document, and these; int32 [size + 1]."""
+    """Return what stands before the targets of a document, and these; int32 [size + 1]."""
     if shards.manifest.eod == "none":
         return shards.read(first - 1, size + 1)
     mark = shards.manifest.tokenizer["special_ids"]["eod"]
@@ -259,7 +261,7 @@ def _ids(shards: TokenShards, first: int, size: int) -> np.ndarray:
 def _said(
     teacher: LoadedTeacher, tokens: np.ndarray, lengths: np.ndarray, record: TeacherRecord
 ) -> TopLogProbs:
-    """What the teacher says of the tokens behind the first of each row, as numpy arrays."""
+    """Return what the teacher says of the tokens behind the first of each row, as numpy arrays."""
     with jax.set_mesh(teacher.mesh):
         found = _top(
             teacher.graphdef, record.top, record.temperature, teacher.params, tokens, lengths

@@ -115,7 +115,7 @@ def test_a_store_without_locks_or_with_late_listings_is_told(store, url, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(RemotePath, "create", lambda path, data: bool(path.write_bytes(data)))
         assert (
-            "/lock: this store writes over what is there although it is asked not to"
+            "/lock: this store writes over what is there despite a conditional request"
             in (bucket(url, 1)["error"])
         )
     assert store.contents("deep/") == {}

@@ -176,14 +176,16 @@ def test_too_many_texts_are_refused_before_they_are_encoded():
             raise AssertionError("this was not to be encoded")
 
     served = ServedModel("small", (), UnencodableTokenizer(), (), None, 4096, 257, 0)
-    with pytest.raises(RequestError, match="256 texts are asked for at once, at most 128 can be"):
+    with pytest.raises(
+        RequestError, match="256 texts were requested at once; at most 128 are allowed"
+    ):
         read_completion({"prompt": ["a", "b"], "n": 128}, served)
 
 
 def test_more_texts_than_can_ever_wait_are_an_error_of_the_client(site):
     status, answer = site.post(prompt="a", n=6)
     assert status == 400 and answer["error"]["param"] == "n"
-    assert "makes or keeps waiting at most 5. Ask several times." in answer["error"]["message"]
+    assert "makes or keeps waiting at most 5. Send several requests." in answer["error"]["message"]
     assert site.post(prompt="a", n=5)[0] == 200
 
 
@@ -241,7 +243,7 @@ SURROGATE = b'"hi \\ud83d"'
         (b'"prompt": "a", "min_p": ' + HUGE, "must be a number"),
         (b'"prompt": "a", "stop": ' + SURROGATE, "stop has the lone surrogate U+D83D"),
         (b'"prompt": "a", "model": ' + SURROGATE, "is not served here"),
-        (b'"prompt": "a", "n": ' + HUGE, "texts are asked for at once"),
+        (b'"prompt": "a", "n": ' + HUGE, "texts were requested at once"),
         (b'"prompt": "a", "max_tokens": ' + HUGE, "is too much"),
         (b'"prompt": "a", "n": 0', "n=0 must be an integer of at least 1"),
         (b'"prompt": "a", "n": false', "n=False must be an integer of at least 1"),

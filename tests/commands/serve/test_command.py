@@ -383,7 +383,7 @@ def test_more_than_may_wait_is_refused(served):
     wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
     assert len(greedy(served, prompts).choices) == 5
     with pytest.raises(
-        openai.BadRequestError, match=r"keeps waiting at most 5\. Ask several times"
+        openai.BadRequestError, match=r"keeps waiting at most 5\. Send several requests"
     ):
         greedy(served, [*prompts, "f"])
     wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
