@@ -1,4 +1,4 @@
-"""What attention takes on this device, forward and backward, with each kernel that it has.
+"""Time of attention on this device, forward and backward, with each kernel that it has.
 
     python -m benchmarks.attention [--rows 4] [--length 4096] [--repeats 10] [--write]
 
@@ -38,7 +38,7 @@ HEADS = ((32, 8, 128), (32, 8, 64), (14, 2, 64))
 
 
 class AttentionCase(NamedTuple):
-    """What is attended to."""
+    """Rows of a measurement."""
 
     name: str
     segments: np.ndarray
@@ -50,7 +50,7 @@ class AttentionCase(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Of queries and keys that see each other."""
+        """Pairs of queries and keys that see each other."""
         total = 0
         for row in self.segments:
             for length in np.unique(row, return_counts=True)[1]:
@@ -74,7 +74,7 @@ def kinds_of_rows(rows: int, length: int) -> list[AttentionCase]:
 
 
 def kernels_here() -> list[str]:
-    """Those of this device for rows that are not split."""
+    """Return the kernels of this device for rows that are not split."""
     here = hardware_of(jax.devices()[0])
     found = []
     for name, can in ATTENTION.items():
@@ -158,21 +158,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=4096, help="tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="measured (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write results/attention.md")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     device = jax.devices()[0]
     name = one_core.processor() if device.platform == "cpu" else device.device_kind
     head = (
         "# Kernels of attention\n\n"
         f"`python -m benchmarks.attention --write` on {name}, jax {jax.__version__}: forward "
-        f"and backward, {asked.rows} rows of {asked.length:,} tokens, inputs in bfloat16, "
-        f"medians of {asked.repeats} that took turns. FLOPs are those of the pairs that see "
+        f"and backward, {args.rows} rows of {args.length:,} tokens, inputs in bfloat16, "
+        f"medians of {args.repeats} that took turns. FLOPs are those of the pairs that see "
         "each other. The kernel of tokamax (mosaic) is not tuned for these shapes.\n"
     )
     lines = [head]
-    for line in table(asked.rows, asked.length, asked.repeats):
+    for line in table(args.rows, args.length, args.repeats):
         print(line, flush=True)
         lines.append(line)
-        if asked.write:
+        if args.write:
             RESULTS.write_text("\n".join(lines) + "\n")
     return 0
 

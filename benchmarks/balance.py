@@ -1,5 +1,5 @@
-"""How well and how fast sequences are put into groups: `pack` compared with known algorithms, on
-lognormal lengths.
+"""Quality and speed of grouping sequences: `pack` compared with known algorithms, on lognormal
+lengths.
 
     python -m benchmarks.balance
 

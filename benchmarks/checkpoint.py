@@ -1,5 +1,5 @@
-"""How fast checkpoints are saved and restored, compared with the disk's own speed, with checks and
-without; and how many damaged files are not noticed.
+"""Speed of saving and restoring checkpoints, compared with the disk's own speed, with checks and
+without; and the number of damaged files that are not noticed.
 
     python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000]
     [--memory] [--directory DIR]
@@ -41,22 +41,22 @@ CHUNK = 8 << 20
 
 
 def no_digests(tree: dict[str, Any]) -> jax.Array:
-    """As if digests were known, without reading an array."""
+    """Replace digests by zeros, without reading an array."""
     return jnp.zeros((len(tree), 2), jnp.uint32)
 
 
 def no_crc32(*args: Any) -> int:
-    """As if checksums were known, without reading a byte."""
+    """Replace checksums by 0, without reading a byte."""
     return 0
 
 
 def no_damage(*args: Any) -> str:
-    """As if all checksums were right."""
+    """Report that all checksums are right."""
     return ""
 
 
 def nothing_plain(*args: Any) -> tuple[None, str]:
-    """As if no array could be read without Orbax."""
+    """Report that no array can be read without Orbax."""
     return None, ""
 
 
@@ -123,7 +123,7 @@ def by_orbax() -> Iterator[None]:
 
 
 def make_state(mib: int) -> dict[str, jax.Array]:
-    """Sixteen matrices of random values, of so many MiB together."""
+    """Make sixteen matrices of random values, `mib` MiB together."""
     shape = (mib // 16 << 8, 1024)
     return {f"w{i:02d}": jax.random.normal(jax.random.key(i), shape) for i in range(16)}
 
@@ -299,7 +299,7 @@ def damage(directory: Path, count: int) -> None:
     """Flips, truncations and removals of one file at a time."""
     rng = random.Random(1)
     # Trials, and how many of them were noticed.
-    told = {"flipped bit": [0, 0], "truncated": [0, 0], "removed": [0, 0]}
+    counts = {"flipped bit": [0, 0], "truncated": [0, 0], "removed": [0, 0]}
     state = {
         "w": jax.random.normal(jax.random.key(0), (64, 96)),
         "zeros": jnp.zeros((256, 64)),
@@ -313,7 +313,7 @@ def damage(directory: Path, count: int) -> None:
             files.append(file)
     sizes = [file.stat().st_size for file in files]
     for number in range(count):
-        for what, tally in told.items():
+        for what, tally in counts.items():
             if what != "flipped bit" and number >= count // 5:
                 continue
             # Any file, or any byte: else small files, or large ones, are hardly ever hit.
@@ -340,7 +340,7 @@ def damage(directory: Path, count: int) -> None:
     checkpoints.restore(state, 1)
     checkpoints.close()
     print("\n| damage | trials | noticed | silent | 95 % upper bound |\n|:--|--:|--:|--:|--:|")
-    for what, (trials, noticed) in told.items():
+    for what, (trials, noticed) in counts.items():
         silent = trials - noticed
         bound = ""
         if silent == 0:
@@ -365,18 +365,18 @@ def main() -> int:
     parser.add_argument(
         "--directory", help="where to write (default: the system's temporary directory)"
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     load = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n")
-    with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
-        if asked.rounds:
-            costs(Path(folder, "costs"), asked.mib, asked.rounds)
-        if asked.pairs:
-            checks(Path(folder, "checks"), asked.mib, asked.pairs)
-        if asked.flips:
-            damage(Path(folder, "damage"), asked.flips)
-        if asked.memory:
-            peaks(Path(folder, "memory"), asked.mib)
+    print(f"{os.cpu_count()} cores, load {load:.1f}, jax {jax.__version__}; {args.mib:,} MiB\n")
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        if args.rounds:
+            costs(Path(folder, "costs"), args.mib, args.rounds)
+        if args.pairs:
+            checks(Path(folder, "checks"), args.mib, args.pairs)
+        if args.flips:
+            damage(Path(folder, "damage"), args.flips)
+        if args.memory:
+            peaks(Path(folder, "memory"), args.mib)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     return 0
 

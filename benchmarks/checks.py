@@ -1,5 +1,5 @@
-"""What checks and records cost in a training step, those that are on by default and others:
-taking turns step by step.
+"""Cost of checks and records in a training step, those that are on by default and others: taking
+turns step by step.
 
     python -m benchmarks.checks [--write] [--steps 12]
 
@@ -58,12 +58,12 @@ def _no_judge(watch: Any, *_: Any) -> StepVerdict:
 
 
 def _no_norm(params: Any) -> jax.Array:
-    """As if the norm of the weights were known."""
+    """Replace the norm of the weights by 0."""
     return jnp.zeros(())
 
 
 def _no_look(tree: Any) -> Any:
-    """As if all leaves were finite, for which none is read."""
+    """Report that all leaves are finite, without reading one."""
     return jnp.ones(len(jax.tree.leaves(tree)), bool)
 
 
@@ -74,7 +74,9 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(steps: int) -> list[tuple[str, float, float]]:
-    """What, its seconds, and the share of a bare step that it adds to one on average."""
+    """Return the name of each check, its seconds, and the share that it adds to a bare step on
+    average.
+    """
     with mock.patch("maxtrain.train_step.step.norm_of", _no_norm):
         with mock.patch("maxtrain.train_step.step.judge", _no_judge):
             finite = Variant("bfloat16", "float32", "none")

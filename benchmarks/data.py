@@ -1,4 +1,4 @@
-"""What loading costs: tokens per second of the host's batches, the time to launch anywhere in a run
+"""Cost of loading: tokens per second of the host's batches, the time to launch anywhere in a run
 and with many shards, and memory.
 
     python -m benchmarks.data [--write]
@@ -112,8 +112,9 @@ def rates(data: TrainingData) -> list[float]:
 
 
 def speeds(work: Callable[[], object], targets: int) -> list[float]:
-    """Millions of targets per second of work that reads so many targets, by wall clock and by
-    processor time."""
+    """Return the millions of targets per second of work that reads `targets` targets, by wall clock
+    and by processor time.
+    """
     work()
     wall = median_seconds(work, time.perf_counter)
     processor = median_seconds(work, time.process_time)
@@ -150,7 +151,7 @@ def first_fit(shards: TokenShards, rows: int, length: int) -> list[float]:
 
 
 class TokenWindows:
-    """Rows of so many tokens, as grain's loader asks for them."""
+    """Rows of `length` tokens, as Grain's loader requests them."""
 
     def __init__(self, shards: TokenShards, length: int):
         self.shards = shards
@@ -183,7 +184,7 @@ def data_loader(shards: TokenShards, rows: int, length: int) -> list[float]:
 
 
 def many_shards(directory: Path, source: Path, number: int) -> Path:
-    """A directory of so many shards that are all the first one of `source`."""
+    """Make a directory of `number` shards that are all the first one of `source`."""
     directory.mkdir()
     manifest = Manifest.load(source)
     (directory / TOKENIZER).hardlink_to(source / TOKENIZER)

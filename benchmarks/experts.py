@@ -61,7 +61,7 @@ LATENT = {"head_dim": 12, "num_heads": 2, "num_kv_heads": 2}
 
 
 class BalanceKind(NamedTuple):
-    """What keeps experts busy."""
+    """Configuration of load balancing between experts."""
 
     family: str
     routing: RoutingConfig
@@ -85,7 +85,7 @@ KINDS = {
 
 
 class TrainingCurves(NamedTuple):
-    """What a run recorded, a number for each step."""
+    """Records of a run, a number for each step."""
 
     loss: np.ndarray
     max_load: np.ndarray

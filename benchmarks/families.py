@@ -1,4 +1,5 @@
-"""What is promised of every family of models, measured on the small ones of tests/data/parity.
+"""Measurements of the guarantees for every family of models, on the small ones of
+tests/data/parity.
 
     python -m benchmarks.families [--only gemma2 gemma3] [--write]
 
@@ -104,7 +105,7 @@ def apart(found: Any, expected: Any) -> float:
 
 
 def worst(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float, str]:
-    """How far apart arrays of the same names are at most, and the name of those that are."""
+    """Return how far apart arrays of the same names are at most, and the name of those that are."""
     assert found.keys() == expected.keys()
     return max((apart(found[name], expected[name]), name) for name in expected)
 
@@ -113,7 +114,7 @@ def worst(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[float,
 
 
 class PassResult(NamedTuple):
-    """What one pass forward and backward gives.
+    """Result of one pass forward and backward.
 
     Attributes:
         logits: [B, T, V].
@@ -127,7 +128,7 @@ class PassResult(NamedTuple):
     gradients: dict[str, np.ndarray]
 
     def norm(self) -> float:
-        """Of all gradients together."""
+        """Norm of all gradients together."""
         squares = [np.square(array, dtype=np.float64).sum() for array in self.gradients.values()]
         return float(np.sqrt(sum(squares)))
 
@@ -212,7 +213,7 @@ def _empty_rows() -> dict[str, np.ndarray]:
 
 
 class PassDifference(NamedTuple):
-    """How far two ways to compute the same are apart, as a share of the largest number.
+    """Distance between two ways to compute the same, as a share of the largest number.
 
     Attributes:
         logits, gradients: the latter of the array where it is most.
@@ -271,7 +272,7 @@ def repeated(config: ModelConfig, repeats: int = 2) -> Decoder:
 
 
 class Training(NamedTuple):
-    """What steps are made with."""
+    """Parts of a training step."""
 
     mesh: Mesh
     graphdef: nnx.GraphDef
@@ -319,7 +320,7 @@ def whole_rows(tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class StepsResult(NamedTuple):
-    """What some steps gave."""
+    """Result of some steps."""
 
     state: TrainState
     losses: list[float]
@@ -339,7 +340,7 @@ def make_steps(parts: Training, state: TrainState, batches: np.ndarray) -> Steps
 
 
 class TrajectoryResult(NamedTuple):
-    """What the steps of trajectory.npz gave."""
+    """Result of the steps of trajectory.npz."""
 
     losses: list[float]
     norms: list[float]
@@ -366,8 +367,8 @@ def twenty_steps(
 
 
 def unlike_after_resuming(config: ModelConfig, folder: Path) -> list[str]:
-    """What differs in any bit between steps without a stop and those that go on from a checkpoint
-    in `folder`: names of arrays of the state, `loss` and `grad_norm`.
+    """Return what differs in any bit between steps without a stop and those that go on from a
+    checkpoint in `folder`: names of arrays of the state, `loss` and `grad_norm`.
 
     The steps have what a run's have: dropout, and the losses and corrections of routers.
     """
@@ -408,7 +409,7 @@ def _bits(state: TrainState) -> dict[str, bytes]:
 
 
 def greedy_is_theirs(case: str) -> bool:
-    """Whether the likeliest tokens, by the cache, are those of transformers."""
+    """Return whether the likeliest tokens, by the cache, are those of transformers."""
     model, _ = load_pretrained(PARITY / case)
     reference = np.load(PARITY / case / "reference.npz")
     prompts = reference["tokens"]
@@ -418,8 +419,9 @@ def greedy_is_theirs(case: str) -> bool:
 
 
 def files_come_back(case: str, folder: Path) -> bool:
-    """Whether the file that is read is the file that is written, byte for byte, and is read again
-    as the same parameters."""
+    """Return whether the file that is read is the file that is written, byte for byte, and is read
+    again as the same parameters.
+    """
     model, config = load_pretrained(PARITY / case)
     params = nnx.state(model)
     write_weights(folder, params, config, "float32", 1 << 30, lambda line: None)
@@ -567,15 +569,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help=f"write results/{RESULTS.name}, after each case"
     )
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     lines = {}
-    for case in asked.only:
+    for case in args.only:
         with tempfile.TemporaryDirectory() as folder:
             lines[case] = line_of(row(case, Path(folder)))
         print(lines[case], flush=True)
         # No other model has the same programs.
         jax.clear_caches()
-        if asked.write:
+        if args.write:
             RESULTS.write_text(report(written_rows() | lines), encoding="utf-8")
     return int(any(DIFFERS in line for line in lines.values()))
 

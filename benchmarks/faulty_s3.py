@@ -29,13 +29,13 @@ _ERROR = (
 
 @dataclasses.dataclass
 class RequestFault:
-    """What happens to requests whose method and path, as in `PUT /bucket/key`, match.
+    """Fault of requests whose method and path, as in `PUT /bucket/key`, match.
 
     Attributes:
         pattern: a regular expression for all of it.
         status: of the answer, with `code` and `message`; 0: the request is done.
         seconds: that it takes longer.
-        keep: so many bytes of what is written are; None: all.
+        keep: number of bytes that are kept of the content; None: all.
         times: that it happens.
         skip: matching requests before the first that it happens to.
         done: the request is done, whatever its answer is.
@@ -65,7 +65,7 @@ class RequestFault:
 
 
 class RequestFaults:
-    """What is to happen to requests: `faults` may change at any time, and `seen` has all
+    """Faults of coming requests: `faults` may change at any time, and `seen` has all
     requests."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RequestFaults:
         self._counting = threading.Lock()
 
     def fault_of(self, request: str) -> RequestFault | None:
-        """What happens to a request, which was seen; None: it is done."""
+        """Return what happens to a request, which was seen; None: it is done."""
         with self._counting:
             self.seen.append(request)
             for fault in self.faults:
@@ -183,7 +183,7 @@ class FaultyS3(RequestFaults):
         return content
 
     def contents(self, prefix: str) -> dict[str, bytes]:
-        """What is below a folder of the bucket, by name from there; faults don't matter."""
+        """Return what is below a folder of the bucket, by name from there; faults don't matter."""
         keys = _bucket().keys
         found = {name: keys.get(name) for name in list(keys)}
         return {
@@ -307,7 +307,9 @@ def _read(environ: dict[str, Any]) -> bytes:
 
 
 def _cut_short(environ: dict[str, Any], keep: int) -> dict[str, Any]:
-    """A request with fewer bytes, and without what would tell the server so."""
+    """Return a request with fewer bytes, and without the headers that would reveal it to the
+    server.
+    """
     content = _read(environ)[:keep]
     changed = {
         name: value

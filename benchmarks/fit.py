@@ -1,5 +1,5 @@
-"""Which configs fit onto which devices, what these send each other, and how long a step takes at
-least: `maxtrain fit` for each row, with nothing executed.
+"""Table of configs that fit onto devices, with what the devices send each other and the least time
+of a step: `maxtrain fit` for each row, with nothing executed.
 
     python -m benchmarks.fit [--only WORD] [--write]
 
@@ -140,7 +140,7 @@ def measure(case: MemoryCase) -> dict[str, Any]:
 
 
 def memory_row(case: MemoryCase, found: dict[str, Any]) -> str:
-    """Of the first table."""
+    """Return a row of the first table."""
     axes = [f"{axis}={count}" for axis, count in found["mesh"].items() if count > 1]
     step = f"{found['rows']:,} x {found['seq_length']:,}"
     if found["accumulation"] > 1:
@@ -163,8 +163,9 @@ def memory_row(case: MemoryCase, found: dict[str, Any]) -> str:
 
 
 def collective_rows(case: MemoryCase, found: dict[str, Any]) -> list[str]:
-    """Of the second table: collectives of more than a thousandth of what is sent, and all that is
-    sent between slices."""
+    """Return rows of the second table: collectives of more than a thousandth of what is sent, and
+    all that is sent between slices.
+    """
     lines = found["collectives"]
     most = sum(line["num_bytes"] for line in lines)
     rows = []
@@ -224,13 +225,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit")
     parser.add_argument("--only", default="", help="rows of which RUN on DEVICES has this")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/fit.md")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     text = RESULTS.read_text() if RESULTS.exists() else ""
     memory = kept_rows(text, _MEMORY)
     sent = kept_rows(text, _COLLECTIVES)
     print(_MEMORY)
     for case in CASES:
-        if asked.only not in f"{case.label} on {case.topology}":
+        if args.only not in f"{case.label} on {case.topology}":
             continue
         found = measure(case)
         key = (case.label, case.topology)
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join([*memory[key], *sent[key]]), flush=True)
         for warning in found["compiler_warnings"]:
             print(f"XLA gathers an array whole: {warning}", file=sys.stderr, flush=True)
-        if asked.write:
+        if args.write:
             RESULTS.write_text(document(memory, sent))
     return 0
 

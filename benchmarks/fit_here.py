@@ -1,4 +1,4 @@
-"""What `maxtrain fit` counts of a step, beside what that step takes where it can run: on this
+"""Comparison of the counts of `maxtrain fit` with the measured step, where that can run: on this
 machine's CPU, or on its first GPU.
 
     python -m benchmarks.fit_here [--steps 7] [--write]
@@ -7,8 +7,8 @@ machine's CPU, or on its first GPU.
 On a CPU, two tables. Times: the products and the memory traffic that fit counts in the compiled
 step, at the rates that this CPU reaches in one product and in one copy, beside the measured step.
 Memory: how far from the compiled step the straight line through two smaller ones is, by which
-`maxtrain probe` chooses what to compile next. `maxtrain fit` draws no line: it compiles each shape
-that it is asked about.
+`maxtrain probe` chooses what to compile next. `maxtrain fit` draws no line: it compiles each
+requested shape.
 
 On a GPU, one: steps of a model of 1.2 B parameters with several kernels of attention, and of one
 with experts, by the rates of the data sheet, as `fit` does it, and the most bytes that the process
@@ -72,7 +72,7 @@ _EXPERTS = (
 
 
 _ABOUT_MEMORY = """Memory of compiled steps, and how far from them the straight line through two
-smaller ones is. `maxtrain fit` draws no line: it compiles each shape that it is asked about, so
+smaller ones is. `maxtrain fit` draws no line: it compiles each requested shape, so
 that its bytes are those of the compiler. `maxtrain probe` compiles, too, and only chooses by such a
 line, always through the two largest steps that it knows, what to compile next. Through larger steps
 the line is mostly nearer: what a step needs is no line where another part of it becomes the one
@@ -150,7 +150,7 @@ def copied_per_second() -> float:
 
 
 def programs_of(case: StepCase) -> StepPrograms:
-    """On one device of this CPU."""
+    """Return the programs on one device of this CPU."""
     return StepPrograms(case.config, jax.devices()[:1])
 
 
@@ -161,14 +161,14 @@ def estimate(
     peak: float,
     memory: Links,
 ) -> Roofline:
-    """As `maxtrain fit` makes it for devices that are not here."""
+    """Return the estimate that `maxtrain fit` makes for devices that are not here."""
     work = work_of(parse(compiled.as_text() or ""), has_small_memories=False)
     work.flops += kernel_flops(programs.parts.config, case.batch, 0)
     return roofline(work, model_flops(case, programs), peak, [], memory)
 
 
 def model_flops(case: StepCase, programs: StepPrograms) -> float:
-    """Of a step, as causal attention needs them."""
+    """Return the FLOPs of a step, as causal attention needs them."""
     model = token_flops(programs.parts.config.model, case.batch.length, 0).causal
     return model * case.batch.rows * case.batch.length
 
@@ -207,7 +207,7 @@ def random_batch(programs: StepPrograms, shape: RowBatchShape) -> dict[str, jax.
 
 
 def time_row(case: StepCase, steps: int, peak: float, copied: float) -> str:
-    """Of the first table."""
+    """Return a row of the first table."""
     programs = programs_of(case)
     compiled = programs.compile(*case.batch)
     times = estimate(case, programs, compiled, peak, Links(copied, 1.0, None))
@@ -227,8 +227,8 @@ def time_row(case: StepCase, steps: int, peak: float, copied: float) -> str:
 
 
 def apart(needed: dict[int, int], one: int, two: int, units: int) -> float:
-    """By which share the line through the steps of `one` and `two` units of rows is above the
-    compiled step of `units`.
+    """Return by which share the line through the steps of `one` and `two` units of rows is above
+    the compiled step of `units`.
 
     Args:
         needed: bytes of compiled steps, by their units of rows.
@@ -238,7 +238,7 @@ def apart(needed: dict[int, int], one: int, two: int, units: int) -> float:
 
 
 def needed_by_units(case: StepCase, numbers: Sequence[int] = UNITS) -> dict[int, int]:
-    """Bytes of the compiled steps of so many units of rows."""
+    """Return the bytes of the compiled steps, by their units of rows."""
     unit = programs_of(case).unit
     needed = {}
     for units in numbers:
@@ -249,7 +249,7 @@ def needed_by_units(case: StepCase, numbers: Sequence[int] = UNITS) -> dict[int,
 
 
 def memory_row(case: StepCase) -> str:
-    """Of the second table."""
+    """Return a row of the second table."""
     needed = needed_by_units(case)
     cells = [case.name, f"{programs_of(case).unit} x {case.batch.length:,}"]
     cells += [f"{needed[units] / MIB:,.0f}" for units in UNITS]
@@ -288,7 +288,7 @@ def tables(steps: int) -> Sequence[str]:
 
 
 def gpu_row(case: StepCase, steps: int) -> str:
-    """Of the table of a GPU; in a process of its own."""
+    """Return a row of the table of a GPU; runs in a process of its own."""
     device = jax.devices()[0]
     programs = programs_of(case)
     start = time.perf_counter()
@@ -339,12 +339,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=7, help="measured (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write the table into results/")
     parser.add_argument("--gpu", action="store_true", help="on the first GPU of this machine")
-    asked = parser.parse_args(argv)
-    if asked.gpu:
-        return _main_on_gpu(asked)
+    args = parser.parse_args(argv)
+    if args.gpu:
+        return _main_on_gpu(args)
     jax.config.update("jax_platforms", "cpu")
-    lines = tables(asked.steps)
-    if asked.write:
+    lines = tables(args.steps)
+    if args.write:
         head = (
             "# What fit counts, and what a step takes\n\n"
             "`python -m benchmarks.fit_here --write`: float32 steps on one device, "
@@ -354,28 +354,29 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _main_on_gpu(asked: argparse.Namespace) -> int:
+def _main_on_gpu(args: argparse.Namespace) -> int:
     head = (
         "# What fit counts, and what a step takes on a GPU\n\n"
         f"`python -m benchmarks.fit_here --gpu --write` on {_gpu_kind()}, "
         f"jax {jax.__version__}: bfloat16 products and activations, float32 parameters, AdamW, "
-        f"medians of {asked.steps} steps. Products and memory by the data sheet, as "
+        f"medians of {args.steps} steps. Products and memory by the data sheet, as "
         "`maxtrain fit` counts them. MFU: of the FLOPs that causal attention needs. Each is a "
         "process of its own, and the peak is that process's. The model is llama3_1b (1.24 B "
-        "parameters), or with experts qwen3_30b_a3b with 4 of its 48 layers; remat=full, where "
+        "parameters), or with experts qwen3_30b_a3b with 4 of its 48 layers; remat=full, unless "
         "nothing else is said.\n"
     )
     lines = [head]
-    for line in gpu_table(asked.steps):
+    for line in gpu_table(args.steps):
         print(line, flush=True)
         lines.append(line)
-        if asked.write:
+        if args.write:
             (RESULTS / "fit_here_gpu.md").write_text("\n".join(lines) + "\n")
     return 0
 
 
 def _gpu_kind() -> str:
-    """Of the first GPU. Another process asks: this one would keep the GPU's memory.
+    """Return the kind of the first GPU. Another process reads it: this one would keep the GPU's
+    memory.
 
     Raises:
         JaxRuntimeError: there is none.

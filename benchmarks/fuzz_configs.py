@@ -71,9 +71,9 @@ CHANGES = {
 # Refusals after which a trial is given up.
 MOST_REFUSALS = 20
 # How advice begins.
-MEND = re.compile(
+ADVICE = re.compile(
     r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install"
-    r"|Look|Mend|Put|Check)\b"
+    r"|Look|Fix|Make|Restore|Put|Check)\b"
 )
 # Keys that no trial draws: those of folders and processes, those that end a run early or only wait,
 # and those of trackers that need a network.
@@ -520,11 +520,11 @@ class FuzzedKey(NamedTuple):
 
 
 class FuzzOutcome(NamedTuple):
-    """What came of a trial."""
+    """Outcome of a trial."""
 
     # "ended": with a message. "refused": nothing was left to remove. "found": a bug.
     kind: Literal["trained", "ended", "refused", "found"]
-    # The message, or the bug in words.
+    # The message, or a description of the bug.
     words: str
     overrides: Sequence[str]
     # How often the checks refused the config before.
@@ -618,7 +618,7 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
             return left, refusals
         except ConfigError as error:
             for problem in error.problems:
-                assert MEND.search(problem.partition(". ")[2] or problem), f"no mend: {problem}"
+                assert ADVICE.search(problem.partition(". ")[2] or problem), f"no advice: {problem}"
             text = "\n".join(error.problems)
             named = [override for override in left if _is_named(override, text)]
             if not named:
@@ -628,7 +628,7 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
 
 
 def _is_named(override: str, text: str) -> bool:
-    """Whether a text has the key of an override."""
+    """Return whether a text has the key of an override."""
     key, _, _ = override.partition("=")
     return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", text) is not None
 
@@ -734,13 +734,13 @@ def trial(
 
 
 def _wrong(code: int | str, said: str) -> str:
-    """What is wrong with how a command ended; empty: nothing."""
+    """Return what is wrong with how a command ended; empty: nothing."""
     if "Traceback" in said:
         return f"a traceback: {said.strip().splitlines()[-1][:300]}"
     if code not in (0, 65, 70, 78):
         return f"ended with {code}: {_message(said)}"
-    if code and not MEND.search(_message(said)):
-        return f"exit {code} without a mend: {_message(said)}"
+    if code and not ADVICE.search(_message(said)):
+        return f"exit {code} without advice: {_message(said)}"
     return ""
 
 

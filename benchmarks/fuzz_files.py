@@ -514,7 +514,7 @@ def read(trial: MutatedFile) -> Any:
 
 
 def _describe(c: ModelConfig) -> list[Any]:
-    """What the oracle says of a config, too."""
+    """Return what the oracle says of a config, too."""
     specs = FAMILIES[c.family].spec(c).stack.layers()
     scaling = None
     if c.rope_scaling != "none":
@@ -569,7 +569,7 @@ def _child(trial: MutatedFile, descriptor: int) -> None:
 
 
 def ask_oracle(python: str, folder: Path) -> dict[str, Any]:
-    """What transformers reads in the folders of trials, by their names."""
+    """Return what transformers reads in the folders of trials, by their names."""
     done = subprocess.run(
         [python, "-c", ORACLE, str(folder), json.dumps([TEXT, MESSAGES])],
         capture_output=True,
@@ -589,8 +589,8 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = prin
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--oracle-python", help="a Python that has transformers")
-    asked = parser.parse_args(argv)
-    oracle = asked.oracle_python
+    args = parser.parse_args(argv)
+    oracle = args.oracle_python
     if oracle is None and importlib.util.find_spec("transformers"):
         oracle = sys.executable
     # The library must not have threads when a trial is forked.
@@ -600,9 +600,9 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = prin
     kinds: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
     findings = 0
-    for number in range(asked.first, asked.first + asked.trials):
-        rng = random.Random(f"{asked.seed}/{number}")
-        trial = make(number, rng.choice(asked.kinds), folder / f"{number:05d}", rng)
+    for number in range(args.first, args.first + args.trials):
+        rng = random.Random(f"{args.seed}/{number}")
+        trial = make(number, rng.choice(args.kinds), folder / f"{number:05d}", rng)
         outcome, result = run(trial)
         kinds[trial.folder.name] = trial.kind
         counts[f"{trial.kind} {outcome}"] += 1
@@ -610,7 +610,7 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], object] = prin
             results[trial.folder.name] = result
         if outcome == "found":
             findings += 1
-            again = f"--seed {asked.seed} --first {number} --trials 1"
+            again = f"--seed {args.seed} --first {number} --trials 1"
             tell(visible(f"{trial.kind} {trial.mutations}: {result} ({again})"))
     if oracle:
         theirs = ask_oracle(oracle, folder)

@@ -82,7 +82,9 @@ def make_model(precision: PrecisionConfig, scan: bool) -> Decoder:
 
 
 def read_bytes(model: Decoder) -> int:
-    """Of the weights that each step of decoding reads: all but the table of embeddings."""
+    """Return the bytes of the weights that each step of decoding reads: all but the table of
+    embeddings.
+    """
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     return whole - model.embedding.nbytes
 
@@ -145,7 +147,7 @@ def llama_cpp_rates(precision: PrecisionConfig) -> dict[int, float]:
 
 
 def _llama_cpp_rate(server: Any, rows: int) -> float:
-    """Of one run, without the time for prompts."""
+    """Return the rate of one run, without the time for prompts."""
     rng = np.random.default_rng(0)
     count = CHUNK * CHUNKS
 
@@ -162,7 +164,7 @@ def _llama_cpp_rate(server: Any, rows: int) -> float:
 
 
 def transformers_rates(python: str, precision: PrecisionConfig) -> dict[int, float]:
-    """As of `llama_cpp_rates`, for transformers in another environment."""
+    """Return rates as `llama_cpp_rates` does, for transformers in another environment."""
     script = Path(__file__).with_name("transformers_decode.py")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
@@ -219,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--torch-python", metavar="PYTHON", help="that has torch and transformers")
     parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if not accelerator_present():
         keep_host_memory()
     parameters = sum(
@@ -235,12 +237,12 @@ def main(argv: list[str] | None = None) -> int:
             f"{MODEL.vocab_size:,}. Prompts of {PROMPT} tokens, then {CHUNK * CHUNKS} more; "
             f"medians of {CHUNKS} chunks of {CHUNK}.",
             "",
-            *measure(asked.torch_python),
+            *measure(args.torch_python),
             "",
         ]
     )
     print(text)
-    if asked.write:
+    if args.write:
         RESULTS.write_text(text, encoding="utf-8")
     return 0
 

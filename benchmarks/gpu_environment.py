@@ -1,4 +1,4 @@
-"""What `make test-gpu` and `make bench-gpu` need on a machine that has its own jax.
+"""Environment of `make test-gpu` and `make bench-gpu` on a machine that has its own jax.
 
     python -m benchmarks.gpu_environment FOLDER
 

@@ -1,5 +1,5 @@
-"""How fast weights of a Hugging Face directory are read, and imported whole, compared with the
-disk's own speed; and how much memory it takes.
+"""Speed of reading and importing the weights of a Hugging Face directory, compared with the
+disk's own speed; and the memory that it takes.
 
     python -m benchmarks.imports [--mb 1000] [--rounds 3] [--directory DIR]
 
@@ -59,7 +59,7 @@ CASES = (
 
 
 def model_of(num_bytes: int, itemsize: int, width: int) -> ModelConfig:
-    """A model of about so many bytes."""
+    """Return the config of a model of about `num_bytes` bytes."""
     vocabulary = min(_VOCABULARY, width * 32)
     of_layer = 4 * width * width + 3 * width * 4 * width
     left = num_bytes / itemsize - 2 * vocabulary * width
@@ -136,8 +136,10 @@ def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def one(what: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
-    """In a process of its own: seconds, and memory beyond what it had before, of reading the
-    weights or of the whole import, with the seconds of the steps of that."""
+    """Measure, in a process of its own, the seconds, and the memory beyond what the process had
+    before, of reading the weights or of the whole import, with the seconds of each step of the
+    import.
+    """
     # As the command does: programs that were compiled before are kept.
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
@@ -165,7 +167,7 @@ def one(what: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> di
 
 
 def in_a_process(what: str, directory: Path, dtype: str) -> dict[str, float]:
-    """As `one`, after the kernel has forgotten the files."""
+    """Run `one` in another process, after the kernel has forgotten the files."""
     forget(directory)
     command = [sys.executable, "-m", "benchmarks.imports", "--one", what, dtype]
     done = subprocess.run(
@@ -190,7 +192,7 @@ def middle(runs: Sequence[dict[str, float]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
 
-def rows(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
+def rows(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Lines of Markdown, one for each case. A reading is compared with the mean of the plain reads
     before and after it, since a machine may be busier at one time than at another."""
     columns = ["tensors", "files", "parameters", "MB", "plain read, s", "safetensors, s", "load, s"]
@@ -198,15 +200,15 @@ def rows(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|:--|--:|:--|" + "--:|" * 10
     cases = CASES
-    if asked.case is not None:
-        cases = CASES[asked.case : asked.case + 1]
+    if args.case is not None:
+        cases = CASES[args.case : args.case + 1]
     for stored, dtype, num_files in cases:
         directory = folder / "model"
-        config = model_of(asked.mb * 10**6, jnp.dtype(stored).itemsize, asked.width)
+        config = model_of(args.mb * 10**6, jnp.dtype(stored).itemsize, args.width)
         write_model(directory, config, stored, num_files)
         size = sum(path.stat().st_size for path in tensor_files(directory))
         plain, shares, others, loads, wholes = [], [], [], [], []
-        for _ in range(asked.rounds):
+        for _ in range(args.rounds):
             before = plain_seconds(directory)
             load = in_a_process("load", directory, dtype)
             after = plain_seconds(directory)
@@ -234,16 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--directory", type=Path, help="where to write (default: the system's temporary directory)")
     add("--case", type=int, choices=range(len(CASES)), help="one case alone, by its number")
     add("--one", nargs=2, metavar=("WHAT", "DTYPE"), help=argparse.SUPPRESS)
-    asked = parser.parse_args(argv)
-    if asked.one:
-        what, dtype = asked.one
+    args = parser.parse_args(argv)
+    if args.one:
+        what, dtype = args.one
         of_type: Any = dtype
-        print(json.dumps(one(what, asked.directory, of_type)))
+        print(json.dumps(one(what, args.directory, of_type)))
         return 0
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f}, jax {jax.__version__}\n")
-    with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
-        for row in rows(asked, Path(folder)):
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        for row in rows(args, Path(folder)):
             print(row, flush=True)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     return 0

@@ -45,7 +45,7 @@ ELSEWHERE = RulesConfig(
 
 
 class MeshCase(NamedTuple):
-    """A mesh, and what else is asked for.
+    """A mesh, with the model and settings to run on it.
 
     Attributes:
         model: whose layers are split.

@@ -50,12 +50,12 @@ B = 16
 TOLERANCE = 1e-5
 # Numbers of processes that share the devices.
 SEVERAL = (2, 4)
-# Characters of what processes said that are told if one fails.
+# Characters of the output of processes that are shown if one fails.
 _MOST_SAID = 4000
 
 
 class MeshResult(NamedTuple):
-    """What a mesh computes; gradients by the path of their array."""
+    """Results of a mesh; gradients by the path of their array."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -75,7 +75,7 @@ class MeshResult(NamedTuple):
 
 
 class MeshDifference(NamedTuple):
-    """How far a mesh is from one device, relative."""
+    """Relative distance of a mesh from one device."""
 
     losses: float
     norms: float
@@ -170,7 +170,7 @@ def _first_gradients(
 def on_processes(cases: Sequence[MeshCase], count: int) -> Iterator[MeshResult]:
     """The steps of cases on the devices of several processes, one case after the other.
 
-    RuntimeError: a process failed; with what they said last.
+    RuntimeError: a process failed; with the end of their output.
     """
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.meshes", "--worker", folder]
@@ -193,7 +193,7 @@ def on_processes(cases: Sequence[MeshCase], count: int) -> Iterator[MeshResult]:
 
 
 def work(cases: Sequence[MeshCase], folder: Path) -> None:
-    """What each process of a job does; the first one writes what was found."""
+    """Run the work of each process of a job; the first one writes the results."""
     count = int(os.environ["JAX_NUM_PROCESSES"])
     mesh = MeshConfig(platform="cpu", simulated_devices=DEVICES // count)
     distributed.start(mesh, compilation_cache=None)
@@ -210,7 +210,7 @@ def on_one_device(model: ModelConfig) -> MeshResult:
 
 
 def apart(case: MeshCase, found: MeshResult) -> MeshDifference:
-    """What a mesh has found for a case, against one device."""
+    """Return what a mesh has found for a case, against one device."""
     expected = on_one_device(case.model)
     worst = 0.0
     for path, gradient in expected.gradients.items():
@@ -238,7 +238,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         choices=(1, *SEVERAL),
         action="append",
-        help="so many processes; may be repeated (default: 1, 2 and 4)",
+        help="number of processes; may be repeated (default: 1, 2 and 4)",
     )
     parser.add_argument("--write", action="store_true", help=f"also to {RESULTS.name}")
     # What the processes of a job are started with: the folder for what they find.
@@ -248,10 +248,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs and prints the table; 1: a mesh is too far from one device."""
-    asked = _parse(argv)
-    cases = [case for case in CASES if not asked.only or case.name in asked.only]
-    if asked.worker:
-        work(cases, asked.worker)
+    args = _parse(argv)
+    cases = [case for case in CASES if not args.only or case.name in args.only]
+    if args.worker:
+        work(cases, args.worker)
         return 0
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print("\n".join(lines), flush=True)
     failed = []
-    for count in asked.processes or (1, *SEVERAL):
+    for count in args.processes or (1, *SEVERAL):
         some = cases
         found_of = map(computed, some)
         if count > 1:
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed.append(f"{case.name} of {count}")
     if failed:
         print(f"further than {TOLERANCE:.0e} from one device: {', '.join(failed)}", file=sys.stderr)
-    if asked.write:
+    if args.write:
         RESULTS.write_text(report(lines))
     return int(bool(failed))
 

@@ -156,8 +156,9 @@ def sweep(
 
 
 def growth(width: int, base: int | None) -> tuple[float, float]:
-    """How far the last hidden states and the logits of one batch move in a few steps (root mean
-    square)."""
+    """Return how far the last hidden states and the logits of one batch move in a few steps (root
+    mean square).
+    """
     batches = jax.tree.map(jnp.asarray, make_batches(GROWTH_STEPS))
 
     def moved(rate: Array) -> tuple[Array, Array]:

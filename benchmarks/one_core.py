@@ -1,5 +1,6 @@
-"""What benchmarks of one core share: their command line, the choice of the core, and the head of
-their file of results."""
+"""Common parts of benchmarks on one core: their command line, the choice of the core, and the head
+of their file of results.
+"""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What padding costs: `pad`, `bins` and `balanced` on documents of lognormal lengths, side by side.
+"""Cost of padding: `pad`, `bins` and `balanced` on documents of lognormal lengths, side by side.
 
     python -m benchmarks.packing [--write]
 
@@ -29,7 +29,7 @@ from maxtrain.trainer.job import make_parts
 
 LENGTH = 512
 DOCUMENTS = 64
-# Of `bins`: about as many targets in a step as in so many documents.
+# Rows of `bins`: about as many targets in a step as the documents of the others have.
 BIN_ROWS = 16
 STEPS_COUNTED = 50
 STEPS_TRAINED = 8

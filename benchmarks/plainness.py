@@ -1,4 +1,4 @@
-"""How plain is the code? Lines, branches and functions, counted.
+"""Size and complexity of the code: lines, branches and functions, counted.
 
     python -m benchmarks.plainness maxtrain data_pipeline
     python -m benchmarks.plainness --at REVISION maxtrain data_pipeline
@@ -39,7 +39,7 @@ class Function(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of all files of a folder."""
+    """Counts of all files of a folder."""
 
     lines: int
     characters_a_line: float
@@ -85,7 +85,9 @@ def files_at(revision: str, folder: str) -> Iterator[str]:
 
 
 def count(texts: list[str]) -> Counts:
-    """What is counted of some files. Lines of code are those that are no comment and not empty."""
+    """Return what is counted of some files. Lines of code are those that are no comment and not
+    empty.
+    """
     lines = 0
     code = 0
     characters = 0
@@ -122,7 +124,7 @@ def _assigns_a_tuple_to_a_tuple(node: ast.AST) -> bool:
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
-    """Without its docstring."""
+    """Count a function without its docstring."""
     body = node.body
     first = body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):

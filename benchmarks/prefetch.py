@@ -1,5 +1,5 @@
-"""What reading ahead and copying ahead gain if a step takes the device as long as its batch takes
-the host.
+"""Gain of reading ahead and copying ahead if a step takes the device as long as its batch takes the
+host.
 
     python -m benchmarks.prefetch DIRECTORY...
 
@@ -30,8 +30,9 @@ Arrays = dict[str, jax.Array]
 
 
 def run(batches: Iterable[Arrays], seconds: float, behind: int) -> float:
-    """Seconds for a step on each of the batches, waiting each time for the step so many before
-    it."""
+    """Return the seconds for a step on each of the batches, where each waits for the step `behind`
+    steps before it.
+    """
 
     def wait(before: np.ndarray, token: np.ndarray) -> np.ndarray:
         time.sleep(seconds)

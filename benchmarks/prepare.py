@@ -1,4 +1,4 @@
-"""What preparing costs: tokens per second of one core, compared with the `tokenizers` library
+"""Cost of preparing data: tokens per second of one core, compared with the `tokenizers` library
 called in a bare loop.
 
     python -m benchmarks.prepare [--write]
@@ -66,7 +66,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-# The library makes the list of ids when it is asked for, so asking is part of the work.
+# The library makes the list of ids on access, so the access is part of the work.
 def encode_one_by_one(bare: tokenizers.Tokenizer, texts: list[str]) -> None:
     """The `tokenizers` library in a bare loop."""
     for text in texts:

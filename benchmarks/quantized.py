@@ -1,5 +1,5 @@
-"""What training adapters needs of memory when the weights below them are kept as they are, in eight
-bits, and in four, compiled from shapes alone.
+"""Memory of training adapters when the weights below them are kept as they are, in eight bits, and
+in four, compiled from shapes alone.
 
     python -m benchmarks.quantized [--topology v5p:1x1x1] config=NAME [key=value ...]
 
@@ -26,7 +26,9 @@ from maxtrain.trainer.abstract_step import StepMemory
 
 
 def bytes_of_products(memory: StepMemory) -> int:
-    """Of the kernels of products with adapters on one device, or of what takes their place."""
+    """Return the bytes of the kernels of products with adapters on one device, or of what takes
+    their place.
+    """
     found = 0
     params = paths(policy_params(memory.parts.abstract))
     adapted = {name.partition(".adapter.")[0] for name in params if ".adapter." in name}
@@ -51,12 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized")
     parser.add_argument("--topology", help="TPUs to compile for, such as v5p:1x1x1")
     parser.add_argument("--rows", type=int, default=1, help="of each device")
-    asked, words = parser.parse_known_args(argv)
+    args, words = parser.parse_known_args(argv)
     words = ["model.lora.rank=16", *words]
     config = from_command_line(words, "python -m benchmarks.quantized")
     devices = jax.devices()
-    if asked.topology:
-        devices = described_devices(asked.topology)
+    if args.topology:
+        devices = described_devices(args.topology)
     print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}")
     print("| base | products with adapters | all parameters | optimizer | temporary |")
     print("|---|--:|--:|--:|--:|")
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             bytes_of_products(memory),
             bytes_on_device(params),
             bytes_on_device(abstract.opt_state),
-            temporary_bytes(memory, asked.rows * memory.unit, config.data.seq_length),
+            temporary_bytes(memory, args.rows * memory.unit, config.data.seq_length),
         ]
         cells = " | ".join(f"{size / MIB:,.1f}" for size in sizes)
         print(f"| {base} | {cells} |", flush=True)

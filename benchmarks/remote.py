@@ -1,7 +1,6 @@
-"""How fast shards behind a URL are read, with an empty cache and with a full one, compared with the
-same shards on disk; and how fast checkpoints behind one are saved and restored, compared with the
-plain upload and download of as many bytes; and how long saves take that are uploaded, and those
-between uploads.
+"""Speed of storage behind a URL: reading shards with an empty cache and with a full one, compared
+with the same shards on disk; saving and restoring checkpoints, compared with the plain upload and
+download of as many bytes; and saves with an upload and between uploads.
 
     python -m benchmarks.remote shards [URL]
     python -m benchmarks.remote checkpoints [URL] [--mib 256] [--rounds 3]
@@ -170,20 +169,20 @@ def main() -> None:
     parser.add_argument("url", nargs="?", help="a folder to write to")
     parser.add_argument("--mib", type=int, default=256, help="of the state (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of checkpoints (%(default)s)")
-    asked = parser.parse_args()
-    url = asked.url
+    args = parser.parse_args()
+    url = args.url
     if url is None:
         server = FaultyS3Process()
         os.environ.update(server.environment)
         url = f"s3://{BUCKET}/bench"
-    if asked.what == "shards":
+    if args.what == "shards":
         shards(url)
     else:
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}\n")
         measured = checkpoints
-        if asked.what == "between":
+        if args.what == "between":
             measured = between
-        measured(url, asked.mib, asked.rounds)
+        measured(url, args.mib, args.rounds)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ LEARNING_RATE = 1e-5
 
 
 class BenchmarkSize(NamedTuple):
-    """What is measured.
+    """Sizes of a measurement.
 
     Attributes:
         layers, width, inner, heads, kv_heads: the shape of the model.
@@ -64,7 +64,7 @@ class BenchmarkSize(NamedTuple):
 
 class SpeedResult(NamedTuple):
     """Tokens of completions per second, of each step but the first: while they were sampled, and of
-    the whole step; and what else is told of the turn."""
+    the whole step; and other facts about the turn."""
 
     sampling: list[float]
     step: list[float]
@@ -95,8 +95,8 @@ def write_inputs(folder: Path, size: BenchmarkSize) -> None:
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }
-    asked = size._asdict() | {"end": END, "regex": REGEX, "learning_rate": LEARNING_RATE}
-    (folder / "rl_speed.json").write_text(json.dumps(asked | {"shape": shape}))
+    settings = size._asdict() | {"end": END, "regex": REGEX, "learning_rate": LEARNING_RATE}
+    (folder / "rl_speed.json").write_text(json.dumps(settings | {"shape": shape}))
     words = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1"]
     tokens = ["--tokenizer", str(folder / "tokenizer.json")]
     _run([sys.executable, "-m", "data_pipeline.prepare", str(folder / "data"), *words, *tokens])
@@ -181,7 +181,7 @@ def their_turn(folder: Path, size: BenchmarkSize, python: str) -> SpeedResult:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a command prints. RuntimeError: it failed."""
+    """Return what a command prints. RuntimeError: it failed."""
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{command[1:3]}: {result.stdout[-2000:]}{result.stderr[-4000:]}")
@@ -202,7 +202,7 @@ def row(name: str, turns: Sequence[SpeedResult]) -> str:
 
 
 def has_trl(python: str | None) -> bool:
-    """Whether that Python can import TRL."""
+    """Return whether that Python can import TRL."""
     if python is None:
         return False
     command = [python, "-c", "import torch, transformers, trl, datasets"]
@@ -213,7 +213,7 @@ def has_trl(python: str | None) -> bool:
 
 
 def measure(size: BenchmarkSize, turns: int, python: str | None) -> list[str]:
-    """The table, and what is to be said below it."""
+    """Return the table, and the lines below it."""
     ours = []
     theirs = []
     loads = []
@@ -255,11 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in BenchmarkSize()._asdict().items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, default=value, help="(default: %(default)s)")
-    asked = parser.parse_args(argv)
-    size = BenchmarkSize(**{name: getattr(asked, name) for name in BenchmarkSize._fields})
-    lines = measure(size, asked.turns, asked.other_python)
+    args = parser.parse_args(argv)
+    size = BenchmarkSize(**{name: getattr(args, name) for name in BenchmarkSize._fields})
+    lines = measure(size, args.turns, args.other_python)
     print("\n".join(lines))
-    if asked.write:
+    if args.write:
         day = time.strftime("%Y-%m-%d", time.gmtime())
         RESULTS.write_text(
             "# Steps of GRPO\n\n"
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{version('jax')}, {day}. A Qwen2 of {size.layers} layers of {size.width}, vocabulary "
             f"{VOCABULARY:,}, float32; {size.prompts} prompts of {size.prompt + 1} tokens with "
             f"{size.samples} completions of {size.tokens} each, no divergence, AdamW. Medians over "
-            f"{asked.turns} turns of {size.steps - 1} steps; the stacks took turns.\n\n"
+            f"{args.turns} turns of {size.steps - 1} steps; the stacks took turns.\n\n"
             + "\n".join(lines)
             + "\n"
         )

@@ -135,7 +135,7 @@ def content_hash(tree: Any) -> str:
 
 
 def numbers_of(set_up: TrainSetup) -> dict[str, Any]:
-    """What training gives."""
+    """Return what training gives."""
     model = dataclasses.replace(MODEL, **set_up.model)
     precision = PrecisionConfig(params=set_up.params, compute=set_up.compute)
     config = OptimizerConfig(
@@ -186,18 +186,18 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="file for the numbers")
     parser.add_argument("--compare", type=Path, help="file with earlier numbers")
     parser.add_argument("--only", help="a part of the names of the set-ups to run")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     found = {}
     for name, set_up in SET_UPS.items():
-        if asked.only is None or asked.only in name:
+        if args.only is None or args.only in name:
             found[name] = numbers_of(set_up)
             print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
-    if asked.write:
-        asked.write.write_text(json.dumps(found, indent=1) + "\n")
+    if args.write:
+        args.write.write_text(json.dumps(found, indent=1) + "\n")
     different = []
-    if asked.compare:
-        earlier = json.loads(asked.compare.read_text())
+    if args.compare:
+        earlier = json.loads(args.compare.read_text())
         different = [name for name in found if earlier.get(name) != found[name]]
         for name in different:
             print(f"{name}:\n  then {earlier.get(name)}\n  now  {found[name]}")

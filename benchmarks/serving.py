@@ -1,11 +1,10 @@
-"""What clients of `maxtrain serve` get: tokens per second, and how long they wait.
+"""Throughput and latency of clients of `maxtrain serve`: tokens per second, and how long they wait.
 
     python -m benchmarks.serving [--write]
 
-A small random model is served by a process of its own. Each of so many clients asks for a stream,
-and when it has ended for the next one, with prompts that have nothing in common. Clients and server
-share this machine. What is not counted goes before each measurement, so that nothing is compiled in
-it.
+A small random model is served by a process of its own. Each client requests a stream, and the
+next one when it has ended, with prompts that have nothing in common. Clients and server share this
+machine. Uncounted requests precede each measurement, so that nothing is compiled in it.
 """
 
 import argparse
@@ -157,8 +156,9 @@ def warm_up(url: str) -> None:
 
 
 def measure(url: str, streams: int, rounds: int, seed: int) -> LoadResult:
-    """So many clients at one time, each with so many streams, one after the other; with another
-    `seed`, other prompts."""
+    """Measure clients at one time, each with `rounds` streams, one after the other; with another
+    `seed`, other prompts.
+    """
 
     def client(number: int) -> list[StreamedAnswer]:
         rng = np.random.default_rng((number, streams, seed))
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.serving", description="What clients of a server get."
     )
     parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
-    asked: Any = parser.parse_args(argv)
+    args: Any = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parameters = write_model(folder)
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     )
     print(text)
-    if asked.write:
+    if args.write:
         RESULTS.write_text(text, encoding="utf-8")
     return 0
 

@@ -1,5 +1,5 @@
-"""How long steps take with layers in stages, as there are more micro-batches or more rounds, beside
-the share of waiting that a run prints.
+"""Time of steps with layers in stages, as there are more micro-batches or more rounds, beside the
+share of waiting that a run prints.
 
     python -m benchmarks.stage_seconds [--steps 7]
 
@@ -69,14 +69,14 @@ HEAD_OF_SCHEDULES = (
 
 
 class StepTime(NamedTuple):
-    """Of one step: wall time, and that of all cores together."""
+    """Time of one step: wall time, and that of all cores together."""
 
     seconds: float
     cpu_seconds: float
 
 
 class PipelineSchedule(NamedTuple):
-    """In which order micro-batches go, and what the backward pass computes again."""
+    """Schedule of micro-batches, and what the backward pass computes again."""
 
     name: str = "gpipe"
     remat: str = "none"
@@ -154,7 +154,7 @@ def waiting(forms: Sequence[PipelineLayout], times: Sequence[float]) -> list[flo
 
 
 def rows(forms: Sequence[PipelineLayout], found: Sequence[StepTime]) -> list[str]:
-    """Of the table."""
+    """Return the rows of the table."""
     by_seconds = waiting(forms, [each.seconds for each in found])
     by_cpu = waiting(forms, [each.cpu_seconds for each in found])
     lines = []
@@ -173,7 +173,7 @@ def rows(forms: Sequence[PipelineLayout], found: Sequence[StepTime]) -> list[str
 
 
 def rows_of_schedules(made: Sequence[CompiledStep], found: Sequence[StepTime]) -> list[str]:
-    """Of the table of schedules."""
+    """Return the rows of the table of schedules."""
     least = found[0].cpu_seconds
     lines = []
     for schedule, steps, each in zip(SCHEDULES, made, found, strict=True):
@@ -193,14 +193,14 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stage_seconds")
     parser.add_argument("--steps", type=int, default=7, help="of each form")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     devices = jax.devices()[:STAGES]
     print(processor())
-    found = measured([CompiledStep(form, devices) for form in FORMS], asked.steps)
+    found = measured([CompiledStep(form, devices) for form in FORMS], args.steps)
     print(HEAD)
     print("\n".join(rows(FORMS, found)), flush=True)
     of_schedules = [CompiledStep(MOST, devices, schedule) for schedule in SCHEDULES]
-    found = measured(of_schedules, asked.steps)
+    found = measured(of_schedules, args.steps)
     print(HEAD_OF_SCHEDULES)
     print("\n".join(rows_of_schedules(of_schedules, found)))
     return 0

@@ -1,5 +1,5 @@
-"""What a device keeps in a step with its layers in stages, and how long stages wait, as rows come
-in more micro-batches, in more passes or in more rounds, and by both schedules.
+"""Memory of a device and waiting of stages in a step with its layers in stages, as rows come in
+more micro-batches, in more passes or in more rounds, and by both schedules.
 
     python -m benchmarks.stages [--topology v5p:2x2x1]
 
@@ -63,7 +63,7 @@ class StageCase(NamedTuple):
 
     @property
     def form(self) -> PipelineLayout:
-        """Of one pass."""
+        """Form of one pass."""
         return PipelineLayout(STAGES, self.rounds, self.rows // self.accumulation)
 
     @property
@@ -122,7 +122,7 @@ def temporaries(case: StageCase, devices: Sequence[Any]) -> int:
 
 
 def row(case: StageCase, num_bytes: int) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     cells = [
         case.schedule,
         case.remat,
@@ -141,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stages")
     parser.add_argument("--topology", help="four devices of another kind, such as v5p:2x2x1")
-    asked = parser.parse_args(argv)
-    if asked.topology:
-        devices = described_devices(asked.topology)
+    args = parser.parse_args(argv)
+    if args.topology:
+        devices = described_devices(args.topology)
     else:
         devices = jax.devices()[:STAGES]
     print(HEAD)

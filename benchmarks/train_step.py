@@ -1,5 +1,5 @@
-"""What a training step costs on a fixed workload, in bfloat16 and float32, with activations of
-either type, without remat and with full remat.
+"""Cost of a training step on a fixed workload, in bfloat16 and float32, with activations of either
+type, without remat and with full remat.
 
     python -m benchmarks.train_step [--write] [--steps 8] [--where]
 
@@ -189,7 +189,7 @@ def where(variant: Variant) -> str:
 
 
 def kind(name: str, op: str) -> str:
-    """What an XLA operation belongs to, from its place in the model."""
+    """Return what an XLA operation belongs to, from its place in the model."""
     is_product = "dot_general" in op
     if "while/body" in op:
         if is_product:

@@ -1,4 +1,4 @@
-"""How fast transformers decodes; run by `benchmarks.generation` with a Python that has torch.
+"""Speed of decoding with transformers; run by `benchmarks.generation` with a Python that has torch.
 
     python benchmarks/transformers_decode.py DIRECTORY DTYPE PROMPT TOKENS ROWS [ROWS ...]
 

@@ -1,4 +1,4 @@
-"""How fast TRL makes steps of GRPO; run by `benchmarks.rl_speed` with a Python that has TRL.
+"""Speed of GRPO steps with TRL; run by `benchmarks.rl_speed` with a Python that has TRL.
 
     python benchmarks/trl_grpo.py FOLDER
 
@@ -51,17 +51,17 @@ class StepClock(transformers.TrainerCallback):
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    asked = json.loads((folder / "rl_speed.json").read_text())
+    settings = json.loads((folder / "rl_speed.json").read_text())
     torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
-        eos_token=asked["end"],
-        pad_token=asked["end"],
+        eos_token=settings["end"],
+        pad_token=settings["end"],
         padding_side="left",
     )
     config = transformers.Qwen2Config(
-        **asked["shape"],
+        **settings["shape"],
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -73,16 +73,16 @@ def main() -> None:
 
     def reward(prompts, completions, completion_ids, **columns):
         clock.tokens.append(sum(map(len, completion_ids)))
-        return [float(bool(re.search(asked["regex"], text))) for text in completions]
+        return [float(bool(re.search(settings["regex"], text))) for text in completions]
 
-    rows = asked["prompts"] * asked["samples"]
+    rows = settings["prompts"] * settings["samples"]
     options = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=rows,
-        num_generations=asked["samples"],
-        max_completion_length=asked["tokens"],
-        max_steps=asked["steps"],
-        learning_rate=asked["learning_rate"],
+        num_generations=settings["samples"],
+        max_completion_length=settings["tokens"],
+        max_steps=settings["steps"],
+        learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,

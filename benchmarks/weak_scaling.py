@@ -1,4 +1,4 @@
-"""What a device computes, keeps and sends as devices are added, each with rows of its own: the
+"""Compute, memory and traffic of a device as devices are added, each with rows of its own: the
 training step of one small model, compiled for 8 to 512 devices that are not here.
 
     python -m benchmarks.weak_scaling [--only WORD] [--write]
@@ -121,7 +121,7 @@ def measure(case: ScalingCase, model: tuple[str, ...] = MODEL) -> FitEstimate:
 
 
 def row(case: ScalingCase, found: FitEstimate) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     sent: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
     for line in found.lines:
         sent[line.kind] += line.num_bytes
@@ -174,9 +174,9 @@ def document(rows: dict[tuple[str, ...], str], text: str) -> str:
         if key in rows:
             table.append(rows[key])
     behind = ""
-    _, mark, told = text.partition("\n## ")
+    _, mark, rest = text.partition("\n## ")
     if mark:
-        behind = f"{mark}{told}"
+        behind = f"{mark}{rest}"
     return head + "\n".join(table) + "\n" + behind
 
 
@@ -185,19 +185,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weak_scaling")
     parser.add_argument("--only", default="", help="rows of which 'MESH on DEVICES ' has this")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     text = RESULTS.read_text() if RESULTS.exists() else ""
     rows = kept_rows(text)
     print(f"| {' | '.join(_COLUMNS)} |")
     for case in cases():
-        if asked.only not in f"{case.mesh} on {case.topology} ":
+        if args.only not in f"{case.mesh} on {case.topology} ":
             continue
         found = measure(case)
         rows[case.mesh, case.topology] = row(case, found)
         print(rows[case.mesh, case.topology], f"{found.compile_seconds:.0f} s", flush=True)
         for warning in found.warnings:
             print(f"XLA gathers an array whole: {warning}", file=sys.stderr)
-        if asked.write:
+        if args.write:
             RESULTS.write_text(document(rows, text))
     return 0
 

@@ -32,7 +32,7 @@ SECONDS = 120.0
 
 
 def run(steps: int, seed: int, variant: str) -> dict[str, float]:
-    """What a run of its own process says that it has learnt.
+    """Return what a run of its own process says that it has learnt.
 
     Raises:
         RuntimeError: it failed; with its output.
@@ -51,7 +51,7 @@ def run(steps: int, seed: int, variant: str) -> dict[str, float]:
 
 
 def problems(variant: str, found: dict[str, float]) -> list[str]:
-    """What a run has not reached."""
+    """Return what a run has not reached."""
     gain = found["after"] - found["before"]
     if variant == SHUFFLED:
         if gain < GAIN_SHUFFLED:
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(VARIANTS), action="append", help="these variants")
     parser.add_argument("--seeds", type=int, default=3, help="of the plain run")
     parser.add_argument("--write", action="store_true", help=f"also to {RESULTS.name}")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     load, _, _ = os.getloadavg()
     lines = [
         "| run | seed | reward before | after | gain | right | form | gap of the sampler | s |",
@@ -98,19 +98,19 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print("\n".join(lines), flush=True)
     failed = []
-    for variant in asked.only or VARIANTS:
+    for variant in args.only or VARIANTS:
         seeds = 1
         if variant == "plain":
-            seeds = asked.seeds
+            seeds = args.seeds
         for seed in range(seeds):
-            found = run(asked.steps, seed, variant)
+            found = run(args.steps, seed, variant)
             lines.append(row(variant, seed, found))
             print(lines[-1], flush=True)
             failed += [f"{variant}, seed {seed}: {what}" for what in problems(variant, found)]
     for what in failed:
         print(f"failed: {what}", file=sys.stderr)
-    if asked.write:
-        RESULTS.write_text(report(lines, load, asked.steps))
+    if args.write:
+        RESULTS.write_text(report(lines, load, args.steps))
     return int(bool(failed))
 
 

@@ -73,7 +73,7 @@ VARIANTS: dict[str, list[str]] = {
     ],
     SHUFFLED: [],
 }
-# Rewards of so many steps at the beginning and at the end are compared.
+# Number of steps at the beginning and at the end whose rewards are compared.
 FIRST = 2
 LAST = 10
 
@@ -86,7 +86,7 @@ def prepared(folder: Path, name: str, option: str) -> str:
 
 
 def train(folder: Path, run_name: str, overrides: Sequence[str], processes: int = 0) -> None:
-    """A run, in so many processes; 0: in this one."""
+    """Train a run in `processes` processes; 0: in this one."""
     config = folder / "common.yaml"
     config.write_text(yaml.safe_dump(COMMON | {"output_dir": str(folder / "runs")}))
     words = [f"config={config}", f"run_name={run_name}", *overrides]
@@ -168,14 +168,14 @@ def greedy(run: Path) -> list[tuple[str, str]]:
     end = tokenizer.eod_id
     assert end is not None
     engine = Engine(model, slots=25, eager=True)
-    asked = []
+    requests = []
     for a in range(task.MOST):
         for b in range(task.MOST):
             ids = [end, *tokenizer.encode(f"{a}+{b}=").tolist()]
             sampling = Sampling(temperature=0.0)
-            asked.append((a + b, engine.submit(ids, 8, sampling, stop_ids=[end])))
+            requests.append((a + b, engine.submit(ids, 8, sampling, stop_ids=[end])))
     engine.run()
-    return [(f"<{right}>$", tokenizer.decode(made.ids)) for right, made in asked]
+    return [(f"<{right}>$", tokenizer.decode(made.ids)) for right, made in requests]
 
 
 def shuffle_advantages() -> None:

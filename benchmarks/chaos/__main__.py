@@ -49,11 +49,11 @@ DOSE = {
 }
 
 
-def dose(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
+def dose(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
     """A little of each fault of one process."""
     for name, trials in DOSE.items():
         part = Tally(name, trials * tally.wanted)
-        FAULTS[name][0](folder, part, asked)
+        FAULTS[name][0](folder, part, args)
         tally.rows += part.rows
         tally.failures += part.failures
 
@@ -78,26 +78,26 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "bucket-faults": (bucket_faults, 200, "a store that fails, of runs behind s3://"),
     "local-kills": (local_kills, 100, "SIGKILL of runs behind s3:// that save between uploads"),
     "goodput": (goodput, 10, "goodput under Poisson kills"),
-    "dose": (dose, 1, "so many doses of each fault of one process, such as CI takes"),
+    "dose": (dose, 1, "a few trials of each fault of one process, as CI runs them"),
 }
 
 
 def main(argv: list[str]) -> int:
     """Runs one kind of fault; 1: something failed."""
-    asked = _parse(_with_fault(argv))
+    args = _parse(_with_fault(argv))
     load, _, _ = os.getloadavg()
     began = time.monotonic()
-    folder = asked.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder = args.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder = folder.expanduser().absolute()
     # So that the garbage collector of a fork does not look through all that was imported.
     gc.collect()
     gc.freeze()
-    job, _, about = FAULTS[asked.fault]
-    tally = Tally(asked.fault, asked.trials, asked.minutes)
+    job, _, about = FAULTS[args.fault]
+    tally = Tally(args.fault, args.trials, args.minutes)
     tally.stop_when_asked()
-    job(folder, tally, asked)
+    job(folder, tally, args)
     print(f"\n{tally.text()}\n\n{time.monotonic() - began:,.0f} s")
-    if asked.write:
+    if args.write:
         words = list(argv)
         if "--directory" in words:
             # A folder of this machine means nothing to readers of the results.
@@ -107,13 +107,15 @@ def main(argv: list[str]) -> int:
         write(about, tally.text(), command, load)
     if tally.failures:
         print(f"what failed is kept in {folder}", file=sys.stderr)
-    elif asked.directory is None:
+    elif args.directory is None:
         shutil.rmtree(folder)
     return int(bool(tally.failures))
 
 
 def _with_fault(argv: list[str]) -> list[str]:
-    """The words of the command line with the name of a fault, which is `kills` if none is given."""
+    """Return the words of the command line with the name of a fault, which is `kills` if none is
+    given.
+    """
     if "--help" in argv:
         return argv
     if argv and not argv[0].startswith("--"):

@@ -96,7 +96,7 @@ NOT_TO_ALL = ("an upload cut short", "no answer in time")
 
 @dataclasses.dataclass(frozen=True)
 class TrialStart:
-    """What a trial begins with: objects below the URL, and whether the host has their copy."""
+    """Start of a trial: objects below the URL, and whether the host has their copy."""
 
     name: str
     contents: dict[str, bytes]
@@ -137,7 +137,7 @@ class BucketScene(Scene):
         return train_forked(words)
 
     def look(self) -> RunFiles:
-        """What is at the URL now."""
+        """Return what is at the URL now."""
         folder = self.folder / "looked" / RUN
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -148,8 +148,9 @@ class BucketScene(Scene):
         return RunFiles(folder)
 
     def starts(self) -> list[TrialStart]:
-        """What trials begin with: nothing, and a run that was stopped half way, with the disk of
-        its host and without."""
+        """Return what trials begin with: nothing, and a run that was stopped half way, with the
+        disk of its host and without.
+        """
         kept_half = self.folder / "half-at-the-url"
         if not kept_half.exists():
             self.begin_with(TrialStart("nothing", {}, disk=False))
@@ -188,8 +189,8 @@ class BucketScene(Scene):
         code = end(self.launch())
         problems = judge(self, code, counted=0)
         if problems or code != 0:
-            told = "; ".join(problems)
-            raise RuntimeError(f"undisturbed, it ended with {code}: {told}; see {self.log(RUN)}")
+            listed = "; ".join(problems)
+            raise RuntimeError(f"undisturbed, it ended with {code}: {listed}; see {self.log(RUN)}")
         requests = self.server.requests()
         path.write_text("\n".join(requests), encoding="utf-8")
         return requests
@@ -208,7 +209,7 @@ class BucketScene(Scene):
 
 
 def judge(scene: BucketScene, code: int | str, counted: int) -> list[str]:
-    """What is wrong with what is at the URL.
+    """Return what is wrong with what is at the URL.
 
     Args:
         code: with which the attempt ended; 0: it must be the end.
@@ -234,10 +235,10 @@ def judge(scene: BucketScene, code: int | str, counted: int) -> list[str]:
     return problems
 
 
-def bucket_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Kills the process of a run behind a URL, so many times."""
+def bucket_kills(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill the process of a run behind a URL, again and again."""
     scene = BucketScene(folder / "bucket")
-    trials = Trials(folder, tally, asked)
+    trials = Trials(folder, tally, args)
     starts = scene.starts()
     requests = {start.name: len(scene.requests(start)) for start in starts}
 
@@ -342,7 +343,7 @@ class BucketVictim:
         return where, problems
 
     def _lost(self) -> list[str]:
-        """That more work is lost than an interval, or two while a save is under way."""
+        """Report that more work is lost than an interval, or two while a save is under way."""
         here = self._scene.disk / "s3" / BUCKET / "runs" / RUN
         if not here.exists():
             return []
@@ -357,10 +358,10 @@ class BucketVictim:
         return ended_with(code, 0) + judge(self._scene, code, self._counted)
 
 
-def bucket_faults(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Has the store of a run behind a URL fail, so many times."""
+def bucket_faults(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Let the store of a run behind a URL fail, again and again."""
     scene = BucketScene(folder / "bucket")
-    trials = Trials(folder, tally, asked)
+    trials = Trials(folder, tally, args)
     starts = scene.starts()
     requests = {start.name: scene.requests(start) for start in starts}
     for number, rng in trials.numbers():
@@ -404,9 +405,9 @@ def _with_fault(
         counted = HALF
     problems = judge(scene, code, counted)
     said = scene.said()
-    told = f"request {skip} of {count} and {times} from there"
+    where = f"request {skip} of {count} and {times} from there"
     if code == 0:
-        return "went on by itself", [f"{what} ({told})" for what in problems]
+        return "went on by itself", [f"{what} ({where})" for what in problems]
     # Another process seems to write where a late request is done.
     problems += ended_with(code, 74, 75)
     errors = [line for line in said.splitlines() if line.startswith("error:")]
@@ -417,17 +418,17 @@ def _with_fault(
     again = end(scene.launch())
     problems += ended_with(again, 0)
     problems += judge(scene, again, scene.look().newest)
-    return f"ended with {code} and went on", [f"{what} ({told})" for what in problems]
+    return f"ended with {code} and went on", [f"{what} ({where})" for what in problems]
 
 
 class Trials:
     """The trials of one kind of fault, in the order of their numbers; those that were made before
     in this folder with this seed are counted, and not made again."""
 
-    def __init__(self, folder: Path, tally: Tally, asked: argparse.Namespace):
+    def __init__(self, folder: Path, tally: Tally, args: argparse.Namespace):
         self._tally = tally
-        self._seed = asked.seed
-        self._path = folder / f"trials-{tally.name}-{asked.seed}.jsonl"
+        self._seed = args.seed
+        self._path = folder / f"trials-{tally.name}-{args.seed}.jsonl"
         self._made: list[dict[str, Any]] = []
         self._next = 0
         if self._path.exists():

@@ -98,14 +98,14 @@ def supervised(scene: Scene, name: str, *overrides: str) -> ForkedProcess:
     return ForkedProcess(job, scene.log(name), scene.environment)
 
 
-def deaths(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Kills one process, so many times."""
-    _disturb(folder, tally, random.Random(asked.seed), signal.SIGKILL)
+def deaths(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill one process, again and again."""
+    _disturb(folder, tally, random.Random(args.seed), signal.SIGKILL)
 
 
-def hangs(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Stops one process, so many times."""
-    _disturb(folder, tally, random.Random(asked.seed), signal.SIGSTOP)
+def hangs(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Stop one process, again and again."""
+    _disturb(folder, tally, random.Random(args.seed), signal.SIGSTOP)
 
 
 def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> None:

@@ -24,7 +24,7 @@ _NAME = "full"
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: int) -> Iterator[bool]:
-    """A file system of so many bytes below `place`; False: this user may not mount one."""
+    """Mount a file system of `size` bytes below `place`; False: this user may not mount one."""
     place.mkdir(parents=True, exist_ok=True)
     mounted = _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
     try:
@@ -41,10 +41,10 @@ def _run(*command: str) -> bool:
         return False
 
 
-def disk(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many sizes, from too small for one checkpoint to a little less than the run needs."""
+def disk(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Try disk sizes, from too small for one checkpoint to a little less than the run needs."""
     scene = Scene(folder / "run")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     reference = scene.reference()
     whole = sum(path.stat().st_blocks * 512 for path in reference.run.rglob("*"))
     with small_disk(folder / "probe", 1 << 20) as mounted:
@@ -60,7 +60,7 @@ def disk(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
                 share = 0.02 + 0.93 * (tally.trials + rng.random()) / tally.wanted
                 size = int(whole * share)
                 stack.enter_context(small_disk(place, size))
-            said, problems = _trial(scene, reference, place, mounted, rng, asked.commands)
+            said, problems = _trial(scene, reference, place, mounted, rng, args.commands)
         ended.append(said)
         tally.count(failure(f"{size:,} bytes", problems), f"{size:,} bytes, {said}")
         if problems:

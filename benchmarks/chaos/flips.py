@@ -32,7 +32,7 @@ from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 
 KINDS = {"flipped bit": 16, "truncated": 2, "removed": 2}
-# One of so many trials is a whole run.
+# One of this many trials is a whole run.
 WHOLE_RUNS = 50
 # How much text is read.
 _MIB = 4
@@ -69,10 +69,10 @@ def damage(folder: Path, rng: random.Random, kinds: dict[str, int]) -> tuple[str
     return kind, path.relative_to(folder).as_posix()
 
 
-def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Damages the newest checkpoint of a run, so many times."""
+def flips_of_checkpoints(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Damage the newest checkpoint of a run, again and again."""
     scene = Scene(folder / "run")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     reference = scene.reference()
     kinds = {**KINDS, "emptied": 1}
     sound = reference.run / "checkpoints"
@@ -80,7 +80,7 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
     alarms = 0
 
     def restores() -> Iterator[dict[str, Any]]:
-        own_rng = random.Random(asked.seed)
+        own_rng = random.Random(args.seed)
         return _restores(sound, folder / "copy", own_rng, kinds, tally.wanted)
 
     for said in apart(restores):
@@ -99,7 +99,7 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
         name = f"{tally.name}-{number}"
         shutil.copytree(reference.run, scene.runs / name)
         what = damage(scene.runs / name / "checkpoints" / sound_name(reference.newest), rng, kinds)
-        code = end(scene.start(name, command=rng.random() < asked.commands))
+        code = end(scene.start(name, command=rng.random() < args.commands))
         left = RunFiles(scene.runs / name)
         problems = left.unlike(reference, whole=True) + ended_with(code, 0)
         if len(left.aside()) != 1:
@@ -190,10 +190,10 @@ def _open_newest(
     return "it never ends"
 
 
-def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Damages a data set of a few blocks, so many times."""
+def flips_of_shards(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Damage a data set of a few blocks, again and again."""
     scene = Scene(folder / "run")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     reference = scene.reference()
     sound = folder / "long" / "data"
     copy = folder / "copy"
@@ -222,7 +222,7 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
         shutil.copytree(scene.folder / "data" / "train", copy)
         kind, where = damage(copy, rng, KINDS)
         name = f"{tally.name}-{number}"
-        is_command = rng.random() < asked.commands
+        is_command = rng.random() < args.commands
         code = end(scene.start(name, f"data.sources.text.path={copy}", command=is_command))
         left = RunFiles(scene.runs / name)
         problems = left.unlike(reference, whole=False) + ended_with(code, 65)
@@ -234,7 +234,7 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
 
 
 def _damage_unlike(copy: Path, contents: list[int], where: str) -> str:
-    """What is wrong with how damaged data is read; empty: nothing.
+    """Return what is wrong with how damaged data is read; empty: nothing.
 
     Args:
         copy: the damaged data.

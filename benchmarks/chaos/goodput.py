@@ -1,5 +1,5 @@
-"""How much of the time a run makes progress when it is killed again and again, compared with the
-best that is possible (Young, Daly).
+"""Goodput of a run that is killed again and again: the share of the time in which it makes
+progress, compared with the best that is possible (Young, Daly).
 
 Kills come at exponential intervals. A pilot measures the seconds of a step, those that a save keeps
 the loop waiting, and those from a kill to the first new step. The recommended interval between
@@ -54,20 +54,21 @@ def best_interval(costs: Costs, between: float) -> float:
     return math.sqrt(2 * costs.save * between)
 
 
-def goodput(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many kills at the recommended interval, and a quarter as many each at a fourth of it and
-    at four times it."""
+def goodput(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Measure the kills at the recommended interval, and a quarter as many each at a fourth of it
+    and at four times it.
+    """
     scene = Scene(folder / "goodput", **CHANGES)
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     pilot, *_ = _run(scene, "pilot", 50, [PILOT_SECONDS])
-    recommended = max(1, round(best_interval(pilot, asked.mtbf) / pilot.step))
+    recommended = max(1, round(best_interval(pilot, args.mtbf) / pilot.step))
     lines = [
         "| interval, steps | kills | seconds | step, ms | save, ms | restart, s | goodput "
         "| best possible | of it |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for factor, share in ((1.0, 1.0), (0.25, 0.25), (4.0, 0.25)):
-        gaps = [rng.expovariate(1 / asked.mtbf) for _ in range(max(1, round(share * tally.wanted)))]
+        gaps = [rng.expovariate(1 / args.mtbf) for _ in range(max(1, round(share * tally.wanted)))]
         steps = max(1, round(recommended * factor))
         costs, useful, wall = _run(scene, f"every-{steps}", steps, gaps, pilot.save)
         reached = useful / wall
@@ -99,7 +100,7 @@ def goodput(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     tally.rows = [(what, tally.trials, len(tally.failures))]
     tally.notes.append("\n".join(lines))
     tally.notes.append(
-        f"Asked for: {asked.mtbf:.0f} s between failures on average; the best possible is for the "
+        f"Asked for: {args.mtbf:.0f} s between failures on average; the best possible is for the "
         "gaps there were."
     )
 

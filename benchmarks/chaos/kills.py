@@ -140,7 +140,8 @@ class Victim:
         return [path for path in found if int(path.name[1:9]) > newest and _changed(path) >= since]
 
     def _judge(self, code: int | str, place: str, began: float, said: str | None) -> Kill | None:
-        """What is wrong with what an attempt has left; None: it reached the end, and nothing is.
+        """Return the problems of what an attempt has left; None: it reached the end without a
+        problem.
 
         Args:
             code: with which it ended.
@@ -199,17 +200,17 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many kills, over as many runs as that takes."""
+def kills(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill runs again and again, over as many runs as that takes."""
     scene = Scene(folder / "run")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     where = collections.Counter[str]()
     lost = []
     runs = 0
     recoveries: dict[bool, list[float]] = {False: [], True: []}
     scene.reference()
     while not tally.done():
-        victim = Victim(scene, f"victim-{runs}", rng, asked.commands, recoveries)
+        victim = Victim(scene, f"victim-{runs}", rng, args.commands, recoveries)
         while not tally.done() and (kill := victim.attempt()):
             if kill.where != "end":
                 where[kill.where] += 1
@@ -250,7 +251,7 @@ def kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
 
 
 def _is_in_save(problem: str) -> bool:
-    """Whether a failure is of a kill inside a save."""
+    """Return whether a failure is of a kill inside a save."""
     where, _, _ = problem.partition(":")
     return any(place in where for place in IN_SAVE)
 

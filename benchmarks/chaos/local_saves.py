@@ -54,13 +54,13 @@ class LocalSavesScene(BucketScene):
         return super().launch(*between, *overrides, fault=fault)
 
     def begin_with(self, start: TrialStart) -> None:
-        """As of a bucket, with an empty disk for the steps between uploads."""
+        """Begin as with a bucket, with an empty disk for the steps between uploads."""
         super().begin_with(start)
         shutil.rmtree(self.fast, ignore_errors=True)
 
     @property
     def place(self) -> Path:
-        """Where the steps of the one process are."""
+        """Return where the steps of the one process are."""
         return self.fast / "s3" / BUCKET / "runs" / RUN / "0"
 
     def on_the_disk(self) -> list[int]:
@@ -114,7 +114,7 @@ class LocalSavesVictim:
         return ended_with(code, 0) + self._judge(code, self._scene.said(before))
 
     def _judge(self, code: int | str, said: str) -> list[str]:
-        """What is wrong after an attempt."""
+        """Return what is wrong after an attempt."""
         scene = self._scene
         left = scene.look()
         problems = left.unlike(scene.undisturbed, whole=code == 0)
@@ -123,7 +123,7 @@ class LocalSavesVictim:
             if int(begun[1]) != self._from:
                 problems.append(f"it went on from step {begun[1]}, where {self._from} was whole")
             if self._is_damaged and "is damaged" not in said:
-                problems.append("nothing said that a step was damaged")
+                problems.append("no message reported the damaged step")
         if left.newest < self._uploaded:
             problems.append(f"lost: step {self._uploaded} was at the URL, {left.saved} are")
         self._uploaded = left.newest
@@ -160,10 +160,10 @@ class LocalSavesVictim:
         return what
 
 
-def local_kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """Kills the process of a run that saves on its disk between uploads, so many times."""
+def local_kills(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill the process of a run that saves on its disk between uploads, again and again."""
     scene = LocalSavesScene(folder / "local")
-    trials = Trials(folder, tally, asked)
+    trials = Trials(folder, tally, args)
     start = TrialStart("nothing", {}, disk=False)
     kill_all(scene, tally, trials, lambda rng: LocalSavesVictim(scene, start))
     tally.rows = [

@@ -63,21 +63,22 @@ NAMES = re.compile(r"[\w.-]+/[\w.-]+|\b[a-z_]+(\.[\w-]+)+\b")
 
 
 class LaunchFault(NamedTuple):
-    """What was done to a run between two launches.
+    """Change to a run between two launches.
 
     Args:
-        what: in words.
+        what: description.
         overrides: of the launch after it.
         failpoint: of the launch after it.
-        names: one of these must be said, if anything is different afterwards; empty: nothing need
-            be.
+        names: one of these must be in the output, if anything is different afterwards; empty:
+            none need be.
         gap: records before the step that the run goes on from may be missing afterwards, which must
             be said.
-        steps: what the launch after it is asked for; 0: as many as the reference has.
-        evaluations: the series of evaluations may be another one afterwards, which must be said.
-        must_say: one of the names must be said in any case.
+        steps: of the launch after it; 0: as many as the reference has.
+        evaluations: the series of evaluations may be another one afterwards, which the
+            output must report.
+        must_say: one of the names must be in the output in any case.
         must_go_on: a refusal would be a failure.
-        mend: overrides of the launch after a refusal; None: the fault is undone before it.
+        fix: overrides of the launch after a refusal; None: the fault is undone before it.
         beside: starts what runs beside the launch after it.
         reference: the run that it must end as.
     """
@@ -91,7 +92,7 @@ class LaunchFault(NamedTuple):
     evaluations: bool = False
     must_say: bool = False
     must_go_on: bool = False
-    mend: tuple[str, ...] | None = None
+    fix: tuple[str, ...] | None = None
     beside: Callable[[Path], ForkedProcess] | None = None
     reference: str = "reference"
 
@@ -143,7 +144,7 @@ def steps_of(run: Path) -> list[Path]:
 
 
 def nan_in_training(stage: MeaningScene, run: Path, rng: random.Random) -> LaunchFault:
-    """In the weights, or in a batch, of a step to come."""
+    """Put a NaN into the weights, or into a batch, of a step to come."""
     place = rng.choice(["before_step", "after_step", "data"])
     if place == "data":
         return LaunchFault(
@@ -309,11 +310,11 @@ def no_checkpoints(stage: MeaningScene, run: Path, rng: random.Random) -> Launch
     shutil.rmtree(folder)
     if rng.random() < 0.5:
         folder.mkdir()
-    mend = None
+    fix = None
     if rng.random() < 0.5:
-        mend = ("checkpoint.start_over=true",)
+        fix = ("checkpoint.start_over=true",)
     return LaunchFault(
-        "no checkpoint is left", names=("has no checkpoint",), must_say=True, mend=mend
+        "no checkpoint is left", names=("has no checkpoint",), must_say=True, fix=fix
     )
 
 
@@ -415,36 +416,37 @@ class FaultTrial:
         return code, said
 
     def _judge_end(self, fault: LaunchFault, said: str) -> None:
-        """It ended with 0: numbers, records and the last checkpoint are the reference's, or what is
-        missing was said."""
+        """Judge a launch that ended with 0: numbers, records and the last checkpoint are the
+        reference's, or its output reports what is missing.
+        """
         reference = RunFiles(self.stage.runs / fault.reference)
         try:
             left = RunFiles(self.run)
         except UserError as error:
             self.problems.append(f"SILENT: what it has left can't be read: {error}")
             return
-        asked = self.stage.steps
+        last_step = self.stage.steps
         if fault.steps:
-            asked = max(fault.steps, int(steps_of(self.base)[-1].name))
+            last_step = max(fault.steps, int(steps_of(self.base)[-1].name))
         self._judge_numbers(fault, left, reference)
         steps = set(left.steps)
-        missing = sorted(set(range(1, asked + 1)) - steps)
-        told = any(name in said for name in fault.names)
-        if missing and not (fault.gap and told):
+        missing = sorted(set(range(1, last_step + 1)) - steps)
+        is_reported = any(name in said for name in fault.names)
+        if missing and not (fault.gap and is_reported):
             self.problems.append(
                 f"SILENT: there are no records of steps {missing[0]} to {missing[-1]}"
             )
         if len(left.steps) != len(steps) or left.steps != sorted(left.steps):
             self.problems.append("records are there twice, or not in order")
-        if asked == self.stage.steps:
+        if last_step == self.stage.steps:
             wanted = keys(reference)
             found = keys(left)
             if not (fault.gap or fault.evaluations) and wanted != found:
                 self.problems.append(
                     f"SILENT: records are missing, or are too many: {sorted(wanted ^ found)[:3]}"
                 )
-            theirs = read_commit(reference.run / "checkpoints" / f"{asked:08d}")
-            ours = self.run / "checkpoints" / f"{asked:08d}"
+            theirs = read_commit(reference.run / "checkpoints" / f"{last_step:08d}")
+            ours = self.run / "checkpoints" / f"{last_step:08d}"
             if not (ours / "commit.json").exists():
                 self.problems.append("there is no checkpoint of the last step")
             elif digests(read_commit(ours)) != digests(theirs):
@@ -461,7 +463,7 @@ class FaultTrial:
                 self.problems.append(f"SILENT: {field.name} differs at {field.first}")
 
     def _judge_steps(self, commits: dict[str, str]) -> None:
-        """It was refused: checkpoints that were good are all there."""
+        """Judge a launch that was refused: checkpoints that were good are all there."""
         there = collections.defaultdict[str, set[str]](set)
         for path in self.run.rglob("commit.json"):
             with contextlib.suppress(ValueError, KeyError):
@@ -482,9 +484,9 @@ class FaultTrial:
     def _go_on(self, fault: LaunchFault, code: int | str) -> None:
         """Undoes the fault, or follows the advice of the message: the same command must end like
         the reference."""
-        overrides = fault.mend or ()
+        overrides = fault.fix or ()
         spoilt_on_disk = code != 75 and not fault.failpoint and not fault.overrides
-        if spoilt_on_disk and fault.mend is None:
+        if spoilt_on_disk and fault.fix is None:
             shutil.rmtree(self.run)
             shutil.copytree(self.base, self.run)
         code, said = self._launch(overrides, None)
@@ -499,8 +501,9 @@ class FaultTrial:
 
 
 def judge_words(fault: LaunchFault, code: int | str, said: str) -> list[str]:
-    """What is wrong with an exit code and with what is said beside it: no message, a traceback, or
-    not a word of the fault."""
+    """Return the problems of an exit code and of the output beside it: no message, a traceback, or
+    no name of the fault.
+    """
     problems = []
     if code not in CODES:
         problems.append(f"ended with {code}")
@@ -520,12 +523,14 @@ def judge_words(fault: LaunchFault, code: int | str, said: str) -> list[str]:
 
 
 def keys(left: RunFiles) -> set[tuple[str, str, int]]:
-    """Which records there are."""
+    """Return which records there are."""
     return {(record["kind"], record.get("set", ""), record["step"]) for record in left.records}
 
 
 def is_sound(step: Path, base: Path) -> bool:
-    """Whether a checkpoint of a spoilt run is still that of the run that it was copied from."""
+    """Return whether a checkpoint of a spoilt run is still that of the run that it was copied
+    from.
+    """
     original = base / "checkpoints" / step.name / "commit.json"
     try:
         return original.exists() and original.read_bytes() == (step / "commit.json").read_bytes()
@@ -534,21 +539,21 @@ def is_sound(step: Path, base: Path) -> bool:
 
 
 def digests(commit: dict[str, Any]) -> dict[str, str]:
-    """Of all arrays, by name."""
+    """Return the digests of all arrays, by name."""
     return {name: array["digest"] for name, array in commit["arrays"].items()}
 
 
-def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many faults, of each kind in turn."""
+def meaning(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Try faults of each kind in turn."""
     stage = MeaningScene(folder / "meaning")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     counts = collections.Counter[str]()
     failed = collections.Counter[str]()
     ends = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     while not tally.done():
-        kind = list(KINDS)[(tally.trials + asked.seed) % len(KINDS)]
+        kind = list(KINDS)[(tally.trials + args.seed) % len(KINDS)]
         name = f"{tally.name}-{tally.trials}"
-        trial = FaultTrial(stage, name, rng, asked.commands)
+        trial = FaultTrial(stage, name, rng, args.commands)
         what, ended, problems = trial.make(KINDS[kind])
         counts[kind] += 1
         failed[kind] += bool(problems)

@@ -59,7 +59,7 @@ CHANGES = {
 
 
 class JobShape(NamedTuple):
-    """How a job is laid out: on how many processes, and how its batch and its weights are split."""
+    """Layout of a job: the number of processes, and the split of its batch and its weights."""
 
     processes: int
     data: int
@@ -148,7 +148,9 @@ class MeshJob:
 
 
 def unlike(left: RunFiles, reference: RunFiles) -> tuple[list[str], float]:
-    """How a run differs from the reference, and the largest relative difference of a loss."""
+    """Return how a run differs from the reference, and the largest relative difference of a
+    loss.
+    """
     problems = []
     largest = 0.0
     if left.steps != list(range(1, left.last + 1)):
@@ -180,11 +182,12 @@ def unlike(left: RunFiles, reference: RunFiles) -> tuple[list[str], float]:
     return problems, largest
 
 
-def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many attempts, each with another layout than the one before it; the last attempt of a run
-    reaches its end, most others are stopped."""
+def meshes(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Make attempts, each with another layout than the one before it; the last attempt of a run
+    reaches its end, most others are stopped.
+    """
     scene = Scene(folder / "meshes", **CHANGES)
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     # Nearly every layout is compiled anew, which must not take long.
     scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     reference = scene.reference()

@@ -1,4 +1,6 @@
-"""Which faults were tried and how many of them failed, and the file of results."""
+"""Results of trials: the faults that were tried, how many of them failed, and the file of
+results.
+"""
 
 import dataclasses
 import datetime
@@ -42,8 +44,9 @@ class Tally:
     _stopped: bool = False
 
     def stop_when_asked(self) -> None:
-        """From now on, SIGINT and SIGTERM let the current trial finish and begin no other; the
-        table then has fewer trials."""
+        """Let SIGINT and SIGTERM finish the current trial and begin no other; the table then has
+        fewer trials.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
@@ -51,7 +54,7 @@ class Tally:
         self._stopped = True
 
     def done(self) -> bool:
-        """Whether there were enough trials, or no time is left."""
+        """Return whether there were enough trials, or no time is left."""
         return (
             self._stopped
             or self.trials >= self.wanted

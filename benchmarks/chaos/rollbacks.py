@@ -75,7 +75,7 @@ class RollbackScene(Scene):
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
     ) -> ForkedProcess | subprocess.Popen:
-        """With the NaN, and with another fault if there is one."""
+        """Start a run with the NaN, and with another fault if there is one."""
         faults = ",".join(filter(None, [FAULT, fault]))
         return super().start(run, *overrides, fault=faults, command=command)
 
@@ -160,8 +160,9 @@ class RollbackVictim:
             time.sleep(rng.uniform(0, 0.2))
 
     def _judge(self, code: int | str) -> list[str]:
-        """What is wrong with what an attempt has left. It is compared with the reference up to the
-        next rollback."""
+        """Return what is wrong with what an attempt has left. It is compared with the reference up
+        to the next rollback.
+        """
         left = RunFiles(self.run)
         found = read_rollbacks(self.run) or []
         problems = ended_with(code, 0, -signal.SIGKILL)
@@ -191,8 +192,8 @@ class RollbackVictim:
 def unlike_so_far(
     left: RunFiles, reference: RunFiles, planned: list[Rollback], written: int
 ) -> list[str]:
-    """How records differ from the reference's, up to the first step that will be left out and was
-    not left out yet.
+    """Return how records differ from the reference's, up to the first step that will be left out
+    and was not left out yet.
 
     Args:
         left: what a killed run has left; its records are cut.
@@ -222,15 +223,17 @@ def unlike_so_far(
     return left.unlike(reference, whole=False)
 
 
-def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many kills, over as many runs as that takes; the last run goes on to its end."""
+def rollbacks(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill runs again and again, over as many runs as that takes; the last run goes on to its
+    end.
+    """
     scene = RollbackScene(folder / "rollbacks")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     where = collections.Counter[str]()
     taken = runs = 0
     scene.reference()
     while not tally.done():
-        victim = RollbackVictim(scene, f"{tally.name}-{runs}", rng, asked.commands)
+        victim = RollbackVictim(scene, f"{tally.name}-{runs}", rng, args.commands)
         problems: list[str] = []
         while not tally.done() and not problems:
             struck = victim.attempt()

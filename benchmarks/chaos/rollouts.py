@@ -130,7 +130,9 @@ class RolloutScene(Scene):
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
     ) -> ForkedProcess | subprocess.Popen:
-        """With a line for each place, the variant's own fault, and another one if there is one."""
+        """Start a run with a line for each place, the variant's own fault, and another one if there
+        is one.
+        """
         lines = [f"{place}:delay=0" for place in PLACES]
         faults = ",".join([*filter(None, [self.fault]), *lines, *filter(None, [fault])])
         return super().start(run, *overrides, fault=faults, command=command)
@@ -228,7 +230,7 @@ class RolloutVictim:
         return phase, problems
 
     def end_unlike(self) -> list[str]:
-        """How the run that has ended differs from the reference."""
+        """Return how the run that has ended differs from the reference."""
         since = 0
         if not self.scene.values["grpo"].get("keep_rollouts"):
             since = min(self.reference.saved)
@@ -273,7 +275,7 @@ class RolloutVictim:
         return found
 
     def _judge(self, code: int | str) -> list[str]:
-        """What is wrong with what an attempt has left."""
+        """Return what is wrong with what an attempt has left."""
         left = RunFiles(self.run)
         written = read_rollbacks(self.run) or []
         problems = ended_with(code, 0, -signal.SIGKILL)
@@ -300,11 +302,11 @@ class RolloutVictim:
 
 
 def rollouts_unlike(run: Path, reference: Path, whole: bool, since: int = 0) -> list[str]:
-    """How the stored rollouts of a run differ from those of the reference.
+    """Return how the stored rollouts of a run differ from those of the reference.
 
     Args:
         run: the folder of the run.
-        reference: likewise, of the one that nobody disturbed.
+        reference: the folder of the undisturbed run.
         whole: both have ended. Before, a rollout may be of steps that are taken back later, and is
             only looked at for damage.
         since: rollouts of earlier steps may be missing: when they are removed depends on when saves
@@ -343,7 +345,7 @@ def contents(folder: Path, problems: list[str]) -> dict[str, str]:
 
 
 def outlived(pid: int) -> list[str]:
-    """That processes of rewards have outlived the run that started them."""
+    """Report processes of rewards that have outlived the run that started them."""
     deadline = time.monotonic() + ENDING
     while servers := _servers_of(pid):
         if time.monotonic() > deadline:
@@ -363,9 +365,11 @@ def _servers_of(pid: int) -> list[int]:
     return found
 
 
-def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many kills, over as many runs as that takes; the last run goes on to its end."""
-    rng = random.Random(asked.seed)
+def rollouts(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Kill runs again and again, over as many runs as that takes; the last run goes on to its
+    end.
+    """
+    rng = random.Random(args.seed)
     phases = collections.Counter[str]()
     variants = collections.Counter[str]()
     seconds: list[float] = []
@@ -375,7 +379,7 @@ def rollouts(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         scenes[variant] = RolloutScene(folder / f"rollouts-{number}", variant)
     while not tally.done():
         variant = list(VARIANTS)[runs % len(VARIANTS)]
-        victim = RolloutVictim(scenes[variant], f"victim-{runs}", rng, asked.commands, seconds)
+        victim = RolloutVictim(scenes[variant], f"victim-{runs}", rng, args.commands, seconds)
         problems: list[str] = []
         while not tally.done() and not problems:
             struck = victim.attempt()

@@ -45,10 +45,10 @@ NOTHING_NEW = ("interrupted. Run", "nothing is left to save")
 SECOND = 0.15
 
 
-def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many signals, phase by phase, over as many runs as that takes."""
+def terms(folder: Path, tally: Tally, args: argparse.Namespace) -> None:
+    """Send signals, phase by phase, over as many runs as that takes."""
     scene = Scene(folder / "run")
-    rng = random.Random(asked.seed)
+    rng = random.Random(args.seed)
     counts = collections.Counter[str]()
     failed = collections.Counter[str]()
     seconds = []
@@ -58,7 +58,7 @@ def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     while not tally.done():
         at_once = rng.random() < SECOND
         phase = list(PHASES)[tally.trials % len(PHASES)]
-        code, problems, took = _trial(scene, name, phase, rng, at_once, asked.commands)
+        code, problems, took = _trial(scene, name, phase, rng, at_once, args.commands)
         what = phase
         if at_once and code != 75:
             what = f"{phase}, second signal"

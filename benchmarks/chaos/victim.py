@@ -143,7 +143,9 @@ def _become(job: Callable[[], int], log: Path, environment: Mapping[str, str]) -
 
 
 def train_forked(words: Sequence[str]) -> int:
-    """What `python -m maxtrain.train` does with these words, in this process; the exit code."""
+    """Return what `python -m maxtrain.train` does with these words, in this process; the exit
+    code.
+    """
     sys.argv = ["maxtrain/trainer/loop.py", *words]
     return loop.main(from_command_line(words, "python -m maxtrain.train"))
 
@@ -196,7 +198,7 @@ class Scene:
         return self.folder / f"{run}.log"
 
     def reference(self) -> "RunFiles":
-        """What a run leaves that nobody disturbs; made once."""
+        """Return what a run leaves that nobody disturbs; made once."""
         if not (self.runs / "reference").exists():
             code = end(self.start("reference"))
             if code != 0:
@@ -235,7 +237,8 @@ def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS)
 
 
 def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What a job yields, which runs in a process forked from this one; it is passed on as JSON.
+    """Yield what a job yields, which runs in a process forked from this one; it is passed on as
+    JSON.
 
     Raises:
         RuntimeError: the process failed.
@@ -279,7 +282,7 @@ def end(process: ForkedProcess | subprocess.Popen, patience: float = PATIENCE) -
 
 
 class RunFiles:
-    """What a run has left on the disk: its records, and the checkpoints that count."""
+    """Files of a run on the disk: its records, and the checkpoints that count."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -299,7 +302,7 @@ class RunFiles:
         return [path.name for path in (self.run / "checkpoints").glob("*.damaged-*")]
 
     def unlike(self, reference: "RunFiles", whole: bool) -> list[str]:
-        """How the records so far differ from those of a reference in any bit.
+        """Return how the records so far differ from those of a reference in any bit.
 
         Args:
             reference: what an undisturbed run has left.
@@ -322,7 +325,7 @@ class RunFiles:
         return problems
 
     def keys(self) -> list[tuple[str, str | None, int]]:
-        """Which records there are, in order."""
+        """Return which records there are, in order."""
         return [(record["kind"], record.get("set"), record["step"]) for record in self.records]
 
     def _end_unlike(self, reference: "RunFiles") -> list[str]:
@@ -356,7 +359,7 @@ def wait_for(
     process: ForkedProcess | subprocess.Popen,
     patience: float = PATIENCE,
 ) -> bool:
-    """Whether something became true before the process ended, and before patience did."""
+    """Return whether something became true before the process ended, and before patience did."""
     deadline = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < deadline:
         if condition():
@@ -366,8 +369,9 @@ def wait_for(
 
 
 class AttemptProgress:
-    """How far an attempt of a run has come: whether it has opened its records, from which it drops
-    those after the step that it goes on from, and whether it has made a step."""
+    """Progress of an attempt of a run: whether it has opened its records, from which it drops those
+    after the step that it goes on from, and whether it has made a step.
+    """
 
     def __init__(self, run: Path, newest: int):
         self._run = run
@@ -376,11 +380,11 @@ class AttemptProgress:
         self._before = self._identity()
 
     def opened(self) -> bool:
-        """Whether the attempt has opened its records."""
+        """Return whether the attempt has opened its records."""
         return self._identity() != self._before
 
     def has_made_a_step(self) -> bool:
-        """Whether a record of a new step is there."""
+        """Return whether a record of a new step is there."""
         # The file is read while it is written.
         with contextlib.suppress(ValueError, OSError, KeyError):
             return self.opened() and reached_step(self._run) > self._newest
@@ -393,7 +397,7 @@ class AttemptProgress:
 
 
 def ended_with(code: int | str, *allowed: int) -> list[str]:
-    """That a command ended with another exit code than it should; empty: it did not."""
+    """Report that a command ended with another exit code than it should; empty if it did not."""
     if code in allowed:
         return []
     return [f"ended with {code}"]

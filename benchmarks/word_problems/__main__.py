@@ -27,7 +27,7 @@ GAIN = 0.06
 
 
 def gain(outcome: ExperimentOutcome) -> float:
-    """How many more of the held-out questions are answered right, as a share."""
+    """Return how many more of the held-out questions are answered right, as a share."""
     return outcome.after[ALL_KINDS].share - outcome.before[ALL_KINDS].share
 
 
@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--folder", type=Path, help="for all files, which are kept (default: one that is removed)")
     add("--write", action="store_true", help=f"write {RESULTS.name} and {PICTURE.name}")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="word-problems-") as passing:
-        folder = asked.folder or Path(passing)
+        folder = args.folder or Path(passing)
         folder.mkdir(parents=True, exist_ok=True)
         outcome = run_all(folder)
         text = report(outcome, load)
         print(text)
-        if asked.write:
+        if args.write:
             RESULTS.write_text(text)
             draw(outcome, folder / "runs" / GRPO, PICTURE)
     gained = gain(outcome)

@@ -49,7 +49,7 @@ def _title(axes: Any, text: str) -> None:
 
 
 def _draw_accuracy(axes: Any, evals: Sequence[Mapping[str, Any]]) -> None:
-    """Of the evaluation set, over steps."""
+    """Draw the accuracy of the evaluation set, over steps."""
     steps, values = columns(evals, "accuracy")
     axes.plot(steps, values, color=_AFTER, linewidth=2, marker="o", markersize=5, clip_on=False)
     axes.fill_between(steps, values, values[0], color=_AFTER, alpha=0.08, linewidth=0)
@@ -76,7 +76,7 @@ def _draw_accuracy(axes: Any, evals: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_reward(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
-    """Of the completions that the steps train on."""
+    """Draw the reward of the completions that the steps train on."""
     steps, values = columns(train, "reward")
     axes.plot(steps, values, color=_REWARD, linewidth=0.8, alpha=0.35)
     axes.plot(steps, smooth(values), color=_REWARD, linewidth=2)

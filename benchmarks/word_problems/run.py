@@ -38,7 +38,7 @@ _ALL = 1_000_000
 
 
 class AccuracyScore(NamedTuple):
-    """Of so many questions, how many were answered right."""
+    """Score on a set of questions: how many were answered right."""
 
     right: int
     questions: int
@@ -49,15 +49,15 @@ class AccuracyScore(NamedTuple):
 
     @property
     def standard_error(self) -> float:
-        """Of the share, by the choice of questions."""
+        """Standard error of the share, by the choice of questions."""
         return (self.share * (1 - self.share) / self.questions) ** 0.5
 
 
 class ExperimentOutcome(NamedTuple):
-    """What came of all commands.
+    """Outcome of all commands.
 
     Attributes:
-        seconds: that each command took, from its start to its end.
+        seconds: of each command, from its start to its end.
         before, after: scores of all held-out questions, and by the kind of problem.
         folder: the runs are in its folder `runs`.
     """
@@ -100,7 +100,7 @@ def run_all(folder: Path, overrides: Sequence[str] = ()) -> ExperimentOutcome:
 
 
 def _run(words: Sequence[str], folder: Path) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     program = [sys.executable]
     if words[0] == "maxtrain":
         program += ["-m", "maxtrain.cli"]
