@@ -82,7 +82,8 @@ class HostBatch(NamedTuple):
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected
     document of its k-th pair. Of data whose documents have a number each, there is also value
     (float32 [b, T]): that of each position's document, 0 in padding. So is what was attached
-    (`_Dataset.attach`), by its name. A teacher's stored logits have the arrays of teacher_logits.py.
+    (`_Dataset.attach`), by its name. A teacher's stored logits have the arrays of
+    teacher_logits.py.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of

@@ -157,8 +157,8 @@ def checks_of(path: Path) -> bytes:
 
 
 class StoredTeacher:
-    """Reader of a teacher's stored logits for the tokens of shards. Use `open`. Picklable; threads may share
-    an instance.
+    """Reader of a teacher's stored logits for the tokens of shards. Use `open`. Picklable; threads
+    may share an instance.
 
     Args:
         folder: of the files.

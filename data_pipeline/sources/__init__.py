@@ -1,5 +1,5 @@
-"""Sources of documents: one file per format of input. Each finds `InputRange`s of files and reads the
-documents of a piece.
+"""Sources of documents: one file per format of input. Each finds `InputRange`s of files and reads
+the documents of a piece.
 """
 
 from data_pipeline.sources import (

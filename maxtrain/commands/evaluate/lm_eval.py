@@ -1,10 +1,10 @@
 """Tasks of EleutherAI's lm-evaluation-harness: `maxtrain evaluate RUN --tasks NAME`.
 
-The harness sends requests; `HarnessAnswers` serves them with our scores and our generation. The package of
-the harness is imported when it is needed, without torch. Log-probabilities of a text follow the
-rules of the harness's own model of transformers: an empty context is the token that texts begin
-with, a text that is too long loses its beginning, and long documents are read in windows that do
-not overlap.
+The harness sends requests; `HarnessAnswers` serves them with our scores and our generation. The
+package of the harness is imported when it is needed, without torch. Log-probabilities of a text
+follow the rules of the harness's own model of transformers: an empty context is the token that
+texts begin with, a text that is too long loses its beginning, and long documents are read in
+windows that do not overlap.
 """
 
 import argparse
