@@ -112,7 +112,7 @@ def test_a_place_that_fails_is_told_of_with_growing_gaps_and_stops_nothing(
         and "so far 8 copies failed, 0 did not" in told[-1]
         and "No space left" in told[0]
     )
-    assert "Training goes on; mend " in told[0]
+    assert "Training goes on. Check " in told[0]
     monkeypatch.setattr(mirror, "copy_step", works)
     checkpoints.copy_newest()
     assert checkpoints.settle(30) == "" and whole(checkpoints.second) == [9]
@@ -268,7 +268,7 @@ def test_a_folder_that_is_gone_is_told_of_and_not_made(tmp_path, told):
     far.rmdir()
     checkpoints.save(1, state(1), {"step": 1})
     assert "lacks the newest checkpoint" in checkpoints.settle(30) and not far.exists()
-    assert f"{far} is no directory" in told[0] and "Training goes on; mend" in told[0]
+    assert f"{far} is no directory" in told[0] and "Training goes on. Check" in told[0]
     far.mkdir()
     checkpoints.copy_newest()
     assert checkpoints.settle(30) == "" and whole(far / "run" / "checkpoints") == [1]
