@@ -221,7 +221,7 @@ class SampledTokens(NamedTuple):
 
 
 class History(NamedTuple):
-    """Which tokens each row has.
+    """The tokens that each row has.
 
     Args:
         seen: whether each token is in the prompt or was generated.

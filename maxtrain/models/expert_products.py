@@ -50,7 +50,7 @@ class ExpertAssignment(NamedTuple):
 
 
 class ExpertSharding(NamedTuple):
-    """How experts are sharded over the mesh; None: not sharded.
+    """The sharding of experts over the mesh; None: not sharded.
 
     Attributes:
         units: mesh axis of the experts' hidden units.

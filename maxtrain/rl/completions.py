@@ -60,7 +60,7 @@ class Completion(NamedTuple):
 
     @classmethod
     def of(cls, made: Generation) -> "Completion":
-        """What the engine has made."""
+        """Return the completion that the engine has generated."""
         return cls(made.ids_with_end(), made.ended_by is not None, made.logprobs)
 
     def joined(self, rest: "Completion") -> "Completion":

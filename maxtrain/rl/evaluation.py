@@ -31,7 +31,7 @@ REWARD = "reward"
 
 
 class ScoredCompletions(NamedTuple):
-    """What a model makes of N prompts.
+    """The completions of N prompts by a model, with their scores.
 
     Attributes:
         prompts: the prompts.

@@ -23,7 +23,7 @@ from maxtrain.rl.sampler import as_sampled, stop_ids
 
 
 class Completions(NamedTuple):
-    """What a model makes of N prompts.
+    """The completions of N prompts by a model.
 
     Attributes:
         prompts: the prompts.

@@ -1,4 +1,5 @@
-"""Which arrays of a model train, which are frozen, and which change without a gradient.
+"""Partition of a model's arrays: those that train, those that are frozen, and those that change
+without a gradient.
 
 The step takes gradients of one part of the parameters. Every other user of a model gets the parts
 joined.

@@ -19,7 +19,7 @@ _LONGEST_NAME = 60
 
 
 class BatchAgreement(NamedTuple):
-    """What the processes reported about some steps."""
+    """The reports of the processes about some steps."""
 
     # The checksum of the tokens of each batch, over all parts.
     contents: list[int]

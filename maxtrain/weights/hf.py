@@ -215,12 +215,12 @@ def _load(
     threads: concurrent.futures.Executor,
 ) -> dict[str, jax.Array]:
     """Return the parameters of some entries, sharded as requested."""
-    asked: list[TensorRead] = []
+    reads: list[TensorRead] = []
     found: dict[str, _ArrayRead] = {}
     for entry in entries:
-        found |= _ask_for(entry, files, leaves, asked, threads)
-    read_all(asked, threads)
-    asked.clear()
+        found |= _ask_for(entry, files, leaves, reads, threads)
+    read_all(reads, threads)
+    reads.clear()
     arrays = {}
     for name, array in found.items():
         leaf = array.leaf
@@ -233,7 +233,7 @@ def _ask_for(
     entry: ParamMapping,
     files: Files,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
-    asked: list[TensorRead],
+    reads: list[TensorRead],
     threads: concurrent.futures.Executor,
 ) -> dict[str, _ArrayRead]:
     """Return the parameters of an entry, whose memory is filled once all requested reads are
@@ -243,7 +243,7 @@ def _ask_for(
     tensors = {}
     for name, shape in entry.tensor_shapes(shapes).items():
         read = functools.partial(read_part, files[name], ours[0].dtype, threads)
-        write = functools.partial(_ask, asked, files[name])
+        write = functools.partial(_ask, reads, files[name])
         tensors[name] = LazyArray(shape, read, write)
     found = {}
     for (name, lazy), leaf in zip(entry.inverse(tensors, shapes).items(), ours, strict=True):
@@ -257,9 +257,9 @@ def _ask_for(
     return found
 
 
-def _ask(asked: list[TensorRead], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
+def _ask(reads: list[TensorRead], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
     """Request that a part of a tensor is read into memory."""
-    asked.append(TensorRead(stored, part, out))
+    reads.append(TensorRead(stored, part, out))
 
 
 def _part(index: Sequence[slice] | None, shape: Shape) -> Part:

@@ -9,7 +9,7 @@ A part is dequantised when it is read, some rows at a time, straight to where it
   its numbers are numbers of bfloat16.
 * FP8, as DeepSeek V3 and Qwen 3: `NAME` is of 8 bits (e4m3) [outputs, inputs], and `NAME_scale_inv`
   is what each block of 128x128 is multiplied by, the last ones of which may be smaller. Products
-  are those of float32, rounded once to the type that is asked for.
+  are those of float32, rounded once to the requested type.
 
 Sources: https://arxiv.org/abs/2310.10537 (MXFP4); https://arxiv.org/abs/2412.19437, section 3.3
     (FP8).

@@ -172,7 +172,7 @@ def test_a_text_is_the_same_in_any_company(sampling):
 
 
 def count_read(monkeypatch):
-    """Return the number of tokens of prompts that are read, without padding."""
+    """Return a list to which each read of prompts adds its number of tokens, without padding."""
     counted = []
     read = programs.read_into
 

@@ -193,8 +193,8 @@ def test_what_is_no_distillation_is_refused(options, mend):
 
 @pytest.fixture(scope="module")
 def trained(tiny, models):
-    """Train three steps of distillation on a mesh of this shape. Returns the losses and divergences
-    of each, and the teacher before and after."""
+    """Function that trains three steps of distillation on a mesh of this shape. It returns the
+    losses and divergences of each, and the teacher before and after."""
     _, weights = models[TEACHER]
     objective = distill(TEMPERATURE, WEIGHT)
 

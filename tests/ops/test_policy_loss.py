@@ -26,7 +26,7 @@ CASES = {
 
 
 def averaged(loss, mask, loss_type):
-    """Return TRL's divisor of a sum over tokens."""
+    """Average a loss over tokens with TRL's divisor."""
     if loss_type == "grpo":
         return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
     if loss_type == "dr_grpo":

@@ -37,7 +37,7 @@ def together(address):
 
 
 def outcome(job):
-    """Return the rank of a process and the number of processes, or the error that it raised."""
+    """Return the number of processes and the rank of one, or the error that it raised."""
     if job.exception():
         return job.exception()
     count, index, _ = job.result()

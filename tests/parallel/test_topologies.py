@@ -28,7 +28,7 @@ from maxtrain.parallel.topologies import (
 
 @pytest.fixture(autouse=True)
 def cache() -> Iterator[None]:
-    """Cache of compiled programs, which the description of devices turns off."""
+    """Turn the cache of compiled programs on again, which describing devices turns off."""
     yield
     jax.config.update("jax_enable_compilation_cache", True)
 

@@ -66,7 +66,7 @@ def config(tmp_path_factory, this_process) -> Path:
 
 @pytest.fixture
 def same_files(config) -> Iterator[None]:
-    """Check that the files of the log-probabilities of references are unchanged afterwards."""
+    """Restore the files of the log-probabilities of references after a test."""
     before = {path: path.read_bytes() for path in files(config, "*")}
     yield
     for path in files(config, "*"):

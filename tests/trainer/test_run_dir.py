@@ -81,7 +81,8 @@ def refused(folder, run, capsys, *overrides):
 
 
 def goes_on(folder, run, capsys, *overrides):
-    """Return the message of a launch whose chain ends at the intact weights of the run."""
+    """Launch a run that ends at the same weights as one that nobody disturbed. Returns its
+    output."""
     capsys.readouterr()
     assert train(folder, run.name, *overrides) == 0
     assert weights(run) == weights(folder / "runs" / "whole")

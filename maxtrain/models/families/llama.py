@@ -325,7 +325,7 @@ _LLAMA3_1B = dataclasses.replace(
 
 
 def _stretched(config: ModelConfig, factor: float) -> ModelConfig:
-    """For the contexts of Llama 3.1 and later."""
+    """Return the config with the contexts of Llama 3.1 and later."""
     return dataclasses.replace(
         config, max_length=131_072, rope_scaling="llama3", rope_factor=factor
     )

@@ -21,7 +21,8 @@ from maxtrain.parallel.sharding import LENGTH, length_shards, partition_spec
 
 
 class ContextSplit(NamedTuple):
-    """How rows are sharded; without a mesh that does so, everything stays unchanged.
+    """The sharding of rows along the sequence; without a mesh that shards them, everything is
+    unchanged.
 
     Attributes:
         exchange: as for `Mask`.

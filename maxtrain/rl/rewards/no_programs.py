@@ -27,7 +27,7 @@ class ForbiddenOperationError(PermissionError):
 
 
 class _AuditHookState:
-    """Whether this process has the hook, and whether it refuses."""
+    """State of the hook of this process: installed or not, and refusing or not."""
 
     has_hook = False
     refuses = False

@@ -454,8 +454,8 @@ class _ItemBatch:
 
 
 def _search_path() -> list[str]:
-    """Where workers look for modules: where this process does, and last in the current folder, which
-    only `python -m` looks into by itself."""
+    """Return the directories where workers look for modules: those of this process, and last the
+    current folder, which only `python -m` searches by itself."""
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         return sys.path

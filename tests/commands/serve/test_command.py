@@ -120,7 +120,7 @@ def served(folder, adapters):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The output of the model by itself."""
+    """Function that returns the output of the model by itself."""
     model, _ = load_pretrained(folder)
     tokenizer = load_tokenizer(folder)
 

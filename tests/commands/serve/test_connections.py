@@ -68,7 +68,7 @@ def running():
 
 @pytest.fixture
 def address(running):
-    """Address of a server without connections."""
+    """Address of the server once it has no connections."""
     address, server, _ = running
     end = time.monotonic() + 30
     while server.server_state.connections:

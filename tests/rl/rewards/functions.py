@@ -25,7 +25,7 @@ def best_of_group(prompts, completions, completion_ids, answer, **columns):
 
 
 def as_told(prompts, completions, completion_ids, **columns):
-    """Return the reward that the completion names."""
+    """Do what each completion names, such as hang, raise, or return a reward."""
     results = []
     for text in completions:
         if text == "hang":

@@ -18,7 +18,7 @@ NOWHERE = "tests.rl.rewards.test_code:nowhere"
 
 
 def nowhere():
-    """Pretend, in a worker, that the machine cannot confine programs."""
+    """Return, in a worker, the support of a machine that cannot confine programs."""
     return list(ConfinementSupport("", "there is no Landlock"))
 
 
