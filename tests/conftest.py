@@ -113,7 +113,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Processes started by tests keep their bytecode, as those of users do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# What checks calls. The tower: an int is fine where a float is asked for, as in PEP 484.
+# What checks calls. The tower: an int is fine where a float is expected, as in PEP 484.
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 
 # A busy machine is no failure, so no example has a deadline.
@@ -277,7 +277,7 @@ def this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[FaultyS3]:
-    """A bucket of a local S3 server that can be told to fail."""
+    """A bucket of a local S3 server that can inject faults."""
     pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
     with FaultyS3() as server:
         yield server
@@ -296,7 +296,7 @@ def gs_server() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs_server", marks=pytest.mark.long)])
 def store(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A bucket of a local server of s3://, or of gs://, that can be told to fail: a FaultyS3, or a
+    """A bucket of a local server of s3://, or of gs://, that can inject faults: a FaultyS3, or a
     FaultyGS."""
     server = request.getfixturevalue(request.param)
     server.begin([])

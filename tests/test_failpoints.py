@@ -1,4 +1,4 @@
-"""Faults on purpose: where they are asked for, and nowhere else."""
+"""Failpoints act where they are set, and nowhere else."""
 
 import errno
 import os

@@ -254,7 +254,7 @@ def test_on_a_mesh_the_tokens_are_the_same():
     graphdef, abstract = abstract_model(single.config, FLOAT32, mesh)
     model = nnx.merge(graphdef, jax.device_put(nnx.state(single), shardings(abstract)))
     assert generate(model, PROMPTS[:3], max_tokens=5, temperature=0.0) == expected
-    with jax.set_mesh(mesh):  # four rows, of which one is not asked for
+    with jax.set_mesh(mesh):  # four rows, of which one is not requested
         assert generate(model, PROMPTS[:3], max_tokens=5, temperature=0.0) == expected
 
 

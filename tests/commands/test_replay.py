@@ -129,7 +129,7 @@ def dense(config, finished, tmp_path):
 
 
 def replayed(folder, steps, capsys, *overrides):
-    """Exit code, and what was said on both streams."""
+    """Return the exit code, and the output on both streams."""
     code = replay.main([str(folder), "--steps", steps, *overrides])
     said = capsys.readouterr()
     return code, said.out + said.err

@@ -37,7 +37,7 @@ def pieces(text: str) -> list[str]:
 
 
 def check_problem(overrides: list[str], value: str, mend: str) -> None:
-    """These overrides have one problem, whose text has the value and the mend."""
+    """Check that these overrides have one problem, whose text has the value and the advice."""
     (problem,) = problems(*overrides)
     assert value in problem, problem
     assert re.search(r"\. (Set|Add|Give) ", problem), f"no mend: {problem}"

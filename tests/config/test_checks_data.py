@@ -1,4 +1,5 @@
-"""Rules of data, evaluation, folders, steps and checkpoints: each message has the value and the mend."""
+"""Rules of data, evaluation, folders, steps and checkpoints: each message has the value and the
+advice."""
 
 import pytest
 

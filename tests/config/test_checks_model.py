@@ -1,4 +1,5 @@
-"""Rules of the model, its initial weights and the mesh: each message has the value and the mend."""
+"""Rules of the model, its initial weights and the mesh: each message has the value and the
+advice."""
 
 import pytest
 

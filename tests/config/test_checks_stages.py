@@ -34,7 +34,7 @@ def base() -> RunConfig:
 def staged(
     family, layers, stage, rounds=1, vocabulary=VOCABULARY, init_from=None, slow=1
 ) -> RunConfig:
-    """A config with so many layers in so many stages; not checked."""
+    """Return a config with this number of layers and stages; not checked."""
     config = base()
     model = dataclasses.replace(
         config.model,
@@ -133,7 +133,7 @@ def found_in(config) -> list[str]:
             "mesh.stage=3 must divide model.num_layers=4.",
             "Set mesh.stage to 1, 2 or 4.",
         ),
-        # No model has so many layers.
+        # No model has this number of layers.
         (
             staged("llama", 4, 1 << 14, vocabulary=1 << 15),
             f"mesh.stage={1 << 14} must divide model.num_layers=4.",

@@ -1,5 +1,5 @@
-"""Rules of loss, optimizer, schedule, precision, anomalies and integrity: each message has the value and
-the mend."""
+"""Rules of loss, optimizer, schedule, precision, anomalies and integrity: each message has the
+value and the advice."""
 
 import pytest
 

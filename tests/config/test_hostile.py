@@ -31,7 +31,7 @@ def problems(*argv: str) -> list[str]:
 
 
 def end_of(*argv: str, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
-    """The exit code of a command, and what it said."""
+    """Return the exit code of a command, and its output."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     done = subprocess.run(

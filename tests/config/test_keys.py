@@ -1,4 +1,4 @@
-"""Names: an unknown key is told its right name, wherever it can be guessed."""
+"""Names: the message about an unknown key has the right name, wherever it can be guessed."""
 
 import pytest
 

@@ -89,7 +89,7 @@ def test_nothing_inside_an_idle_list_is_looked_at():
 
 
 def test_a_declaration_alone_makes_the_check():
-    """A key that no list of checks names is told all the same."""
+    """A key that no list of checks names is reported, too."""
 
     @dataclasses.dataclass(frozen=True)
     class WithAnotherKey(RunConfig):

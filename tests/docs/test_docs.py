@@ -195,7 +195,8 @@ def pattern_of(word: str) -> str:
 
 
 def missing_words(command: str, source: str) -> list[str]:
-    """The words of a command that are nowhere in the source of the test that is said to run it."""
+    """The words of a command that are nowhere in the source of the test that is named as running
+    it."""
     words = shlex.split(command)
     if words[:2] == ["python", "-m"]:
         words = words[3:]

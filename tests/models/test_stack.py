@@ -133,7 +133,7 @@ def go_on(state, start, steps, scan=True, remat="none"):
 
 @functools.cache
 def train(scan=True, remat="none", steps=STEPS):
-    """Losses, and the state after so many steps."""
+    """Return the losses, and the state after this number of steps."""
     return go_on(None, 0, steps, scan, remat)
 
 

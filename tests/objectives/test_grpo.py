@@ -244,7 +244,7 @@ def test_a_masked_completion_counts_where_completions_are_divided_by(policy):
 
 
 def test_an_evaluation_set_has_its_loss(policy):
-    """It has no completions of the policy: only the likelihood of its tokens is asked for."""
+    """It has no completions of the policy: only the likelihood of its tokens is computed."""
     batch = rows_of(policy, [completions()])
     plain = {name: batch[name] for name in (*WHOLE, "loss_mask")}
     sums = grpo(GrpoConfig(beta=0.1)).evaluate({POLICY: nnx.merge(*policy)}, plain)

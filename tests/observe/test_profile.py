@@ -1,4 +1,4 @@
-"""A trace is taken of the steps that were asked for, once, and is one that Perfetto reads."""
+"""A trace is taken of the requested steps, once, and is one that Perfetto reads."""
 
 import gzip
 import json

@@ -52,7 +52,7 @@ def test_who_is_slow_three_times_in_a_row_is_told_of_less_and_less_often():
         # Another one each time, or one that was fast in between.
         ([(5.0, 0.1), (0.1, 5.0)] * 3, 2.0),
         ([(5.0, 0.1), (5.0, 0.1), (0.1, 0.1)] * 3, 2.0),
-        # Not by the factor; not by a tenth of the time of steps; not asked for.
+        # Not by the factor; not by a tenth of the time of steps; not configured.
         ([(5.0, 3.0)] * 5, 2.0),
         ([(0.9, 0.001)] * 5, 2.0),
         ([(9.0, 0.1)] * 5, 0.0),

@@ -21,7 +21,7 @@ BOTH = ObserveConfig(trackers=("tensorboard", "wandb"))
 
 
 class Notes(Tracker):
-    """Keeps what it is told."""
+    """A tracker that keeps its calls."""
 
     def __init__(self, id=""):
         self.id = id

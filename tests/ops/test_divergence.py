@@ -76,7 +76,7 @@ def oracle(student, teacher, weights, mask, dtype, temperature, kind):
 
 
 def of_form(chunks, args, dtype, temperature, kind):
-    """The divergence in so many chunks, or by the plain function."""
+    """Return the divergence computed in this number of chunks, or by the plain function."""
     numbers = LogitFormats(dtype)
     if chunks == "plain":
         return plain_divergence(

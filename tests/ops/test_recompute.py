@@ -56,7 +56,7 @@ def test_of_bfloat16_it_computes_in_float32_and_stores_only_what_came_in():
     np.testing.assert_allclose(
         dx.astype(jnp.float32), exact_dx, atol=2**-8 * np.abs(exact_dx).max()
     )
-    # Summed in float32: in bfloat16 sums of so many rows would be off by far more.
+    # Summed in float32: in bfloat16 sums of this number of rows would be off by far more.
     np.testing.assert_allclose(dscale, exact_dscale, rtol=1e-5, atol=1e-3)
 
 

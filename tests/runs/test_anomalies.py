@@ -1,4 +1,4 @@
-"""Anomalies in whole runs: what is said, what is left out, and that a run taken back is one run,
+"""Anomalies in whole runs: messages, skipped batches, and that a run taken back is one run,
 wherever it is killed.
 
 One step of a small run on words reads a stretch of noise instead: its loss and gradient are far

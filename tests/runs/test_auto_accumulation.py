@@ -99,7 +99,7 @@ AUTO = "optimizer.accumulation=auto"
 
 def test_a_run_keeps_what_was_chosen_when_it_began(machine, needs, monkeypatch):
     """Lost before its first checkpoint, and after it, it goes on where there is more memory, and
-    where there is less, to the numbers of a run that was told the number."""
+    where there is less, to the numbers of a run with that number in its config."""
     compiled = set()
     compile_step = Programs.compile
 

@@ -1,4 +1,4 @@
-"""Runs at places that can't be: what is told, and that nothing was made of them."""
+"""Runs at places that can't exist: the messages, and that nothing was created."""
 
 import os
 import re

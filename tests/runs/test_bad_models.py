@@ -40,7 +40,7 @@ def with_more_tokens(folder):
     path.write_text(json.dumps(record))
 
 
-# What is done to a directory that is in order, and what is said of it; by where it is.
+# A change of a valid directory, and the message about it; by the place of the change.
 DAMAGES = {
     "cut": (cut, "model.safetensors: can't be read"),
     "nan": (lambda folder: change_tensor(folder, with_nan), "holds NaN or infinity"),

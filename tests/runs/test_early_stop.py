@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints every so many epochs, and a run that ends when evaluations get no
+"""Evaluations and checkpoints at intervals of epochs, and a run that ends when evaluations get no
 better."""
 
 from pathlib import Path

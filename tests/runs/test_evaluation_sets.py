@@ -42,7 +42,7 @@ def finished(config, this_process):
 
 @pytest.fixture
 def again(config, finished, capsys):
-    """Goes on with a copy of the finished run: (what it said, its evaluations in their order)."""
+    """Continue a copy of the finished run. Returns (output, evaluations in their order)."""
     folder = config.parent / "runs/again"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(finished, folder)

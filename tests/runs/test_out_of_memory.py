@@ -1,5 +1,5 @@
-"""A run that needs more memory than there is: refused where that can be known, told in a sentence
-elsewhere."""
+"""A run that needs more memory than there is: refused where that can be known, reported in a
+sentence elsewhere."""
 
 import re
 

@@ -180,8 +180,8 @@ class HostsRun:
             yield line
 
     def kill_after(self, steps: int) -> None:
-        """Kill all processes when so many steps were reported; they are at most a pipe of reports,
-        30 steps, further."""
+        """Kill all processes when this number of steps was reported; they are at most a pipe of
+        reports, 30 steps, further."""
         reports = (line for line in self.lines() if re.match(r"step +\d+/", line))
         assert len(list(itertools.islice(reports, steps))) == steps, self.text
         for process in self.processes:

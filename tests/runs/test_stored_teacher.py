@@ -126,7 +126,7 @@ def test_a_run_goes_on_bit_for_bit_is_replayed_and_needs_the_same_files(stored, 
     assert record["teacher"].startswith("stored-")
     shutil.rmtree(run / "checkpoints" / f"{STEPS:08d}")
     for part in ("train", "eval"):
-        # The same numbers, as if another teacher had said them.
+        # The same numbers, as if they came from another teacher.
         folder = stored.parent / "data" / part
         shutil.copytree(folder / "teacher-some", folder / "teacher-other")
         of_other = TeacherRecord.load(folder / "teacher-other")

@@ -46,7 +46,7 @@ def train(config, run_name, *overrides):
 
 
 class BrokenTracker(Tracker):
-    """Raises whatever it is asked."""
+    """A tracker that raises an error in every call."""
 
     def start(self, run):
         return ""

@@ -359,7 +359,7 @@ def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(
     folder = folder_of(config, "accepted")
     shutil.copytree(finished, folder)
     runs = []
-    for accepted in (True, False):  # said once; afterwards it is what the run was trained on
+    for accepted in (True, False):  # printed once; afterwards it is what the run was trained on
         assert train(config, "accepted", *change[0 if accepted else 1 :]) == 0
         out = capsys.readouterr().out
         assert ("is not what this config says: accepted, by data.accept_changes" in out) == accepted

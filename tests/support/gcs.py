@@ -118,7 +118,7 @@ class _Handler(RequestHandler):
     def _post(self) -> None:
         path = urlparse(self.path)
         if "/moveTo/" in path.path:
-            # Which it does not know, either. gcsfs tries again unless it is told so, and then
+            # Which it does not know, either. gcsfs tries again unless the answer says so, and then
             # copies.
             self._refuse(HTTPStatus.BAD_REQUEST, "moveTo is not known here.")
             return
@@ -131,7 +131,7 @@ class _Handler(RequestHandler):
             self._refuse(HTTPStatus.PRECONDITION_FAILED, said)
 
     def _answer(self, handle: Callable[[], None]) -> None:
-        """Does what is asked, or what is to happen instead."""
+        """Answer a request, or inject a fault instead."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self._gs.fault_of(self._request(body))
         if fault is not None and fault.keep is not None:
@@ -154,7 +154,7 @@ class _Handler(RequestHandler):
             self._spoil(handle, fault)
 
     def _spoil(self, handle: Callable[[], None], fault: RequestFault) -> None:
-        """Does what is asked, and changes the answer."""
+        """Answer a request, and change the answer."""
         head, blank, content = self._answer_to(handle).partition(b"\r\n\r\n")
         if fault.flip:
             content = flipped(content)

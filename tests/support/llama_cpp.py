@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xllamacpp
 
-# A token that ends the text is not told; another seed draws another one.
+# A token that ends the text is not returned; another seed draws another one.
 _SEEDS = range(1, 50)
 
 

@@ -1,5 +1,5 @@
 """Tiny runs behind a URL, in this process, in one of their own, or on two hosts without a shared
-disk; and what tells that they are the run on a disk that nobody disturbed."""
+disk; and the checks that they equal an undisturbed run on a disk."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def train(folder, run, *overrides, disk=None, bucket=BUCKET):
 
 
 def in_a_process(folder, run, disk, failpoint="", overrides=(), bucket=BUCKET):
-    """The exit code of a training in a process of its own, and what it said."""
+    """Return the exit code of a training in a process of its own, and its output."""
     words = options(folder, run, *overrides, disk=disk, bucket=bucket)
     command = [sys.executable, "-m", "maxtrain.train", *words]
     environment = os.environ | {failpoints.VARIABLE: failpoint}

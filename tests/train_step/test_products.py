@@ -125,7 +125,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one token": {"rows": 2, "length": 1, "num_heads": 1, "num_kv_heads": 1},
 }
 
-# Less than pytest's faulthandler_timeout, so that a part that stands still is told as this test.
+# Less than pytest's faulthandler_timeout, so that a part that hangs is reported as this test.
 MINUTES_FOR_A_PART = 14
 
 
@@ -306,7 +306,7 @@ def failures_elsewhere(isa: str | None, which: str) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Only x86 has instruction sets that XLA can be told to do without.
+# Only x86 has instruction sets that XLA can be configured not to use.
 OLDER = ("AVX2",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 

@@ -82,7 +82,7 @@ def test_steps_are_checked_before_anything_is_kept_of_them_and_a_stop_comes_last
     ],
 )
 def test_each_is_due_when_its_own_reason_says_so(state, moment, expected):
-    """CheckCopies, which knows itself when, is asked after every step."""
+    """CheckCopies is called after every step; it decides itself when to act."""
     due = [name for name, hook in hooks_of(run_with(**state)).items() if hook.due(after(**moment))]
     assert [name for name in due if name != "CheckCopies"] == expected
     assert "CheckCopies" in due

@@ -1,5 +1,5 @@
-"""Runs whose reference is asked once: the same losses as where it is asked in each step, files that
-are not its own, and passes that were stopped."""
+"""Runs whose reference is evaluated once: the same losses as where it is evaluated in each step,
+files that are not its own, and passes that were stopped."""
 
 import json
 import os

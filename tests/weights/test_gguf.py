@@ -1,6 +1,6 @@
 """GGUF: what llama.cpp computes from our files is what we compute; what it would not is refused.
 
-llama.cpp itself is asked (the package xllamacpp); the two controls show that it would notice.
+llama.cpp itself checks it (the package xllamacpp); the two controls show that it would notice.
 """
 
 import dataclasses

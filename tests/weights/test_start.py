@@ -1,4 +1,4 @@
-"""Weights of another run to start from: bit for bit, whole or in named parts, and told of."""
+"""Weights of another run to start from: bit for bit, whole or in named parts, and reported."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def adapted(tmp_path_factory):
 
 
 def start(source, model=MODEL, partial=(), fsdp=1, init_adapters=None):
-    """The parameters, and what was told."""
+    """Return the parameters, and the report."""
     told, mesh = [], make_mesh(MeshConfig(data=1, fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
         abstract = abstract_model(model, PrecisionConfig(), mesh)[1]
@@ -321,7 +321,7 @@ EXPERTS = dataclasses.replace(MODEL, family="mixtral", lora=LoraConfig(rank=2))
         {"head_dim": 8},
         {"vocab_size": None},
         {"routing": RoutingConfig(kernel="ragged", balance=0.5)},
-        # Shapes of arrays tell these.
+        # Shapes of arrays determine these.
         {"mlp_dim": 48},
         {"num_layers": 3},
     ],

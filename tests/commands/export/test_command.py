@@ -418,7 +418,7 @@ def test_tokens_that_end_an_answer_are_those_of_generation_and_of_the_template(
     [
         (None, 160, None, "absent"),
         ("<|im_start|>", 160, "<|im_start|>", "<|im_start|>"),
-        # A row of the embedding that is said to be padding would not be trained any further.
+        # A row of the embedding that is declared as padding would not be trained any further.
         ("<|end|>", 160, None, "<|end|>"),
         # A token that the embedding has no row for.
         ("<|im_start|>", 90, None, "absent"),

@@ -153,7 +153,7 @@ def test_slices_of_tpus_have_a_node_pool_each(capsys, monkeypatch, tmp_path):
     }
     container = container_of(job_set)
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    # GKE tells hosts of each other.
+    # GKE gives each host the names of the others.
     assert container["env"] == []
     (alone,) = manifests(capsys, *TPU, "--topology", "2x2x1", *RUN)
     assert "annotations" not in alone["metadata"]

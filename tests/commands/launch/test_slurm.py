@@ -112,7 +112,7 @@ class Slurm:
         )
 
     def run(self, attempts: str) -> tuple[int, str]:
-        """The exit code of the script, and what it said."""
+        """Return the exit code of the script, and its output."""
         script = self.start(attempts)
         _, said = script.communicate(timeout=120)
         return script.returncode, said
@@ -191,7 +191,7 @@ def test_what_would_happen_again_ends_the_job_at_once(slurm, final):
 
 
 def test_the_process_that_says_why_counts(slurm):
-    """srun tells the highest code: that of processes that lost the one with damaged data."""
+    """srun reports the highest code: that of processes that lost the one with damaged data."""
     code, _ = slurm.run("75+75+65 0")
     assert code == 65 and len(slurm.said_to("srun")) == 1
 

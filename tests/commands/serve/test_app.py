@@ -1,4 +1,4 @@
-"""The application over a worker that does as it is told, so that each moment can be chosen."""
+"""The application over a controllable worker, so that each moment can be chosen."""
 
 import asyncio
 import contextlib

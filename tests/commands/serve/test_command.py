@@ -1,4 +1,4 @@
-"""The server, asked by the real client of OpenAI, over the network of this machine."""
+"""The server, queried by the real client of OpenAI over the network of this machine."""
 
 import dataclasses
 import json
@@ -241,7 +241,7 @@ def test_a_text_ends_before_a_stop_text(served, expected):
     whole = text[: text.index(stop)]
     answer = greedy(served, "Hello", stop=[stop, "never"], logprobs=0)
     assert answer.choices[0].text == whole and answer.choices[0].finish_reason == "stop"
-    # Tokens of the stop text and behind it are not told.
+    # Tokens of the stop text and behind it are not returned.
     assert "".join(answer.choices[0].logprobs.tokens) == whole
     assert answer.usage.completion_tokens == len(answer.choices[0].logprobs.tokens)
     parts = list(greedy(served, "Hello", stop=stop, stream=True, logprobs=0))

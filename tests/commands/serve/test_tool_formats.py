@@ -14,7 +14,7 @@ from maxtrain.commands.serve.tool_formats import (
     has_reasoning,
 )
 
-# What tells the templates of models apart.
+# Markers that distinguish the templates of models.
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{{ tools }}</tools> in <tool_call></tool_call>{% endif %}",
     "qwen3_coder": "{% if tools %}<tool_call>\n<function=a>\n<parameter=b>{% endif %}",

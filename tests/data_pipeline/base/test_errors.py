@@ -14,7 +14,7 @@ from data_pipeline.base.errors import ConfigError, TryAgainError, run_command
     [
         (None, 0, ""),
         (SystemExit(0), 0, ""),
-        (SystemExit(2), 64, ""),  # of argparse, which has said why
+        (SystemExit(2), 64, ""),  # of argparse, which has printed the reason
         (
             ConfigError("a=1 must be 2. Set a=2."),
             78,

@@ -1,4 +1,5 @@
-"""Names of models on the Hub are told from paths, wherever a model's directory is expected."""
+"""Names of models on the Hub are distinguished from paths, wherever a model's directory is
+expected."""
 
 import pytest
 

@@ -14,7 +14,7 @@ JOBS = {
     "library": """
     threading.Timer(0.5, lambda: print('ready', flush=True)).start()
     hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)""",
-    # Likewise, and another thread of it goes on writing until it is almost over.
+    # The same, and another thread of it goes on writing until it is almost over.
     "writer": """
     def write(end=time.monotonic() + 2.7):
         while time.monotonic() < end:

@@ -1,4 +1,5 @@
-"""Paths behind URLs: what they have of Path, what is tried again, and what a user is told."""
+"""Paths behind URLs: the methods of Path that they have, the requests that are repeated, and the
+messages for the user."""
 
 import pickle
 

@@ -238,7 +238,7 @@ def test_a_developer_is_a_system_where_the_template_knows_no_such_role():
     assert text == "S: Speak Latin. |user:U|assistant:A|"
     spans = render_spans(Template(FIRST_IS_SYSTEM), messages)
     assert "".join(part for part, _ in spans) == text
-    # A template that writes the role is asked for it, as transformers asks.
+    # A template that writes the role is called for it, as in transformers.
     assert render(Template(ANY_ROLE), messages) == "developer:Speak Latin.|user:U|assistant:A|"
 
 

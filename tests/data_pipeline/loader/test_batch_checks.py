@@ -1,4 +1,4 @@
-"""The guard: every invariant broken by hand gives a message with row, source, value and mend; a
+"""The guard: every invariant broken by hand gives a message with row, source, value and advice; a
 zero-weight batch is noticed."""
 
 import json

@@ -1,5 +1,5 @@
-"""Corruption: the asked share of positions, spans of the asked length, the same for a row on any
-host."""
+"""Corruption: the configured share of positions, spans of the configured length, the same for a row
+on any host."""
 
 import numpy as np
 import pytest

@@ -21,7 +21,7 @@ masked_shards = st.sets(st.integers(0, 2))  # numbers of the shards that have a 
 
 
 def is_target(token):
-    """The loss mask that `write` gives when it is asked for one."""
+    """The loss mask that `write` gives on request."""
     return token * 7919 % 11 < 6
 
 

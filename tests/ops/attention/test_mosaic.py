@@ -1,6 +1,6 @@
-"""Attention by tokamax's kernel for Hopper and Blackwell: what it is told equals the mask; tokamax's
-own slow form, told the same, equals the oracle; the kernel itself compiles for GPUs, which are not
-here."""
+"""Attention by tokamax's kernel for Hopper and Blackwell: its arguments equal the mask; tokamax's
+own slow form, with the same arguments, equals the oracle; the kernel itself compiles for GPUs,
+which are not here."""
 
 import functools
 import importlib.util

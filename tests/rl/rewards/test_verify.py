@@ -166,7 +166,7 @@ def pool():
             WRONG,
         ),
         (r"3\sqrt{2}\text{ cm}", r"\sqrt{18}", CORRECT),
-        # An equation may be asked for by its solution, and the reverse.
+        # The expected answer of an equation may be its solution, and the reverse.
         ("5", "x=5", CORRECT),
         ("25", "5\u00b2", CORRECT),
         ("52", "5\u00b2", WRONG),
