@@ -216,8 +216,8 @@ def _check(
     rows = rewards.shape[1]
     if num_generations < 1 or rows % num_generations:
         raise ConfigError(
-            f"num_generations={num_generations} must divide the {rows} rows of the batch: a group has "
-            "this number of consecutive rows. Set it to the number of completions of a prompt."
+            f"num_generations={num_generations} must divide the {rows} rows of the batch: a group "
+            "has this number of consecutive rows. Set it to the number of completions per prompt."
         )
     if np.isinf(rewards).any():
         place = int(np.argwhere(np.isinf(rewards))[0, 1])

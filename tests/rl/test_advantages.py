@@ -186,8 +186,8 @@ def test_lists_with_none_become_an_array():
         ({"baseline": "critic"}, "Set it to mean, leave_one_out"),
         ({"aggregation": "max"}, "Set it to sum_then_normalize"),
         ({"weights": [1.0, 2.0]}, "Set as many, or none for 1 each"),
-        ({"num_generations": 3}, "Set it to the completions of a prompt"),
-        ({"num_generations": 0}, "Set it to the completions of a prompt"),
+        ({"num_generations": 3}, "Set it to the number of completions per prompt"),
+        ({"num_generations": 0}, "Set it to the number of completions per prompt"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options, mend):
