@@ -104,7 +104,7 @@ def _with_count(job: Job, count: int) -> Job:
     return dataclasses.replace(
         job,
         config=with_accumulation(job.config, count),
-        asked=with_accumulation(job.asked, count),
+        requested=with_accumulation(job.requested, count),
         kept=job.kept | {ACCUMULATION: count},
     )
 

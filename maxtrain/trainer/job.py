@@ -294,7 +294,7 @@ class Job(TrainingParts):
 
     # The config as requested, with the data's vocabulary and a warmup that fits the plan, but not
     # fitted to these devices. It works on other machines.
-    asked: RunConfig
+    requested: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
     # The number chosen for ACCUMULATION.
@@ -449,7 +449,9 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if other is not None:
         other.require_same_tokenizer(data.shards[0].manifest.tokenizer["sha256"])
         other.require_length(max(row_lengths(fitted).values()))
-    return Job(**vars(parts), asked=requested, data=data, sets=sets, kept=kept, notes=tuple(notes))
+    return Job(
+        **vars(parts), requested=requested, data=data, sets=sets, kept=kept, notes=tuple(notes)
+    )
 
 
 def _require_weights_to_start(config: RunConfig, saved: RunState | None) -> None:
@@ -664,7 +666,7 @@ def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     observe = r"observe\.(?!layer_norms_interval).*"
     places = r".*\.path|data\.cache(_bytes)?|local_dir|checkpoint\.local"
     own = re.compile(rf"{observe}|{mesh}|{places}")
-    fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
+    fields = {key: value for key, value in leaves(job.requested).items() if not own.fullmatch(key)}
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):

@@ -589,7 +589,7 @@ def tell_changed_settings(
     a fork, the launches are those of the other run."""
     if saved is None or not launches:
         return
-    changes = changed_settings(str(launches[-1]["config"]), run.job.asked)
+    changes = changed_settings(str(launches[-1]["config"]), run.job.requested)
     before = "the last launch"
     if fork is not None:
         before = fork.origin.place
@@ -668,7 +668,7 @@ def begin_trackers(run: Run, trackers: Trackers) -> None:
         name=run.config.run_name,
         id=run.folder.id,
         step=run.step,
-        hyperparameters=plain_leaves(run.job.asked),
+        hyperparameters=plain_leaves(run.job.requested),
         revision=revision,
         is_dirty=is_dirty,
     )
@@ -686,9 +686,9 @@ def note_launch(job: Job, run_folder: RunFolder, step: int, fork: Fork | None) -
     The config is recorded as the user requested it, not as fitted to this machine, so that it also
     works on other machines.
     """
-    run_folder.write_config(to_yaml(job.asked))
+    run_folder.write_config(to_yaml(job.requested))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
-    record = launch_record(to_yaml(job.asked), job.attention, job.mesh, data, step)
+    record = launch_record(to_yaml(job.requested), job.attention, job.mesh, data, step)
     held = job.device_bytes()
     record["device_bytes"] = {name.replace(" ", "_"): count for name, count in held.items()}
     if job.units:

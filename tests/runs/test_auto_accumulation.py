@@ -42,7 +42,7 @@ def needs(config) -> dict[int, int]:
     found = {}
     for count in (1, 2):
         words = [f"config={config}", f"optimizer.accumulation={count}"]
-        asked = open_job(load_config(words), None).asked
+        asked = open_job(load_config(words), None).requested
         found[count] = StepMemory(asked, jax.devices()).bytes(ROWS, 32)
     assert found[1] > found[2]
     return found
