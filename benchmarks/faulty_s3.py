@@ -74,7 +74,7 @@ class RequestFaults:
         self._counting = threading.Lock()
 
     def fault_of(self, request: str) -> RequestFault | None:
-        """Return what happens to a request, which was seen; None: it is done."""
+        """Return the fault for a request; None: the request is served."""
         with self._counting:
             self.seen.append(request)
             for fault in self.faults:
@@ -183,7 +183,9 @@ class FaultyS3(RequestFaults):
         return content
 
     def contents(self, prefix: str) -> dict[str, bytes]:
-        """Return what is below a folder of the bucket, by name from there; faults don't matter."""
+        """Return the contents of a folder of the bucket, by name from there; faults don't
+        matter.
+        """
         keys = _bucket().keys
         found = {name: keys.get(name) for name in list(keys)}
         return {

@@ -734,7 +734,7 @@ def trial(
 
 
 def _wrong(code: int | str, said: str) -> str:
-    """Return what is wrong with how a command ended; empty: nothing."""
+    """Return the problem with how a command ended; empty if there is none."""
     if "Traceback" in said:
         return f"a traceback: {said.strip().splitlines()[-1][:300]}"
     if code not in (0, 65, 70, 78):

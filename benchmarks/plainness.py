@@ -85,7 +85,7 @@ def files_at(revision: str, folder: str) -> Iterator[str]:
 
 
 def count(texts: list[str]) -> Counts:
-    """Return what is counted of some files. Lines of code are those that are no comment and not
+    """Return the counts of some files. Lines of code are those that are no comment and not
     empty.
     """
     lines = 0

@@ -181,7 +181,7 @@ def their_turn(folder: Path, size: BenchmarkSize, python: str) -> SpeedResult:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Return what a command prints. RuntimeError: it failed."""
+    """Return the output of a command. RuntimeError: it failed."""
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{command[1:3]}: {result.stdout[-2000:]}{result.stderr[-4000:]}")

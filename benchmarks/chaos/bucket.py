@@ -137,7 +137,7 @@ class BucketScene(Scene):
         return train_forked(words)
 
     def look(self) -> RunFiles:
-        """Return what is at the URL now."""
+        """Return the content of the URL."""
         folder = self.folder / "looked" / RUN
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -209,7 +209,7 @@ class BucketScene(Scene):
 
 
 def judge(scene: BucketScene, code: int | str, counted: int) -> list[str]:
-    """Return what is wrong with what is at the URL.
+    """Return the problem with what is at the URL.
 
     Args:
         code: with which the attempt ended; 0: it must be the end.

@@ -234,7 +234,7 @@ def flips_of_shards(folder: Path, tally: Tally, args: argparse.Namespace) -> Non
 
 
 def _damage_unlike(copy: Path, contents: list[int], where: str) -> str:
-    """Return what is wrong with how damaged data is read; empty: nothing.
+    """Return the problem with how damaged data is read; empty if there is none.
 
     Args:
         copy: the damaged data.

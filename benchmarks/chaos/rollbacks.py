@@ -160,7 +160,7 @@ class RollbackVictim:
             time.sleep(rng.uniform(0, 0.2))
 
     def _judge(self, code: int | str) -> list[str]:
-        """Return what is wrong with what an attempt has left. It is compared with the reference up
+        """Return the problem with what an attempt has left. It is compared with the reference up
         to the next rollback.
         """
         left = RunFiles(self.run)

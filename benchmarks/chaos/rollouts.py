@@ -275,7 +275,7 @@ class RolloutVictim:
         return found
 
     def _judge(self, code: int | str) -> list[str]:
-        """Return what is wrong with what an attempt has left."""
+        """Return the problem with what an attempt has left."""
         left = RunFiles(self.run)
         written = read_rollbacks(self.run) or []
         problems = ended_with(code, 0, -signal.SIGKILL)

@@ -100,7 +100,7 @@ def run_all(folder: Path, overrides: Sequence[str] = ()) -> ExperimentOutcome:
 
 
 def _run(words: Sequence[str], folder: Path) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     program = [sys.executable]
     if words[0] == "maxtrain":
         program += ["-m", "maxtrain.cli"]

@@ -207,7 +207,7 @@ class StoredTeacher:
 
         Args:
             tokens: int64 [n], their numbers in the stream of the shards; -1: there is none.
-            top: of the kept entries, so many; the mass of the others is added to the tail.
+            top: number of kept entries to read; the mass of the others is added to the tail.
 
         Returns:
             By IDS int32 [n, top], LOG_PROBS float32 [n, top] and TAIL float32 [n]; zeros for -1.

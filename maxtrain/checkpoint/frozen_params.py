@@ -89,7 +89,7 @@ def lack(directory: Path, wanted: str, read: bool = False) -> str:
 
 
 def _damage_of(path: Path, files: Files) -> str:
-    """Return what is wrong with the files of a place; of one at a URL, with what is there, which
+    """Return the problem with the files of a place; of one at a URL, with what is there, which
     may be whole if the copy on this host is not.
     """
     try:

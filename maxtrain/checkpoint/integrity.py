@@ -243,7 +243,7 @@ def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
 
 
 def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> str:
-    """Return what is wrong with a block of a file whose crc32 is `now`; empty if nothing is."""
+    """Return the problem with a block of a file whose crc32 is `now`; empty if there is none."""
     written = entry["crc32"][block]
     if written == now:
         return ""

@@ -127,7 +127,7 @@ def _send(path: Path, size: int, sender: int, is_wanted: bool) -> None:
 
 
 def _read(path: Path, start: int, length: int) -> np.ndarray:
-    """Return so many bytes of a file. OSError: it can't be read."""
+    """Return `length` bytes of a file from `start` on. OSError: the file can't be read."""
     with path.open("rb") as file:
         file.seek(start)
         return np.frombuffer(file.read(length), np.uint8)

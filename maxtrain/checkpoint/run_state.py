@@ -202,7 +202,7 @@ class RunState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "RunState":
-        """Return what a checkpoint's record says.
+        """Return the contents of a checkpoint's record.
 
         A key that is not there, because its version had none, has its default; keys of no meaning
         here are ignored.

@@ -261,7 +261,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check(path: Path) -> str:
-    """Return what is wrong with a step, every byte read; empty if nothing is."""
+    """Return the problem with a step, every byte read; empty if there is none."""
     why = defect(path)
     if why:
         return why

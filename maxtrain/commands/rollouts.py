@@ -229,7 +229,7 @@ def _number(value: float) -> float | None:
 
 
 def _heading(rollout: Rollout, name: str) -> str:
-    """Return what a rollout is, in a line."""
+    """Describe a rollout in one line."""
     first, last = rollout.about["steps"]
     steps = f"step {first:,}"
     if last > first:
@@ -279,7 +279,7 @@ def _words(value: float | None) -> str:
 
 
 def _count(text: str) -> int | None:
-    """Return how many prompts; None: all."""
+    """Return the number of prompts; None for all."""
     if text == _ALL:
         return None
     return _positive(text)

@@ -300,7 +300,7 @@ class ScoreRequest(NamedTuple):
 def _read_asked(
     args: argparse.Namespace, tokenizer: Tokenizer, begin: Sequence[int]
 ) -> list[ScoreRequest]:
-    """Return what is to be scored, in the order of the command line.
+    """Return the texts to score, in the order of the command line.
 
     Raises:
         UsageError, DataError: a file can't be read, or a line is not as it should be.

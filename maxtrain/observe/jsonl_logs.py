@@ -132,7 +132,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _foreign(record: dict[str, Any], run: str) -> str:
-    """Return what is wrong with a record of another run; empty if it belongs to this one, or does
+    """Return the problem with a record of another run; empty if it belongs to this one, or does
     not say which one.
     """
     theirs = record.get(RUN)

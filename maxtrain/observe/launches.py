@@ -258,7 +258,9 @@ def revision_around(folder: Path) -> tuple[str, bool]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git says; None: it refuses, is not there, or its file system does not answer."""
+    """Return the output of git; None: it refuses, is not there, or its file system does not
+    answer.
+    """
     command = ["git", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -36,7 +36,7 @@ class CompletionSample(NamedTuple):
     truncated: bool
 
     def record(self) -> dict[str, Any]:
-        """Return what a line has beside the step."""
+        """Return the fields of a line beside the step."""
         values = self._asdict()
         # Further down, where no text is taken for a number that JSON lacks.
         values["texts"] = {name: values.pop(name) for name in ("prompt", "completion")}

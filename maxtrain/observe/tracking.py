@@ -108,7 +108,7 @@ class TrackerThread:
             self._changed.notify()
 
     def complaint(self) -> str:
-        """Return what is wrong with the tracker, the first time that anything is; else empty."""
+        """Return the problem with the tracker, the first time that anything is; else empty."""
         called_at = self._called_at
         if called_at is not None and time.monotonic() - called_at > self._longest_call:
             self._complain(f"has not answered for {self._longest_call:,.0f} s. {_GOES_ON}.")

@@ -181,7 +181,7 @@ def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
 
 
 def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
-    """Return what every process says, in their order.
+    """Return the texts of all processes, in their order.
 
     It is one collective of `size` bytes a process, to be called every few seconds at most.
 

@@ -215,7 +215,7 @@ def _misfit(
     me: dict[str, Any],
     guests: _Guests,
 ) -> UserError | None:
-    """Return what is wrong with one that came."""
+    """Return the problem with a process that came."""
     at = f"at mesh.coordinator={address}"
     if count != me["count"]:
         theirs = f"process {index} ({who}) is one of {count}"

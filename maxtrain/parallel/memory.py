@@ -81,7 +81,7 @@ def _described_limit(device: Any) -> int:
 
 
 def _memory_stats(device: Any) -> dict[str, int] | None:
-    """Return what a device says of its memory; None: it is a CPU, or says nothing."""
+    """Return the memory statistics of a device; None for a CPU, or if it reports none."""
     if device.platform == "cpu":
         return None
     return device.memory_stats()

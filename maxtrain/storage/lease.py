@@ -176,7 +176,7 @@ class Lease:
         return numbers[-1], self._read(numbers[-1])
 
     def _read(self, number: int) -> dict[str, Any]:
-        """Return what a lock says; nothing if it is just being written, or gone."""
+        """Return the content of a lock; nothing if it is just being written, or gone."""
         try:
             content = strict_json.loads(self._place(number).read_bytes())
         except (FileNotFoundError, ValueError):

@@ -464,7 +464,7 @@ def _print(
 
 
 def _name_of_model(args: argparse.Namespace) -> str:
-    """Return what is evaluated, for people."""
+    """Describe what is evaluated."""
     if args.hf is not None:
         return args.hf
     return f"{args.run}, step {step_of(args.run, args.step) or 0:,}"

@@ -229,7 +229,7 @@ def run_tasks(
 
 
 def table_of(found: Mapping[str, Any]) -> Table:
-    """Return what a person sees: a line for each task and metric."""
+    """Return the output for the user: a line for each task and metric."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("task", "metric"):
         table.add_column(head)

@@ -127,7 +127,7 @@ def evaluate_prompts(
     config: GrpoConfig,
     num_shown: int,
 ) -> dict[str, PromptSetResult]:
-    """Return what a model makes of sets of prompts.
+    """Return the results of a model on sets of prompts.
 
     Args:
         model: on one device, or split over the current mesh.
@@ -153,7 +153,9 @@ def evaluate_prompts(
 
 
 def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
-    """Return what a person sees: a line for each set, and one for each reward and outcome of it."""
+    """Return the output for the user: a line for each set, and one for each reward and outcome
+    of it.
+    """
     heads = ("set", "accuracy", "reward", "tokens", "truncated", "prompts", "seconds")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:

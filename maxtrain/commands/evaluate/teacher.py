@@ -102,7 +102,7 @@ def evaluate_completions(
     settings: RolloutSettings,
     num_shown: int,
 ) -> dict[str, PromptSetResult]:
-    """Return what a model makes of sets of prompts, and how far it is from its teacher there.
+    """Return the results of a model on sets of prompts, and how far it is from its teacher there.
 
     Args:
         model: split over the mesh, which is set.
@@ -139,7 +139,7 @@ def evaluate_completions(
 
 
 def table_of(answered: Mapping[str, PromptSetResult]) -> RenderableType:
-    """Return what a person sees: a line for each set."""
+    """Return the output for the user: a line for each set."""
     forms = {
         "distill": "{:.4f}",
         "agreement": "{:.1%}",

@@ -114,7 +114,7 @@ def together(measured: Iterable[LikelihoodSums]) -> LikelihoodSums:
 
 
 def table_of(measured: dict[str, LikelihoodSums]) -> Table:
-    """Return what a person sees; with a line for all, if there are several."""
+    """Return the output for the user, with a line for all, if there are several."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("text", overflow="fold")
     for head in ("bits/byte", "nats/token", "perplexity", "tokens", "bytes", "seconds"):

@@ -273,7 +273,7 @@ def _read_template(path: Path | None) -> bytes | None:
 
 
 def _describe(out: Path, exported: ExportResult, dtype: str, config: RunConfig) -> list[str]:
-    """Return what a person sees of an export."""
+    """Return the summary of an export for the user."""
     params = config.precision.params
     loader = "AutoModelForCausalLM"
     if config.model.score:

@@ -75,7 +75,7 @@ def _as_label(text: str, longest: int) -> str:
 
 
 def variables(pairs: list[str]) -> dict[str, str]:
-    """Return what --env NAME=VALUE ... says; UsageError: one has no such form."""
+    """Return the variables of --env NAME=VALUE ...; UsageError: one has no such form."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -46,7 +46,7 @@ class JobDevices(NamedTuple):
         return self.processes * (self.per_process or 1)
 
     def platform(self, config: RunConfig) -> str | None:
-        """Return what kind of devices these are; None: not known here."""
+        """Return the kind of these devices; None if it is not known here."""
         if config.mesh.simulated_devices:
             return "cpu"
         if config.mesh.platform != "auto":

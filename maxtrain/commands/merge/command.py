@@ -110,7 +110,7 @@ def merge(
 
 
 def require_alike(recipe: MergeRecipe, models: Mapping[str, SourceModel]) -> list[str]:
-    """Return what differs in the configs of models, in lines.
+    """Return the differences of the configs of models, as lines.
 
     Raises:
         DataError: with a table of tensors that not all models have, or not in the same shape; or

@@ -394,7 +394,7 @@ def _setting_problems(
 
 
 def _form_problem(name: str, setting: Any) -> str:
-    """Return what is wrong with a list of values, or nothing."""
+    """Return the problem with a list of values, or nothing."""
     if not isinstance(setting, list):
         return ""
     if not setting:
@@ -441,7 +441,7 @@ def _values_of(setting: Setting) -> Iterator[Any]:
 
 
 def _value_problem(name: str, value: Any, parameter: MethodParameter) -> str:
-    """Return what is wrong with a value, or nothing."""
+    """Return the problem with a value, or nothing."""
     if name == "rescale":
         if not isinstance(value, bool | str) or value not in _RESCALES:
             return f"rescale={value} must be true, false, l1 or density. Set rescale: true."

@@ -269,7 +269,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
 
 
 def _served(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> ServedModel:
-    """Return what is served."""
+    """Return the served model and its settings."""
     chat = None
     try:
         chat = find_chat(args, tokenizer)

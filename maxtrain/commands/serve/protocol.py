@@ -175,7 +175,7 @@ class CompletionRequest:
 
     @property
     def num_texts(self) -> int:
-        """Return how many texts are to be generated."""
+        """Return the number of texts to generate."""
         return len(self.prompts) * self.options.count
 
 
@@ -205,7 +205,7 @@ class ChatRequest:
 
     @property
     def num_texts(self) -> int:
-        """Return how many texts are to be generated."""
+        """Return the number of texts to generate."""
         return self.options.count
 
 

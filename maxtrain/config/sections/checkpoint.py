@@ -141,7 +141,7 @@ def fork_source(fork_from: str) -> tuple[str, int | None]:
 
 
 def fork_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield what is wrong with the text of checkpoint.fork_from."""
+    """Yield the problems of the text of checkpoint.fork_from."""
     if checkpoint.fork_from is None:
         return
     place, step = fork_source(checkpoint.fork_from)
