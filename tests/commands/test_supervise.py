@@ -237,7 +237,7 @@ def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "mend"),
+    ("words", "code", "advice"),
     [
         ([], 64, "Write: supervise -- python -m maxtrain.train config=NAME"),
         (["--", "ls"], 64, "ls does not start a training run. Write -- python -m maxtrain.train"),
@@ -260,11 +260,11 @@ def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_starts(
-    words, code, mend, capfd, monkeypatch, tmp_path
+    words, code, advice, capfd, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
     assert supervise.main(words, "supervise") == code
-    assert mend in capfd.readouterr().err and not (tmp_path / "runs").exists()
+    assert advice in capfd.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_how_far_a_run_has_come_ignores_what_is_torn_or_unfinished(tmp_path):

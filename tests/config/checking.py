@@ -36,12 +36,12 @@ def pieces(text: str) -> list[str]:
     return ["schedule.name=pieces", f"schedule.pieces=[{text}]"]
 
 
-def check_problem(overrides: list[str], value: str, mend: str) -> None:
+def check_problem(overrides: list[str], value: str, advice: str) -> None:
     """Check that these overrides have one problem, whose text has the value and the advice."""
     (problem,) = problems(*overrides)
     assert value in problem, problem
-    assert re.search(r"\. (Set|Add|Give) ", problem), f"no mend: {problem}"
-    assert mend in problem.partition(". ")[2] or mend in problem, problem
+    assert re.search(r"\. (Set|Add|Give) ", problem), f"no advice: {problem}"
+    assert advice in problem.partition(". ")[2] or advice in problem, problem
 
 
 def check_accepted(overrides: list[str]) -> None:

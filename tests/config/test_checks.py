@@ -33,7 +33,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "devices", "rule", "mend"),
+    ("overrides", "devices", "rule", "advice"),
     [
         (["mesh.fsdp=3"], 8, "= 3 must be the number of devices, 8", "Set mesh.fsdp to 8"),
         (
@@ -99,14 +99,14 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ),
     ],
 )
-def test_devices_that_do_not_fit(overrides, devices, rule, mend):
+def test_devices_that_do_not_fit(overrides, devices, rule, advice):
     given_batch = any(o.startswith("data.batch_size") for o in overrides)
     config = load_config(
         ["config=quickstart", *overrides, *([] if given_batch else ["data.batch_size=48"])]
     )
     with pytest.raises(ConfigError) as caught:
         fit_to_devices(config, devices)
-    assert rule in str(caught.value) and mend in str(caught.value)
+    assert rule in str(caught.value) and advice in str(caught.value)
 
 
 @pytest.mark.long

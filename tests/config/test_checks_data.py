@@ -7,7 +7,7 @@ from tests.config.checking import check_accepted, check_problem
 
 
 @pytest.mark.parametrize(
-    ("overrides", "value", "mend"),
+    ("overrides", "value", "advice"),
     [
         # limits of single keys
         (
@@ -147,8 +147,8 @@ from tests.config.checking import check_accepted, check_problem
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_one_problem_with_value_and_mend(overrides, value, mend):
-    check_problem(overrides, value, mend)
+def test_one_problem_with_value_and_mend(overrides, value, advice):
+    check_problem(overrides, value, advice)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LONGROPE = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "value", "mend"),
+    ("overrides", "value", "advice"),
     [
         (
             [
@@ -459,8 +459,8 @@ LONGROPE = [
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_one_problem_with_value_and_mend(overrides, value, mend):
-    check_problem(overrides, value, mend)
+def test_one_problem_with_value_and_mend(overrides, value, advice):
+    check_problem(overrides, value, advice)
 
 
 @pytest.mark.parametrize(

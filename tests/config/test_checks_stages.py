@@ -57,7 +57,7 @@ def found_in(config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("config", "rule", "mend"),
+    ("config", "rule", "advice"),
     [
         (
             staged("llama", 4, 3),
@@ -141,10 +141,10 @@ def found_in(config) -> list[str]:
         ),
     ],
 )
-def test_layers_that_stages_can_not_share(config, rule, mend):
+def test_layers_that_stages_can_not_share(config, rule, advice):
     (problem,) = found_in(config)
     assert problem.startswith(rule)
-    assert problem.endswith(f". {mend}")
+    assert problem.endswith(f". {advice}")
 
 
 def test_the_command_line_is_refused():
@@ -192,8 +192,8 @@ def test_each_mend_is_one(family, layers, stage, rounds, slow):
     }
     found = found_in(staged(family, **given))
     for problem in found:
-        for mend in problem.partition(". Set ")[2].split(", or "):
-            key, _, values = mend.rpartition(" to ")
+        for advice in problem.partition(". Set ")[2].split(", or "):
+            key, _, values = advice.rpartition(" to ")
             changed = dict(given)
             *others, key = key.split(" and ")
             for other in others:
@@ -201,7 +201,7 @@ def test_each_mend_is_one(family, layers, stage, rounds, slow):
                 changed[names[name]] = int(number)
             for number in re.findall(r"\d+", values):
                 changed[names[key]] = int(number)
-                assert found_in(staged(family, **changed)) == [], mend
+                assert found_in(staged(family, **changed)) == [], advice
     assert len(found) <= 1
 
 

@@ -7,7 +7,7 @@ from tests.config.checking import check_accepted, check_problem, pieces
 
 
 @pytest.mark.parametrize(
-    ("overrides", "value", "mend"),
+    ("overrides", "value", "advice"),
     [
         (
             ["integrity.repeat_interval=100"],
@@ -344,8 +344,8 @@ from tests.config.checking import check_accepted, check_problem, pieces
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_one_problem_with_value_and_mend(overrides, value, mend):
-    check_problem(overrides, value, mend)
+def test_one_problem_with_value_and_mend(overrides, value, advice):
+    check_problem(overrides, value, advice)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_new_source_is_made_by_naming_it():
 
 
 @pytest.mark.parametrize(
-    ("override", "rule", "mend"),
+    ("override", "rule", "advice"),
     [
         ("optimizer.learning_rate=1e-3x", "must be: number", "Write for example optimizer.learning_rate=0.0003"),
         ("optimizer.learning_rate=nan", "nan and inf are not allowed", "optimizer.learning_rate=0.0003"),
@@ -128,11 +128,11 @@ def test_a_new_source_is_made_by_naming_it():
         ("data.stages=[{untl: 7}]", "data.stages[0].untl is not a key", "Did you mean data.stages[0].until"),
     ],
 )  # fmt: skip
-def test_a_value_of_the_wrong_type(override, rule, mend):
+def test_a_value_of_the_wrong_type(override, rule, advice):
     found = problems("config=quickstart", override)
     text = found[0]
     path, _, value = override.partition("=")
-    assert rule in text and mend in text
+    assert rule in text and advice in text
     assert path in text and (value.strip("[") in text or value[0] in "[{")
 
 

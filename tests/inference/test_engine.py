@@ -905,7 +905,7 @@ def test_a_text_that_pages_can_not_hold_yet_costs_no_memory_of_others(monkeypatc
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_an_eager_engine_reads_all_prompts_before_it_writes():
-    """Its texts are those of any other engine."""
+    """The texts are those of any other engine."""
     texts = {}
     for eager in (False, True):
         engine = Engine(tiny(), slots=len(PROMPTS), chunk=4, piece=16, eager=eager)

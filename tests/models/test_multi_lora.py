@@ -336,7 +336,7 @@ def test_the_example_of_the_document_continues_texts_with_several_adapters(tmp_p
 @pytest.mark.long
 @pytest.mark.every_dose
 def test_adapters_of_keys_of_latents_are_refused():
-    """Their products mix all rows."""
+    """The products of keys with latents mix all rows."""
     config = dataclasses.replace(
         BASE,
         family="deepseek_v3",

@@ -106,7 +106,7 @@ def test_released_models_have_the_published_number_of_parameters():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_released_models_are_configs_without_problems(name):
-    """Their config.json is read back as the same."""
+    """The config.json of each is read back as the same."""
     model = PRESETS[name]
     assert FAMILIES[model.family].presets[name] is model
     config = dataclasses.replace(RunConfig(), model=model)

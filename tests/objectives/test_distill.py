@@ -178,7 +178,7 @@ def test_a_student_comes_closer_to_its_teacher_than_one_that_learns_from_the_dat
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "advice"),
     [
         ({"temperature": 0.0, "weight": 0.5}, "temperature=0.0 must be above 0.*Set it to 1"),
         ({"temperature": 1.0, "weight": 1.5}, "weight=1.5 must be from 0 to 1.*Set it to 0.5"),
@@ -186,8 +186,8 @@ def test_a_student_comes_closer_to_its_teacher_than_one_that_learns_from_the_dat
         ({"temperature": 1.0, "weight": 1.0, "beta": 1.0}, "beta=1.0 must be between 0 and 1.*0.5"),
     ],
 )
-def test_what_is_no_distillation_is_refused(options, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_what_is_no_distillation_is_refused(options, advice):
+    with pytest.raises(ValueError, match=advice):
         distill(**options)
 
 

@@ -47,7 +47,7 @@ def test_a_trace_has_events_and_is_taken_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "advice"),
     [
         ("3", "Set observe.profile=10:12"),
         ("a:b", "Set observe.profile=10:12"),
@@ -55,8 +55,8 @@ def test_a_trace_has_events_and_is_taken_once(tmp_path):
         ("5:2", "Set observe.profile=2:5"),
     ],
 )
-def test_what_is_no_range_of_steps_is_refused(given, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_what_is_no_range_of_steps_is_refused(given, advice):
+    with pytest.raises(ConfigError, match=advice):
         load_config(["config=quickstart", f"observe.profile={given}"])
 
 

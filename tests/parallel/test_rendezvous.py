@@ -74,7 +74,7 @@ def test_a_job_of_one_waits_for_nobody(together):
 
 
 @pytest.mark.parametrize(
-    ("members", "rule", "mend"),
+    ("members", "rule", "advice"),
     [
         (
             [(2, 0), (3, 1)],
@@ -88,12 +88,12 @@ def test_a_job_of_one_waits_for_nobody(together):
         ),
     ],
 )
-def test_who_does_not_fit_is_named_by_all(address, together, members, rule, mend):
+def test_who_does_not_fit_is_named_by_all(address, together, members, rule, advice):
     errors = together(*members)
     assert (
         isinstance(errors[0], ConfigError)
         and rule in str(errors[0])
-        and mend.format(address) in str(errors[0])
+        and advice.format(address) in str(errors[0])
     )
     assert [(error.exit_code, str(error)) for error in errors] == [(78, str(errors[0]))] * len(
         members
@@ -243,5 +243,5 @@ def test_more_addresses_than_processes_are_refused():
 
 
 def test_codes_and_texts_of_any_error_are_passed_on(monkeypatch, together):
-    monkeypatch.setattr(lobby, "_misfit", lambda *args: UserError("some rule. Some mend."))
-    assert [str(error) for error in together((2, 0), (2, 1))] == ["some rule. Some mend."] * 2
+    monkeypatch.setattr(lobby, "_misfit", lambda *args: UserError("some rule. Some advice."))
+    assert [str(error) for error in together((2, 0), (2, 1))] == ["some rule. Some advice."] * 2

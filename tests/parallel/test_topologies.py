@@ -40,7 +40,7 @@ def test_hosts_and_gpus_are_read():
 
 
 @pytest.mark.parametrize(
-    ("topology", "mend"),
+    ("topology", "advice"),
     [
         ("h100:", r"number of GPUs, or hosts x GPUs of each\. Write h100:8 or h100:2x8"),
         ("h100:2x2x2", r"hosts x GPUs of each"),
@@ -57,8 +57,8 @@ def test_hosts_and_gpus_are_read():
         ("", r"there is no such"),
     ],
 )
-def test_another_name_is_refused_with_what_to_write(topology, mend):
-    with pytest.raises(UsageError, match=mend):
+def test_another_name_is_refused_with_what_to_write(topology, advice):
+    with pytest.raises(UsageError, match=advice):
         described_devices(topology)
 
 

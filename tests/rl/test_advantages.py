@@ -180,7 +180,7 @@ def test_lists_with_none_become_an_array():
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "advice"),
     [
         ({"scale_rewards": "std"}, "Set it to group, batch, none"),
         ({"baseline": "critic"}, "Set it to mean, leave_one_out"),
@@ -190,8 +190,8 @@ def test_lists_with_none_become_an_array():
         ({"num_generations": 0}, "Set it to the number of completions per prompt"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_arguments_that_make_no_sense_are_refused(options, advice):
+    with pytest.raises(ConfigError, match=advice):
         advantages(np.zeros((1, 4)), **({"num_generations": 2} | options))
 
 

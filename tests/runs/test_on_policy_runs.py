@@ -178,7 +178,7 @@ def test_a_replay_makes_the_same_rollouts_and_steps_again(config, straight, caps
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rule", "mend"),
+    ("overrides", "rule", "advice"),
     [
         (["distill.weight=0.5"], "sampled itself", "Set distill.weight=1"),
         (["data.packing=stream"], "reads prompts one by one", "Set data.packing=pad"),
@@ -194,9 +194,9 @@ def test_a_replay_makes_the_same_rollouts_and_steps_again(config, straight, caps
         ),
     ],
 )
-def test_what_can_not_work_is_refused(tmp_path, tiny_run, overrides, rule, mend):
+def test_what_can_not_work_is_refused(tmp_path, tiny_run, overrides, rule, advice):
     path = tiny_run(tmp_path, texts=2)
-    with pytest.raises(ConfigError, match=mend) as error:
+    with pytest.raises(ConfigError, match=advice) as error:
         load_config([f"config={path}", *on_policy(path, *overrides)])
     assert rule in str(error.value)
 

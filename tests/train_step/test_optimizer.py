@@ -380,7 +380,7 @@ def test_small_updates_add_up_only_if_rounded_at_random():
 
 
 def test_adafactors_moments_are_those_of_float32_also_for_bfloat16_weights():
-    """Its decay is 1 - t^-0.8: rounded to bfloat16, averages would stay as they are after a
+    """The decay is 1 - t^-0.8: rounded to bfloat16, averages would stay as they are after a
     thousand updates."""
     states = [
         run(config(name="adafactor"), dtype)[1].opt_state for dtype in (jnp.float32, jnp.bfloat16)

@@ -277,8 +277,7 @@ def failures(train: dict[str, dict[str, Any]], generations: dict[str, dict[str, 
 
 
 def cases_of(which: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Those to train and those to generate with: "some", "more", or every combination of a
-    shape."""
+    """The cases to train and to generate with: "some", "more", or every combination of a shape."""
     if which == "some":
         return CASES, GENERATIONS
     if which == "more":

@@ -341,8 +341,8 @@ def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
         require_same_meaning(other, saved_with(EXPERTS))
     told = str(error.value)
     assert "model.norm_eps=1e-06 must be 1e-05, as until step 4 of this run" in told
-    for mend in ("norm_eps=1e-05", "lora.alpha=16.0", "lora.scaling=rank"):
-        assert f"Set model.{mend}, or set run_name to a new name to start afresh." in told
+    for advice in ("norm_eps=1e-05", "lora.alpha=16.0", "lora.scaling=rank"):
+        assert f"Set model.{advice}, or set run_name to a new name to start afresh." in told
     assert "Set model.moe.experts_per_token=2" in told
 
 

@@ -508,8 +508,8 @@ def test_a_choice_is_the_mesh_whatever_the_preset(preset):
 @pytest.mark.long
 @on_linux_x86
 def test_a_search_begins_with_what_sends_least():
-    """For a model with experts and few tokens, parts of experts, and no weights to gather but the
-    others; for a small dense model on several hosts, no split heads."""
+    """The first candidate for a model with experts and few tokens splits experts and gathers only
+    the other weights; for a small dense model on several hosts, it does not split heads."""
     config = load_config(["config=mixtral_8x7b", "model.num_layers=2"])
     first, *others = promising(config, described_devices("h100:8"), [32])
     assert first.mesh == MeshAxes(1, 1, 1, 1, 8, 1)

@@ -564,7 +564,7 @@ def test_keys_are_those_of_the_environment_and_of_a_file(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_model_with_adapters_is_asked_for_by_their_name(served, folder, adapters, expected):
-    """Its requests run in one batch with those for the model itself."""
+    """Requests for it run in one batch with those for the model itself."""
     tokenizer = load_tokenizer(folder)
     begin = special_beginning(tokenizer) or None
     options = {"begin": begin, "max_tokens": 24, "temperature": 0}

@@ -166,7 +166,7 @@ def test_right_is_what_every_reward_that_verifies_and_applies_says(pool):
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "advice"),
     [
         ({"names": []}, "Name one, such as gsm8k"),
         ({"names": ["gsm9k"]}, "Name one of gsm8k, .*, or a function of yours"),
@@ -196,33 +196,33 @@ def test_right_is_what_every_reward_that_verifies_and_applies_says(pool):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(given, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_what_makes_no_sense_is_refused(given, advice):
+    with pytest.raises(ConfigError, match=advice):
         RewardSet(**given)
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "advice"),
     [
         ({"pattern": {"regex": "("}}, "Correct it; `re` of Python"),
         ({"pattern": {"regex": "a", "where": "end"}}, "Set it to whole, begin, anywhere"),
         ({f"{HERE}:brevity": {"by": "batch"}}, "Set it to item or group"),
     ],
 )
-def test_options_of_what_runs_in_the_pool_are_checked(pool, options, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_options_of_what_runs_in_the_pool_are_checked(pool, options, advice):
+    with pytest.raises(ConfigError, match=advice):
         RewardSet(list(options), options=options, pool=pool)
 
 
 @pytest.mark.parametrize(
-    ("columns", "mend"),
+    ("columns", "advice"),
     [
         ({"answer": ["1"]}, "Repeat those of a prompt"),
         ({"prompts": ["1", "2"]}, "Rename the column"),
     ],
 )
-def test_columns_have_an_entry_for_each_row(columns, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_columns_have_an_entry_for_each_row(columns, advice):
+    with pytest.raises(ConfigError, match=advice):
         RewardSet(["gsm8k.tags"])([""] * 2, ["a", "b"], [[1], [1]], columns)
 
 

@@ -267,7 +267,7 @@ def test_a_pool_that_is_closed_does_not_wait_for_the_batch_of_another_thread():
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "advice"),
     [
         ({"workers": 0}, "Set workers=1 or more"),
         ({"recycle": 0}, "Set recycle=1 or more"),
@@ -275,8 +275,8 @@ def test_a_pool_that_is_closed_does_not_wait_for_the_batch_of_another_thread():
         ({"deadline": -1.0}, "Set deadline=5"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(options, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_limits_that_make_no_sense_are_refused(options, advice):
+    with pytest.raises(ConfigError, match=advice):
         RewardWorkers(**options)
 
 
