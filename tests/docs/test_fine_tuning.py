@@ -148,6 +148,6 @@ def test_the_commands_of_worked_answers_work_in_order(tmp_path):
     losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
     assert losses[-1] < 0.2 * losses[0] and "held_out" in evaluated
     assert re.search(
-        r"<reasoning>\nAnn has \d \+ \d = \d clips\.\n</reasoning>\n<answer>\n\d\n</answer>",
+        r"<reasoning>\n(?:Ann|Bo|Cy|Di) has \d \+ \d = \d clips\.\n</reasoning>\n<answer>\n\d\n</answer>",
         answered,
     )

@@ -80,7 +80,6 @@ def hidden(folder):
 
 
 @pytest.mark.long
-@pytest.mark.every_dose
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     model, config = load_pretrained(PARITY / case)
