@@ -672,7 +672,7 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
         where = _where(arguments)
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
     if (arguments.tokenizer or "").startswith("bpe:"):
-        _tell_of_entries(arguments.tokenizer, entries)
+        _report_entries(arguments.tokenizer, entries)
     verdict = "complete"
     if already:
         verdict = "already complete and unchanged: nothing to do"
@@ -694,7 +694,7 @@ def _summarise(parts: Sequence[Path | RemotePath], cache: Cache) -> int:
     return entries
 
 
-def _tell_of_entries(spec: str, entries: int) -> None:
+def _report_entries(spec: str, entries: int) -> None:
     """Report that a text was too short for all vocabulary entries that were requested."""
     requested = bpe_entries(spec)
     if entries < requested:

@@ -34,7 +34,7 @@ from maxtrain.checkpoint.listing import read_record
 from maxtrain.checkpoint.local_writing import LocalWriter, write_texts
 from maxtrain.checkpoint.peers import is_here
 from maxtrain.checkpoint.quorum import CompleteStep, LocalStep, what_is_missing, whole_steps
-from maxtrain.parallel.agreement import report, tell_all
+from maxtrain.parallel.agreement import broadcast_text, report
 
 _TEXTS = (*SMALL_FILES, LOCAL_FILE, "commit.json")
 
@@ -107,7 +107,7 @@ class LocalSteps:
             self._told = [
                 f"{host}: {line}" for host, theirs in zip(hosts, said) for line in theirs["told"]
             ]
-        text = tell_all(f"{name}/whole", json.dumps(whole))
+        text = broadcast_text(f"{name}/whole", json.dumps(whole))
         self.whole = {}
         for step, found in json.loads(text).items():
             self._take_part(f"{name}/{step}", int(step), CompleteStep(*found))
@@ -123,7 +123,7 @@ class LocalSteps:
         if not is_same:
             mine = "another"
         said = report(f"{name}/same", mine)
-        if tell_all(f"{name}/all the same", "".join(said)):
+        if broadcast_text(f"{name}/all the same", "".join(said)):
             raise StepMismatchError
 
     def told(self, newest: int) -> list[str]:
@@ -147,7 +147,7 @@ class LocalSteps:
             texts = {file: (path / file).read_text(encoding="utf-8") for file in _TEXTS}
             text = json.dumps(texts)
         if len(whole.holders) < jax.process_count():
-            text = tell_all(name, text, sender)
+            text = broadcast_text(name, text, sender)
         if jax.process_index() not in whole.holders:
             staging = self.writer.staging(step)
             for leftover in (staging, path):

@@ -16,7 +16,7 @@ from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import LOCAL_FILE, encode_commit, survey, sync
 from maxtrain.checkpoint.writing import StepFiles, StepSave, StepWriter, commit_record
 from maxtrain.checkpoint.zarr_reader import is_part_of_array
-from maxtrain.parallel.agreement import forget, raising_together, report, tell_all
+from maxtrain.parallel.agreement import broadcast_text, forget, raising_together, report
 
 
 class LocalWriter(StepWriter):
@@ -61,9 +61,9 @@ class LocalWriter(StepWriter):
                 text = self._agreed(step, written, commit_record(step, written.finite, said))
             except BaseException:
                 # Else the others would wait for it.
-                tell_all(self._told, "")
+                broadcast_text(self._told, "")
                 raise
-        text = tell_all(self._told, text)
+        text = broadcast_text(self._told, text)
         if not text:
             raise StorageError(
                 f"saving step {step.number} to {self.directory} failed in process 0. "

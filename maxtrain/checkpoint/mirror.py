@@ -85,7 +85,7 @@ class SecondDirectory:
                 self._catch_up()
             # Whatever it is, training goes on.
             except Exception as error:
-                self._tell(error)
+                self._report(error)
             finally:
                 self.copying = None
             if not self._news.is_set():
@@ -152,7 +152,7 @@ class SecondDirectory:
             return True
         return ours != theirs
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """Report the first failed copy, the second, the fourth, and so on."""
         self.failed += 1
         if self.failed & (self.failed - 1) == 0:

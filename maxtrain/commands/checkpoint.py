@@ -386,7 +386,7 @@ def prune(
         going, steps = _superfluous(directory, keep, keep_every)
         left = half_removed(folder)
         for path in [*left, *going]:
-            _tell_removal("would remove", path, console)
+            _print_removal("would remove", path, console)
         rest = ""
         if left or going:
             rest = " Nothing is removed without --apply."
@@ -397,7 +397,7 @@ def prune(
         run = folder.parent
     with _locked(run, console):
         for path in half_removed(folder):
-            _tell_removal("removes", path, console)
+            _print_removal("removes", path, console)
             shutil.rmtree(path)
         going, steps = _superfluous(directory, keep, keep_every)
         if going:
@@ -405,7 +405,7 @@ def prune(
             if why:
                 raise DamagedError(steps[-1], f"{why}, so nothing is removed")
         for path in going:
-            _tell_removal("removes", path, console)
+            _print_removal("removes", path, console)
             url = url_of(path)
             if url is not None:
                 remove_at_url(url)
@@ -431,7 +431,7 @@ def _locked(run: Path, console: Console) -> Iterator[None]:
         lease.free()
 
 
-def _tell_removal(verb: str, path: Path, console: Console) -> None:
+def _print_removal(verb: str, path: Path, console: Console) -> None:
     console.print(f"{verb} {path.name}, {size(path) / 1e6:,.1f} MB", soft_wrap=True)
 
 

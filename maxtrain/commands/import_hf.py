@@ -51,7 +51,7 @@ from maxtrain.storage.reading import require_no_url
 from maxtrain.train_step.state import abstract_model
 from maxtrain.train_step.trainable import join, split_buffers
 from maxtrain.trainer.run_dir import RunFolder
-from maxtrain.trainer.saved_run import parameter_dtype, require_fitting_tokenizer, tell_on_stderr
+from maxtrain.trainer.saved_run import parameter_dtype, print_on_stderr, require_fitting_tokenizer
 from maxtrain.weights.hf import load_weights, stored_dtype
 
 # The one source of an imported run's config, which has a tokenizer and no data.
@@ -234,7 +234,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain import") -> int:
         run = args.run.expanduser()
         require_free(run, "RUN")
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-        made = import_weights(args.directory, run, args.dtype, tell_on_stderr)
+        made = import_weights(args.directory, run, args.dtype, print_on_stderr)
         print(
             f"{run}: {made.num_parameters:,} parameters of {made.config.model.family} in "
             f"{args.dtype}, step 0; read again: its parameters and logits are those of "

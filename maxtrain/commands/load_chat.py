@@ -7,7 +7,7 @@ import argparse
 from data_pipeline.base.errors import UsageError
 from data_pipeline.tokenizer import CHAT_TEMPLATE, MORE_TEMPLATES, Tokenizer, TokenizerRecord
 from maxtrain.inference.chat import Chat
-from maxtrain.trainer.saved_run import carried_tokenizer, tell_on_stderr, tokenizer_place
+from maxtrain.trainer.saved_run import carried_tokenizer, print_on_stderr, tokenizer_place
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser, condition: str = "") -> None:
@@ -49,12 +49,12 @@ def find_chat(args: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
         system = system_message(carried)
     chat = Chat(tokenizer, place, args.chat_template, system=system)
     if system and args.system is None:
-        tell_on_stderr(f"system (of the run's data): {system}")
+        print_on_stderr(f"system (of the run's data): {system}")
     # The tokenizer may have several templates of its own, too, which are chosen by their names.
     of_sources = [name for name in carried.files if _is_of_source(name, carried)]
     others = [f"{place}/{name}" for name in of_sources]
     if others and not args.chat_template:
-        tell_on_stderr(
+        print_on_stderr(
             f"chat template: {place}/{CHAT_TEMPLATE}. Other sources of the run were rendered by "
             f"others; use --chat-template for one of {', '.join(others)}."
         )

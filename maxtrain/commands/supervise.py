@@ -155,7 +155,7 @@ class Supervisor:
         longest = min(self._options.max_backoff, self._options.backoff * 2**standing)
         wait = longest * random.uniform(0.5, 1)
         ended = f"ended with {_words(code)} at step {reached:,}"
-        self._tell(f"{ended}; starts again in {wait:.1f} s")
+        self._report(f"{ended}; starts again in {wait:.1f} s")
         self._stop.wait(wait)
 
     def _attempt(self, number: int, restart: int) -> int:
@@ -226,7 +226,7 @@ class Supervisor:
             said = (
                 f"goes on with {count} of {self._options.processes} processes, {' '.join(settings)}"
             )
-            self._tell(f"process {slot} is lost; {said}")
+            self._report(f"process {slot} is lost; {said}")
             return True
         return False
 
@@ -257,7 +257,7 @@ class Supervisor:
         self._stop.set()
         self._processes.tell(for_child(number))
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         # The terminal may be closed.
         with contextlib.suppress(OSError):
             print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)

@@ -245,13 +245,13 @@ class Trackers:
         plain = {name: _plain(value) for name, value in values.items() if value is not None}
         for thread in self._threads:
             thread.log(step, plain, kind)
-            self._tell_complaint(thread)
+            self._report_complaint(thread)
 
     def show_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Completions of prompts after a step, for every tracker that shows text."""
         for thread in self._threads:
             thread.show_samples(step, samples)
-            self._tell_complaint(thread)
+            self._report_complaint(thread)
 
     def rewind(self, step: int) -> None:
         """Records of later steps do not count any more."""
@@ -269,7 +269,7 @@ class Trackers:
             for text in thread.end(deadline):
                 self._tell(text)
 
-    def _tell_complaint(self, thread: TrackerThread) -> None:
+    def _report_complaint(self, thread: TrackerThread) -> None:
         text = thread.complaint()
         if text:
             self._tell(text)

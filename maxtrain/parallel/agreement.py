@@ -329,7 +329,7 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
     return said
 
 
-def tell_all(what: str, text: str, sender: int = 0, timeout_seconds: float = 1200.0) -> str:
+def broadcast_text(what: str, text: str, sender: int = 0, timeout_seconds: float = 1200.0) -> str:
     """Send the text of one process to all processes; the texts of the others are ignored.
 
     Goes through the coordinator's key-value store, without a device: for threads in the background.
@@ -364,7 +364,7 @@ def tell_all(what: str, text: str, sender: int = 0, timeout_seconds: float = 120
 
 
 def forget(what: str) -> None:
-    """Free a text of `tell_all` after all processes have read it; called by process 0."""
+    """Free a text of `broadcast_text` after all processes have read it; called by process 0."""
     if jax.process_count() == 1:
         return
     client = distributed.global_state.client

@@ -274,7 +274,7 @@ def _require_least(
     )
 
 
-def tell_end(code: int) -> None:
+def announce_end(code: int) -> None:
     """Write the exit code of this process where the script that started the job looks for it.
 
     Slurm reports the highest exit code of all processes, but a lower one may explain why the job

@@ -220,11 +220,11 @@ class Rollouts:
         except DamagedRolloutError as damage:
             # No file is expected when a rollout is made for the first time.
             if path.exists() or step != steps.start:
-                self._tell_made_again(path, damage, step, steps.start)
+                self._report_made_again(path, damage, step, steps.start)
             return None
         if step == steps.start and stored.about["scored_by"] != weights:
             damage = DamagedRolloutError("other weights have made it")
-            self._tell_made_again(path, damage, step, steps.start)
+            self._report_made_again(path, damage, step, steps.start)
             return None
         return stored
 
@@ -248,7 +248,7 @@ class Rollouts:
                 sampled = self._ahead_of(path, steps, self._scored_by(before))
                 return self._parts.resume_pending(steps, sampled)
             except DamagedRolloutError as damage:
-                self._tell_made_again(path, damage, step, before.start)
+                self._report_made_again(path, damage, step, before.start)
         return self._parts.start(steps, step, state, weights)
 
     def _scored_by(self, steps: range) -> str:
@@ -273,7 +273,7 @@ class Rollouts:
             return self._parts.resume_pending(ahead, sampled)
         except DamagedRolloutError as damage:
             if path.exists() or step != before.start:
-                self._tell_made_again(path, damage, step, before.start)
+                self._report_made_again(path, damage, step, before.start)
         pending = self._parts.start(ahead, step, state, weights)
         self._store.save(path, pending.rollout)
         failpoints.hit("ahead", ahead.start + 1)
@@ -287,7 +287,7 @@ class Rollouts:
             raise DamagedRolloutError("other weights have made it")
         return sampled
 
-    def _tell_made_again(
+    def _report_made_again(
         self, path: Path, damage: DamagedRolloutError, step: int, expected: int
     ) -> None:
         """Log what is wrong with a file, and which weights make it again."""

@@ -165,9 +165,9 @@ class Records:
             try:
                 self.push()
             except (StorageError, OSError) as error:
-                self._tell(error)
+                self._report(error)
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """Report the first failed upload, the second, the fourth, and so on."""
         self._failed += 1
         if self._failed & (self._failed - 1) == 0:

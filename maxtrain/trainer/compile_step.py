@@ -96,7 +96,7 @@ class Programs:
         try:
             compiled = self.compile(state, batch)
             needed = bytes_beside_arguments(compiled)
-            self._tell(what, needed)
+            self._report(what, needed)
             # On a CPU the process keeps the memory that earlier steps needed, and it would be
             # counted as taken.
             if not self._has_run or jax.default_backend() != "cpu":
@@ -112,7 +112,7 @@ class Programs:
         assert compiled is not None
         return compiled
 
-    def _tell(self, what: str, needed: int) -> None:
+    def _report(self, what: str, needed: int) -> None:
         """Log the bytes that a step needs on each device beside the training state."""
         if jax.device_count() > 1:
             self._progress.message(

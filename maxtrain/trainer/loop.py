@@ -70,7 +70,7 @@ from maxtrain.parallel.agreement import (
     raising_together,
     require_agreement,
 )
-from maxtrain.parallel.distributed import leave, tell_end
+from maxtrain.parallel.distributed import announce_end, leave
 from maxtrain.parallel.memory import (
     HOST_MEND,
     ON_HOST,
@@ -193,7 +193,7 @@ def launch(
             store.local,
         )
         describe(progress, job)
-        tell_passed_over(progress, store.local, own)
+        report_passed_over(progress, store.local, own)
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
         fields["checkpoint.fork_from"] = str(fork and fork.origin)
         require_agreement(f"launch {attempt}", fields)
@@ -223,7 +223,7 @@ def launch(
         try:
             run.restore(saved, fork=fork)
             require_unfinished(run, fork)
-            tell_changed_settings(run, saved, launches, fork)
+            report_changed_settings(run, saved, launches, fork)
             checkpoints.copy_newest()  # a killed launch may have left this undone
             begin_books(run, watchdog, saved is None, fork)
             begin_trackers(run, trackers)
@@ -358,7 +358,9 @@ def require_whole(
     local.require_same("steps of hosts", step_of(newest()) == step_of(saved))
 
 
-def tell_passed_over(progress: Progress, local: LocalSteps | None, saved: RunState | None) -> None:
+def report_passed_over(
+    progress: Progress, local: LocalSteps | None, saved: RunState | None
+) -> None:
     """Log each step on the disks of hosts that the run cannot resume from."""
     if local is None:
         return
@@ -582,7 +584,7 @@ def open_with_records(
     return dataclasses.replace(job, notes=(*notes, *job.notes))
 
 
-def tell_changed_settings(
+def report_changed_settings(
     run: Run, saved: RunState | None, launches: Sequence[Mapping[str, Any]], fork: Fork | None
 ) -> None:
     """Log each setting that differs from the last launch, if the run resumes from a checkpoint. For
@@ -820,6 +822,6 @@ def main(config: RunConfig, ends_process: bool = False) -> int:
             raise
 
     if code := run_command(job):
-        tell_end(code)
+        announce_end(code)
         leave(code, lost)
     return code

@@ -141,7 +141,7 @@ def check_step(step: int | None) -> None:
         )
 
 
-def tell_on_stderr(line: str) -> None:
+def print_on_stderr(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
@@ -158,7 +158,7 @@ def load_model(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Deco
         tokenizer = load_tokenizer(args.hf)
         # Check before the weights are read, which takes long.
         require_fitting_tokenizer(args.hf, tokenizer, read_config(args.hf))
-        model, _ = load_pretrained(args.hf, args.dtype or "float32", mesh, tell_on_stderr)
+        model, _ = load_pretrained(args.hf, args.dtype or "float32", mesh, print_on_stderr)
     if model.config.score:
         raise UsageError(
             f"{args.run or args.hf}: is a reward model, which scores texts and has no logits. "

@@ -28,7 +28,7 @@ import jax
 from data_pipeline.base.errors import UserError
 import numpy as np
 from maxtrain.parallel.agreement import await_first, from_first, from_one, gather, require_agreement
-from maxtrain.parallel.agreement import forget, tell_all
+from maxtrain.parallel.agreement import forget, broadcast_text
 
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[2])
@@ -37,7 +37,7 @@ mine = np.full(3, 250 + index, np.uint8)
 said = gather({"step": 7, "rows": "abc", "process": index})
 print(said, from_first(mine).tolist(), flush=True)
 long = "ab" * (3 << 19)
-heard = [tell_all("long", long * (index == 0)), tell_all("short", str(index), 1), tell_all("no", "")]
+heard = [broadcast_text("long", long * (index == 0)), broadcast_text("short", str(index), 1), broadcast_text("no", "")]
 print(heard[0] == long, heard[1:], from_one(mine, 1).tolist(), flush=True)
 if index == 0:
     forget("long")

@@ -56,7 +56,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain doctor") -> int:
 
     code = run_command(job, resumes=False)
     if code:
-        distributed.tell_end(code)
+        distributed.announce_end(code)
         distributed.leave(code, lost)
     return code
 
@@ -140,7 +140,7 @@ def _patience(seconds: float) -> Iterator[Any]:
         fix = "If another process says nothing, look at its host"
         print(f"error: {rule}. {fix}.", file=sys.stderr, flush=True)
         code = TryAgainError.exit_code
-        distributed.tell_end(code)
+        distributed.announce_end(code)
         os._exit(code)
 
     timer = threading.Timer(seconds, give_up)

@@ -45,9 +45,9 @@ from maxtrain.trainer.saved_run import (
     STEP_HELP,
     check_step,
     load_run,
+    print_on_stderr,
     read_run_config,
     step_of,
-    tell_on_stderr,
     tokenizer_place,
 )
 from maxtrain.weights.gguf.file import QUANTS, library
@@ -354,7 +354,7 @@ def main(argv: Sequence[str], prog: str = "maxtrain export") -> int:
             args.max_shard_size or MAX_SHARD_BYTES,
             template,
             card,
-            tell_on_stderr,
+            print_on_stderr,
         )
         for line in _describe(out, exported, dtype, config):
             print(line)

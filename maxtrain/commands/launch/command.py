@@ -94,7 +94,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
         program = _IN_IMAGE
     plan = _plan(options, given, program)
     fewer = enough_nodes(plan, given, per_node)
-    _tell_if_all_are_needed(plan, given, per_node, fewer)
+    _warn_if_all_are_needed(plan, given, per_node, fewer)
     if fewer:
         planned = max(given.processes, plan.config.mesh.planned_processes or 0)
         plan = plan.with_setting("mesh.planned_processes", planned)
@@ -121,7 +121,7 @@ def _slurm_script(options: argparse.Namespace) -> str:
     return slurm.render(plan, job)
 
 
-def _tell_if_all_are_needed(
+def _warn_if_all_are_needed(
     plan: LaunchPlan, given: JobDevices, per_node: int, fewer: Sequence[int]
 ) -> None:
     """Prints that mesh.min_processes changes nothing, if no number of nodes is `fewer`."""
@@ -168,7 +168,7 @@ def _manifest(options: argparse.Namespace) -> tuple[str, list[str]]:
     if plan.config_file is not None:
         require_no_secrets([plan.config_file.read_text()], {}, "the manifest", _SECRET)
     if options.target == "k8s":
-        _tell_if_all_are_needed(plan, given, 1, enough_nodes(plan, given, 1))
+        _warn_if_all_are_needed(plan, given, 1, enough_nodes(plan, given, 1))
     longest = kubernetes.LONGEST_NAME
     name = options.name or names.default_label(plan.config.run_name, longest)
     job = kubernetes.KubernetesJob(

@@ -176,7 +176,7 @@ def make_plan(
             here = fit_to_planned(config, given.processes, per_process)
         fitted = fit_to_devices(here, count)
         _require_slices(fitted, given)
-        _tell_attention(fitted, given)
+        _print_attention(fitted, given)
     # A config may be named without `config=`; nothing else is without a key here.
     named = [word if "=" in word else f"config={word}" for word in settings]
     return LaunchPlan(config, verb, [*named, *options], tuple(program))
@@ -220,7 +220,7 @@ def _require_fit(config: RunConfig, given: JobDevices) -> None:
         raise ConfigError(problems)
 
 
-def _tell_attention(config: RunConfig, given: JobDevices) -> None:
+def _print_attention(config: RunConfig, given: JobDevices) -> None:
     """Prints which kernel auto will choose.
 
     Args:

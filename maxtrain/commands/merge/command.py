@@ -32,7 +32,7 @@ from maxtrain.commands.merge.tensors import merged
 from maxtrain.models.hf_mapping import LazyArray, Part
 from maxtrain.storage.publish import publishing, require_free
 from maxtrain.storage.reading import require_no_url
-from maxtrain.trainer.saved_run import tell_on_stderr
+from maxtrain.trainer.saved_run import print_on_stderr
 from maxtrain.weights.hf_export import write_tensors
 from maxtrain.weights.memory_order import in_c_order
 
@@ -96,7 +96,7 @@ def merge(
             digests[name] = hashlib.sha256(content).hexdigest()
 
         with publishing(out, "merge") as directory:
-            write_tensors(directory, lazy, dtypes, max_shard_bytes, tell_on_stderr, note)
+            write_tensors(directory, lazy, dtypes, max_shard_bytes, print_on_stderr, note)
             models[recipe.tokenizer or first.place].write_tokenizer(directory)
             first.write_config(directory, _usual(dtypes))
             _verify(directory, digests)

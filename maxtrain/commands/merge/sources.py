@@ -27,9 +27,9 @@ from maxtrain.models.merged import merged
 from maxtrain.storage.reading import readable_model
 from maxtrain.trainer.saved_run import (
     load_run,
+    print_on_stderr,
     read_run_config,
     step_of,
-    tell_on_stderr,
     tokenizer_place,
 )
 from maxtrain.weights.hf import open_directory, require_head_is_embedding
@@ -99,7 +99,7 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
     dtypes = {}
     opened = open_directory(directory, held)
     for note in opened.notes:
-        tell_on_stderr(f"{place}: {note}")
+        print_on_stderr(f"{place}: {note}")
     for name, there in _without_copied_head(directory, config, opened.tensors).items():
         if there.kind not in _FLOATS:
             raise DataError(

@@ -225,7 +225,7 @@ class EngineWorker:
                 self._wishes.put(_JobRequest(jobs, is_wanted=True))
                 return
         for job in jobs:
-            _tell_failed(job)
+            _report_failed(job)
 
     def cancel(self, jobs: Sequence[TextJob]) -> None:
         """Cancel texts that no client wants any more: no part of them is sent; from any thread."""
@@ -311,7 +311,7 @@ class EngineWorker:
                 else:
                     left.pop(job, None)
         for job in left:
-            _tell_failed(job)
+            _report_failed(job)
 
     def _take(self, job: TextJob) -> None:
         assert self._engine is not None
@@ -320,7 +320,7 @@ class EngineWorker:
         except Exception:
             # The request had been checked before.
             log_exception()
-            _tell_failed(job)
+            _report_failed(job)
             return
         self._running[running.generation] = running
         self._of_job[job] = running
@@ -339,7 +339,7 @@ class EngineWorker:
     def _fail(self, running: _RunningJob) -> None:
         """Ends one text, and no other."""
         self._drop(running.job)
-        _tell_failed(running.job)
+        _report_failed(running.job)
 
     def _step(self) -> None:
         assert self._engine is not None
@@ -378,7 +378,7 @@ class EngineWorker:
         return ended
 
 
-def _tell_failed(job: TextJob) -> None:
+def _report_failed(job: TextJob) -> None:
     try:
         job.tell(_FAILED)
     except Exception:

@@ -261,12 +261,12 @@ import resource, sys
 import pyarrow as pa
 import pyarrow.parquet
 from data_pipeline.sources import parquet
-from data_pipeline.sources.document import Options, find_files
+from data_pipeline.sources.document import InputOptions, find_files
 
 words = pa.DictionaryArray.from_arrays(pa.array([0] * 8000, pa.int16()), pa.array(["x" * (1 << 20)]))
 pyarrow.parquet.write_table(pa.table({"text": words}), sys.argv[1], compression="zstd")
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-(piece,) = parquet.find(sys.argv[1], Options(key="text"))
+(piece,) = parquet.find(sys.argv[1], InputOptions(key="text"))
 found = [len(document.text or "") for document in parquet.documents(piece)]
 assert found == [1 << 20] * 8000, found[:3]
 found = [len(row) for row in parquet.records(piece)]
