@@ -167,10 +167,10 @@ def _lazily(
     names = list(first.tensors)
     layers = num_layers(names)
     for number, name in enumerate(names, 1):
-        progress = ""
+        progress_line = ""
         if progress:
-            progress = f"\r{number:,} of {len(names):,} tensors"
-        make = functools.partial(_merge_one, recipe, models, read, name, layers, progress)
+            progress_line = f"\r{number:,} of {len(names):,} tensors"
+        make = functools.partial(_merge_one, recipe, models, read, name, layers, progress_line)
         yield name, LazyArray(first.tensors[name].shape, make)
 
 

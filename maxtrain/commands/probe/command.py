@@ -305,7 +305,7 @@ def _try_rate(config: RunConfig, data: TrainingData, rate: float, steps: int) ->
     parts = make_parts(
         fitted, devices, steps, len(data.plan.names), has_end_marks=have_end_marks(data)
     )
-    job = Job(**vars(parts), args=requested, data=data, sets={})
+    job = Job(**vars(parts), requested=requested, data=data, sets={})
     step = job.make_step()
     losses: list[float] = []
     weights: list[float] = []
