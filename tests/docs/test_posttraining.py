@@ -167,6 +167,15 @@ def test_the_commands_of_reward_models_work(tmp_path):
     assert (tmp_path / "exported" / "judge" / "model.safetensors").exists()
 
 
+def write_small(config):
+    """Write small.py into the current folder: the config of the tests without data, which the
+    commands name."""
+    values = yaml.safe_load(config.read_text())
+    del values["data"]
+    text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
+    Path("small.py").write_text(text)
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
@@ -183,11 +192,8 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     assert prepare.main(words[3:]) == 0
     words = shlex.split(trains.replace("\\\n", " "))
     assert words[:2] == ["maxtrain", "train"]
-    # The model of the tests, with the data that the command names.
-    values = yaml.safe_load(config.read_text())
-    del values["data"]
-    config.write_text(yaml.safe_dump(values))
-    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    write_small(config)
+    assert main(load_config(words[2:])) == 0
     assert list(Path("runs/grpo/rollouts").glob("*.npz"))
     for program in OF_A_RUN:
         exec(compile(program, "docs/posttraining.md", "exec"), {})
@@ -209,7 +215,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     # In the same folder: PPO begins with the same model and reads the same prompts.
     (trains,) = blocks(of_ppo, "bash")
     words = shlex.split(trains.replace("\\\n", " "))
-    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    assert main(load_config(words[2:])) == 0
     last = read_metrics(Path("runs/ppo"))[-2]
     assert {"value_loss", "score", "kl"} <= last.keys()
 
@@ -229,10 +235,8 @@ def test_the_commands_of_distillation_on_its_own_completions_work(tmp_path, monk
     trains, replays = commands(section)
     words = shlex.split(trains)
     assert words[:2] == ["maxtrain", "train"]
-    values = yaml.safe_load(config.read_text())
-    del values["data"]
-    config.write_text(yaml.safe_dump(values))
-    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    write_small(config)
+    assert main(load_config(words[2:])) == 0
     evaluations = [r for r in read_metrics(Path("runs/pupil")) if r["kind"] == "eval"]
     assert evaluations[-1]["distill"] < evaluations[0]["distill"]
     words = shlex.split(replays)
@@ -260,9 +264,7 @@ def test_the_commands_of_distillation_from_files_work(tmp_path, monkeypatch, tin
     assert "tokens x 100 bytes (16 entries)" in said and "4 + 6 K bytes" in section
     words = shlex.split(trains)
     assert words[:2] == ["maxtrain", "train"]
-    values = yaml.safe_load(config.read_text())
-    del values["data"]
-    config.write_text(yaml.safe_dump(values))
-    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    write_small(config)
+    assert main(load_config(words[2:])) == 0
     evaluations = [r for r in read_metrics(Path("runs/pupil")) if r["kind"] == "eval"]
     assert evaluations[-1]["distill"] < evaluations[0]["distill"]
