@@ -37,7 +37,7 @@ class TensorBoard(Tracker):
                 f"({error}). Run pip install tensorboardX, or leave tensorboard "
                 "out of observe.trackers."
             ) from error
-        self._package = tensorboardX
+        self._package: Any = tensorboardX
         self._folder = Path()
         self._file: Any = None
         self._flushed = 0.0
