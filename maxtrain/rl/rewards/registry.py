@@ -332,8 +332,8 @@ def _check(
         )
     if len(weights) != len(names):
         raise ConfigError(
-            f"there are {len(weights)} weights for {len(names)} rewards: there must be one for each. "
-            "Set as many, or none for 1 each."
+            f"there are {len(weights)} weights for {len(names)} rewards: there must be one "
+            "for each. Set as many, or none for 1 each."
         )
 
 

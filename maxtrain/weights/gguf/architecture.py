@@ -172,7 +172,8 @@ def _require_what_is_taken_for_granted(config: ModelConfig, layers: tuple[LayerS
     """Raise UsageError if llama.cpp would compute different results."""
     for what, advice in _differences(config, layers):
         raise UsageError(
-            f"--format gguf: llama.cpp's program for {ARCHITECTURES[config.family]} {what}. {advice}."
+            f"--format gguf: llama.cpp's program for {ARCHITECTURES[config.family]} {what}. "
+            f"{advice}."
         )
 
 
