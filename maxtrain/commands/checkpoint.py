@@ -291,10 +291,10 @@ def verify(directory: Path, console: Console) -> None:
     steps = [*stores(folder), *steps]
     for path in steps:
         begin = time.monotonic()
-        problem = check(path)
+        result = check(path)
         color = "red"
-        if problem:
-            bad.append((path, problem))
+        if result:
+            bad.append((path, result))
         else:
             color = "green"
             result = "all hashes are those of what was saved"

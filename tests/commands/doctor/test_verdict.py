@@ -228,7 +228,7 @@ def test_runs_on_a_disk_have_no_bucket():
     reports = [report(index, bucket=None) for index in range(2)]
     reports[1]["disk"] = {"folder": "/", "error": "/: Read-only"}
     (problem,) = problems(reports)
-    assert "can't write to output_dir: /: Read-only. Correct" in problem and notes(reports) == []
+    assert "can't write to output_dir: /: Read-only. Give it" in problem and notes(reports) == []
     console = Console(record=True, width=200, file=io.StringIO())
     show(reports, [], [], console)
     assert "bucket" not in console.export_text()

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("tfds")
     (root / "package").mkdir()
 
-    class TinyBuilder(tfds.core.GeneratorBasedBuilder):
+    class Tiny(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
         pkg_dir_path = root / "package"
         url_infos = {}  # noqa: RUF012 - else looked for beside the code
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
         def _generate_examples(self, texts):
             yield from ((n, {"text": text, "size": len(text)}) for n, text in enumerate(texts))
 
-    builder = TinyBuilder(data_dir=root / "data", file_format="array_record")
+    builder = Tiny(data_dir=root / "data", file_format="array_record")
     builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=2))
     assert "tensorflow" not in sys.modules
     return Path(builder.data_dir)
