@@ -18,7 +18,7 @@ GPU_PY := $(GPU_VENV)/bin/python
 READY_GPU := $(GPU_VENV)/.ready
 GPU_PYTHON ?= python3
 GPU_SECONDS ?= 1200
-GPU_TESTS := tests/ops tests/models tests/training tests/weights
+GPU_TESTS := tests/ops tests/models tests/train_step tests/weights
 ifdef WHEELS
 GPU_SOURCE := --no-index --find-links $(WHEELS)
 endif

@@ -69,7 +69,7 @@ for name in "${parts[@]}"; do
   case $name in
     tests)
       part tests 240 env MAXTRAIN_TEST_PLATFORM=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false \
-        "$python" -m pytest -n 0 -m gpu tests/ops tests/models tests/training tests/weights \
+        "$python" -m pytest -n 0 -m gpu tests/ops tests/models tests/train_step tests/weights \
         --tb=short -rA
       ;;
     repeats | kernel) part "$name" 240 bash -c "$name" ;;

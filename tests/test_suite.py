@@ -161,6 +161,8 @@ def test_the_environment_of_a_gpu_has_the_packages_of_the_machine(tmp_path):
 def test_every_file_that_needs_a_gpu_is_below_what_make_test_gpu_collects():
     folders = re.findall(r"^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     folders = folders[0].split()
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert " ".join(folders) in (ROOT / "benchmarks" / "on_gpu.sh").read_text()
     found = []
     for path in (ROOT / "tests").rglob("test_*.py"):
         if re.search(r"^@pytest\.mark\.gpu$", path.read_text(), re.MULTILINE):
