@@ -14,6 +14,7 @@ import errno
 import filecmp
 import functools
 import hashlib
+import importlib.util
 import io
 import logging
 import posixpath
@@ -612,6 +613,9 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
             fix = f"Install it: {install_command(extra)}"
+            if protocol not in _EXTRAS and importlib.util.find_spec("fsspec"):
+                # fsspec names the package of a store that no extra of ours brings.
+                fix = "Install the package that is named here"
             raise UsageError(
                 f"{path}: needs a package for {protocol}:// ({error}). {fix}"
             ) from error
