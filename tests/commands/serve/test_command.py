@@ -275,7 +275,7 @@ def test_log_probabilities_of_a_completion(served):
         ({"prompt": [1, 100_000]}, "id 100000 of token 1 must be in", "prompt"),
         ({"logprobs": 21}, "logprobs=21 must be at most 20", "logprobs"),
         ({"stop": [""]}, "none of them empty", "stop"),
-        ({"n": 1000}, "at most 128 can be", "n"),
+        ({"n": 1000}, "at most 128 are allowed", "n"),
         ({"frequency_penalty": 3}, "must be from -2 to 2", "frequency_penalty"),
         ({"extra_body": {"beam_width": 3}}, "beam_width is not supported here", "beam_width"),
         ({"seed": 1.5}, "seed=1.5 must be an integer", "seed"),
