@@ -73,7 +73,7 @@ MOST_REFUSALS = 20
 # How advice begins.
 ADVICE = re.compile(
     r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install"
-    r"|Look|Fix|Make|Restore|Put|Check)\b"
+    r"|Look|Fix|Make|Restore|Put|Check|Name|Choose)\b"
 )
 # Keys that no trial draws: those of folders and processes, those that end a run early or only wait,
 # and those of trackers that need a network.
